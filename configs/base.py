@@ -1,0 +1,114 @@
+"""Every key of a Parallax run, with its unit and default. Other configs are differences from this one.
+
+Each section is exactly the keyword arguments of one frozen dataclass, named beside it.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+
+    # parallax.mesh.MeshConfig: devices along each axis; one of them may be -1, "all that is left".
+    config.mesh = ConfigDict()
+    config.mesh.pp = 1  # pipeline: the layers are cut over it
+    config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
+    config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
+    config.mesh.simulate = 0  # simulated CPU devices; 0 takes the devices that the machine has
+
+    # parallax.model.ModelConfig: the model as one device sees it.
+    config.model = ConfigDict()
+    config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
+    config.model.layers = 4
+    config.model.d_model = 256
+    config.model.d_ff = 704  # width of the gated MLP
+    config.model.attention = "mla"  # "mla" | "gqa" (kv_heads = heads is MHA, kv_heads = 1 is MQA)
+    config.model.heads = 8
+    config.model.kv_heads = 8  # gqa only
+    config.model.d_head = 32  # per head; in mla the part of q and k without position, and v
+    config.model.d_latent = 64  # mla: width of the compressed keys and values
+    config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
+    config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
+    config.model.rope_theta = 10_000.0
+    config.model.rope_scaling = "none"  # "none" | "linear" | "yarn"
+    config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
+    config.model.rope_original_seq = 2048  # tokens; yarn: the context that was trained before
+    config.model.qkv_bias = False  # biases on the query, key and value projections
+    config.model.norm_eps = 1e-6
+    config.model.tied = True  # the head is the embedding's transpose
+    config.model.dropout = 0.0  # probability, on embedding and residual branches
+    config.model.dtype = "float32"  # of compute: "float32" | "bfloat16"; parameters are float32
+    config.model.kernel = "xla"  # softmax core of attention: "xla" | "cudnn"
+
+    # parallax.model.LayoutConfig: strings that say where arrays are cut.
+    config.layout = ConfigDict()
+    config.layout.residual = "batch/dp seq d_model/tp"  # or "batch/dp seq/tp d_model"
+    config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter"
+    config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all"
+
+    # parallax.pipeline.PipelineConfig: when stages run and what they keep.
+    config.pipeline = ConfigDict()
+    config.pipeline.schedule = "gpipe"
+    config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
+    config.pipeline.remat = "layer"  # what backward recomputes: "none" | "layer" | "stage"
+    config.pipeline.gather = "microbatch"  # FSDP all-gather: per "microbatch" (least memory) | per "step"
+
+    # parallax.loss.LossConfig
+    config.loss = ConfigDict()
+    config.loss.z_coefficient = 0.0  # weight of logsumexp(logits)^2
+    config.loss.chunk_tokens = 1024  # logits of at most so many tokens exist at once on a device
+
+    # parallax.optimizer.OptimizerConfig
+    config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # "adamw" | "muon"
+    config.optimizer.learning_rate = 3e-4  # peak
+    config.optimizer.schedule = "cosine"  # after warm-up: "cosine" | "linear" | "wsd" | "constant"
+    config.optimizer.warmup_steps = 100
+    config.optimizer.decay_fraction = 0.2  # wsd: last share of train.steps in which the rate falls
+    config.optimizer.final_ratio = 0.1  # last learning rate / peak
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.95
+    config.optimizer.eps = 1e-8
+    config.optimizer.weight_decay = 0.1  # decoupled; norms and biases are left out
+    config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
+    config.optimizer.muon_momentum = 0.95
+
+    # parallax.data.DataConfig
+    config.data = ConfigDict()
+    config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
+    config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
+    config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
+    config.data.tokenizer = "bytes"  # "bytes" | "bpe" (trained on the corpus) | a tokenizer.json
+    config.data.bpe_vocab = 4096  # entries of a bpe that is trained
+    config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
+    config.data.seq = 256  # tokens in a window
+    config.data.global_batch = 32  # windows in a step, over all devices
+    config.data.eval_fraction = 0.02  # share of documents held out
+    config.data.seed = 0  # of the order of windows
+    config.data.synthetic_tokens = 1_000_000  # synthetic: tokens in the corpus
+
+    # parallax.loop.TrainConfig
+    config.train = ConfigDict()
+    config.train.steps = 1000
+    config.train.seed = 0  # of initial values and dropout
+    config.train.log_every_steps = 10
+    config.train.eval_every_steps = 200  # 0: only at the end
+    config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
+    config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
+
+    # parallax.checkpoint.CheckpointConfig
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 500  # 0: only at the end
+    config.checkpoint.keep_last = 2
+    config.checkpoint.keep_best = 1  # by eval/loss
+
+    # parallax.generate.SampleConfig: the text that a finished run writes.
+    config.sample = ConfigDict()
+    config.sample.prompt = ""  # empty: no sample
+    config.sample.tokens = 200
+    config.sample.temperature = 0.8  # 0 is greedy
+    config.sample.top_k = 0  # 0 is off
+    config.sample.top_p = 0.95  # 1 is off
+    config.sample.seed = 0
+
+    return config

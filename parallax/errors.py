@@ -1,0 +1,58 @@
+"""Errors that a user can cause: each quotes what was written, measures, and advises."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ParallaxError(ValueError):
+    """Base of all errors that a user can cause. `exit_status` is what the command line ends with."""
+
+    exit_status = 2
+
+
+class ConfigError(ParallaxError):
+    """A setting is wrong, or two settings do not agree."""
+
+
+class NotationError(ParallaxError):
+    """A layout string is wrong, or an array does not fit it."""
+
+
+class DataError(ParallaxError):
+    """A corpus, a shard or a tokenizer is missing, damaged or does not fit the model."""
+
+    exit_status = 5
+
+
+class CheckpointError(ParallaxError):
+    """A checkpoint is missing, damaged or of another model."""
+
+    exit_status = 3
+
+
+def nearest(written: str, known: Iterable[str]) -> str:
+    """Say which known names exist, the nearest first.
+
+    >>> nearest("gpip", ["gpipe", "one_f_one_b"])
+    "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(written, known, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(known)}"
+
+
+def check_choice(key: str, written: str, known: Iterable[str]) -> None:
+    """Raise ConfigError unless `written` is one of `known`."""
+    known = list(known)
+    if written not in known:
+        raise ConfigError(f"{key}={written!r} is unknown; {nearest(str(written), known)}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,1 @@
+"""Flax Linen layers in local view: each declares its parameters and activations in the notation."""
