@@ -1,0 +1,132 @@
+"""The mesh: devices laid out along named axes, on real chips or on simulated ones."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from parallax.errors import ConfigError, divisors
+
+# tp goes last: neighbours have the fastest links, and tp sends the most.
+AXES = ("pp", "dp", "tp")
+INFERRED = -1
+SHOWN_FACTORISATIONS = 12
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis. One of the axes may be -1: all devices that are left.
+
+    `simulate` is a number of CPU devices to simulate; 0 takes the devices that the machine has.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    simulate: int
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            if not _is_whole(size) or (size < 1 and size != INFERRED):
+                raise ConfigError(
+                    f"mesh.{axis}={size!r} is no number of devices; use 1 or more, or -1 for all others"
+                )
+        inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
+        if len(inferred) > 1:
+            both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
+            raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
+        if not _is_whole(self.simulate) or self.simulate < 0:
+            raise ConfigError(
+                f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What was written for each axis, in the order of AXES."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def simulate_devices(count: int) -> None:
+    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        present = len(jax.devices())
+        if jax.default_backend() == "cpu" and present == count:
+            return
+        raise ConfigError(
+            f"mesh.simulate={count} comes too late: JAX already runs with {present} {jax.default_backend()} "
+            f"device(s); call simulate_devices({count}) before any other JAX call, or in a fresh process"
+        ) from error
+
+
+def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes.
+
+    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0), 8)
+    {'pp': 2, 'dp': 2, 'tp': 2}
+    """
+    sizes = dict(config.sizes)
+    written = math.prod(size for size in sizes.values() if size != INFERRED)
+    fits = devices % written == 0 if INFERRED in sizes.values() else devices == written
+    if not fits:
+        raise ConfigError(_mismatch(sizes, written, devices))
+    return {axis: devices // written if size == INFERRED else size for axis, size in sizes.items()}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay devices (by default all of them) out along AXES.
+
+    On accelerators the order follows the physical links, so that the last axis has the fastest.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if config.simulate and len(devices) != config.simulate:
+        raise ConfigError(
+            f"mesh.simulate={config.simulate} but JAX runs with {len(devices)} device(s); "
+            "call simulate_devices before any other JAX call"
+        )
+    shape = tuple(resolve_sizes(config, len(devices)).values())
+    if devices[0].platform == "cpu":
+        grid = np.array(devices).reshape(shape)
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def factorisations(devices: int) -> list[tuple[int, ...]]:
+    """Every way to lay so many devices out along AXES.
+
+    >>> factorisations(2)
+    [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    """
+    pairs = itertools.product(divisors(devices), repeat=2)
+    return [(pp, dp, devices // (pp * dp)) for pp, dp in pairs if devices % (pp * dp) == 0]
+
+
+def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
+    written = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    multiple = "a multiple of " if INFERRED in sizes.values() else ""
+    legal = sorted(factorisations(devices), key=lambda shape: -_kept(shape, sizes))
+    shown = ", ".join("·".join(map(str, shape)) for shape in legal[:SHOWN_FACTORISATIONS])
+    left_out = len(legal) - SHOWN_FACTORISATIONS
+    rest = f" and {left_out} more" if left_out > 0 else ""
+    return (
+        f"{written} wants {multiple}{wanted} devices, but there are {devices}; "
+        f"legal pp·dp·tp for {devices}: {shown}{rest} "
+        f"(or simulate {wanted} CPU devices: mesh.simulate={wanted})"
+    )
+
+
+def _kept(shape: tuple[int, ...], sizes: dict[str, int]) -> int:
+    return sum(size == written for size, written in zip(shape, sizes.values(), strict=True))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

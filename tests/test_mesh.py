@@ -1,0 +1,98 @@
+"""The mesh holds every device exactly once, and says which sizes would fit when they do not."""
+
+import math
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax.errors import ConfigError
+from parallax.mesh import AXES, MeshConfig, factorisations, make_mesh, resolve_sizes, simulate_devices
+
+
+def config(pp=1, dp=1, tp=1, simulate=0):
+    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate)
+
+
+def eight_devices():
+    simulate_devices(8)
+    return jax.devices()[:8]
+
+
+@pytest.mark.parametrize("sizes", factorisations(8), ids=str)
+def test_every_factorisation_of_the_devices_makes_a_mesh(sizes):
+    mesh = make_mesh(config(*sizes), eight_devices())
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, sizes, strict=True))
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in eight_devices()}
+
+
+def test_neighbours_along_tp_are_neighbours_in_the_list_of_devices():
+    devices = eight_devices()
+    assert list(make_mesh(config(2, 2, 2), devices).devices[0, 0]) == devices[:2]
+
+
+@given(devices=st.integers(1, 200), unknown=st.sampled_from(AXES), data=st.data())
+def test_the_inferred_axis_takes_all_devices_that_are_left(devices, unknown, data):
+    sizes = dict(zip(AXES, data.draw(st.sampled_from(factorisations(devices))), strict=True))
+    assert resolve_sizes(config(**{**sizes, unknown: -1}), devices) == sizes
+
+
+@given(devices=st.integers(1, 200))
+def test_factorisations_are_all_there_are(devices):
+    found = factorisations(devices)
+    assert len(found) == len(set(found)) and all(math.prod(f) == devices for f in found)
+    pairs = [
+        (a, b) for a in range(1, devices + 1) for b in range(1, devices // a + 1) if devices % (a * b) == 0
+    ]
+    assert len(found) == len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 1, 1), "mesh.pp=3 mesh.dp=1 mesh.tp=1 wants 3 devices, but there are 8; legal pp·dp·tp for 8: "),
+        ((4, 4, 1), "wants 16 devices, but there are 8"),
+        ((1, 1, 4), "wants 4 devices, but there are 8; legal pp·dp·tp for 8: 1·1·8, 1·2·4, 2·1·4, 1·4·2"),
+        ((3, -1, 1), "mesh.dp=-1 mesh.tp=1 wants a multiple of 3 devices, but there are 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_refused_with_those_that_do(sizes, message):
+    with pytest.raises(ConfigError) as error:
+        make_mesh(config(*sizes), eight_devices())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "mesh.tp=0 is no number of devices"),
+        ({"pp": -2}, "mesh.pp=-2 is no number of devices"),
+        ({"dp": 2.0}, "mesh.dp=2.0 is no number of devices"),
+        ({"dp": True}, "mesh.dp=True is no number of devices"),
+        ({"pp": -1, "dp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
+        ({"simulate": -1}, "mesh.simulate=-1 is no number of devices"),
+    ],
+)
+def test_wrong_sizes_are_named(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**fields)
+
+
+def test_long_lists_of_legal_sizes_are_cut_with_the_nearest_first():
+    with pytest.raises(ConfigError, match=r"legal pp·dp·tp for 256: 1·8·32, 1·64·4, 8·8·4, .* and 33 more"):
+        resolve_sizes(config(1, 8, 4), 256)
+
+
+def test_simulating_after_jax_has_started_is_an_error_unless_nothing_changes():
+    eight_devices()
+    simulate_devices(8)
+    with pytest.raises(
+        ConfigError, match=r"mesh.simulate=4 comes too late: JAX already runs with 8 cpu device"
+    ):
+        simulate_devices(4)
+
+
+def test_simulated_devices_must_be_the_ones_that_are_there():
+    with pytest.raises(ConfigError, match=r"mesh.simulate=4 but JAX runs with 8 device"):
+        make_mesh(config(dp=4, simulate=4), eight_devices())
