@@ -1,0 +1,45 @@
+# `make train` and `make test` do all the set-up that they need. Another Python in its own environment:
+#   make test VENV=.venv-312 PYTHON=python3.12
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/quickstart.py
+# More arguments for train.py or pytest: make train ARGS=--config.train.steps=50
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup train test test-all lint format clean
+
+setup: $(STAMP)
+
+train: $(STAMP)
+	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+# The stamp comes last, so that an interrupted set-up is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c '' 2>/dev/null || { \
+	  echo 'Error: "$(PYTHON)" does not start; Parallax needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	  "Error: $(PYTHON) is Python %d.%d, Parallax needs 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo 'Error: $(PYTHON) cannot make the environment $(VENV); on Debian or Ubuntu: apt install python3-venv' >&2; exit 1; }
+	$(BIN)/python -m pip install -q -e '.[tests]' -c constraints.txt
+	@touch $(STAMP)
