@@ -7,8 +7,8 @@
     rank 1   . 1F0 1F1 1F2 1B0 1B1 1B2   .
 
 `1F0` is the forward pass of microbatch 0 in stage 1, `1B0` its backward pass. A tick holds at most one action
-of each kind per rank, forward first. When it ends, every rank passes on what it made, so it lasts as long as its
-dearest rank.
+of each kind per rank, forward first. When it ends, every rank passes on what it made, so it lasts as long as
+its dearest rank.
 """
 
 from collections.abc import Callable

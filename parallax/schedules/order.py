@@ -96,15 +96,12 @@ class Orders:
 
     def _waits(self) -> str:
         """For each rank that cannot go on: the action it is at, and what that needs."""
-        rest = [[action for action in order if action not in self.tick_of] for order in self.orders]
-        needs = {
-            left[0]: [need for need in self.needs(left[0]) if need not in self.tick_of]
-            for left in rest
-            if left
-        }
-        return ", ".join(
-            f"{action} waits for {' '.join(map(str, lacking))}" for action, lacking in needs.items()
-        )
+        left = [[action for action in order if action not in self.tick_of] for order in self.orders]
+        waits = []
+        for action, *_ in filter(None, left):
+            lacking = [str(need) for need in self.needs(action) if need not in self.tick_of]
+            waits.append(f"{action} waits for {' '.join(lacking)}")
+        return ", ".join(waits)
 
     def needs(self, action: Action) -> list[Action]:
         """The actions whose results `action` reads."""
@@ -127,18 +124,16 @@ class Orders:
         """The earliest tick that order and needs allow each action; without those that are stuck."""
         ticks: dict[Action, int] = {}
         done = [0] * self.ranks
-        progress = True
-        while progress:
-            progress = False
+        placed = -1
+        while placed < len(ticks):
+            placed = len(ticks)
             for rank, order in enumerate(self.orders):
-                while done[rank] < len(order) and all(
-                    need in ticks for need in self.needs(order[done[rank]])
-                ):
-                    action = order[done[rank]]
-                    earlier = [*self.needs(action), *order[max(0, done[rank] - 1) : done[rank]]]
+                for before, action in zip((None, *order)[done[rank] :], order[done[rank] :]):
+                    earlier = self.needs(action) + [before] * (before is not None)
+                    if any(other not in ticks for other in earlier):
+                        break
                     ticks[action] = max((self._soonest(action, ticks[e], e) for e in earlier), default=0)
                     done[rank] += 1
-                    progress = True
         return ticks
 
     @property
@@ -176,9 +171,8 @@ class Orders:
             cells[self.rank_of(action.stage)][self.tick_of[action]].append(str(action))
         grid = [["+".join(cell) or "." for cell in row] for row in cells]
         width = max(len(text) for row in grid for text in row)
-        rows = [("tick  ", map(str, range(self.ticks)))] + [
-            (f"rank {rank}", row) for rank, row in enumerate(grid)
-        ]
+        labels = ["tick  ", *(f"rank {rank}" for rank in range(self.ranks))]
+        rows = zip(labels, [map(str, range(self.ticks)), *grid])
         sizes = f"stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
         lines = [" ".join([label, *(text.rjust(width) for text in row)]) for label, row in rows]
         return "\n".join([f"{self.name} {sizes} bubble={100 * self.bubble():.1f}%", *lines])

@@ -29,8 +29,8 @@ class Span(NamedTuple):
 class Schedule(Orders):
     """Orders with the tables of the executor, each int32 `[tick, rank]`, -1 where nothing happens.
 
-    A slot holds what F saved until its B has run. An input slot holds a message from its arrival, at the end of a
-    tick, to the tick that reads it.
+    A slot holds what F saved until its B has run. An input slot holds a message from its arrival, at the
+    end of a tick, to the tick that reads it.
     """
 
     def _table(self, cells: Iterable[tuple[int, Action, int]]) -> np.ndarray:
