@@ -41,5 +41,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  "Error: $(PYTHON) is Python %d.%d, Parallax needs 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo 'Error: $(PYTHON) cannot make the environment $(VENV); on Debian or Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@echo 'Installing into $(VENV), once; this takes a few minutes.'
 	$(BIN)/python -m pip install -q -e '.[tests]' -c constraints.txt
 	@touch $(STAMP)
