@@ -1,0 +1,8 @@
+"""Text to batches: sources, prepared shards, and windows that are a function of (data, seed, step)."""
+
+from parallax.data.config import DataConfig
+from parallax.data.prefetch import Prefetcher
+from parallax.data.reader import Reader, open_reader
+from parallax.data.windows import IGNORED
+
+__all__ = ["IGNORED", "DataConfig", "Prefetcher", "Reader", "open_reader"]

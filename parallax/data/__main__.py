@@ -1,0 +1,162 @@
+"""Prepare text for training, and look at what was prepared.
+
+    python -m parallax.data prepare --source text --path corpus --tokenizer bpe --bpe-vocab 8192 --out shards
+    python -m parallax.data inspect shards
+
+Train on it with --config.data.source=prepared --config.data.path=shards --config.data.tokenizer=bpe.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from parallax.data.config import BUILT_IN, FILES, check_tokenizer
+from parallax.data.manifest import Manifest, read_manifest
+from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
+from parallax.data.sources import open_source
+from parallax.errors import ConfigError, DataError, ParallaxError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; the result is the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except ParallaxError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to resume", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallax.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
+    _add_prepare(
+        commands.add_parser("prepare", help="tokenise documents into shards; run it again to resume")
+    )
+    inspect = commands.add_parser(
+        "inspect", help="print what is in a folder of shards, and check every byte of it"
+    )
+    inspect.add_argument("folder", type=Path)
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--source", required=True, choices=(*FILES, *BUILT_IN), help="where documents come from")
+    add(
+        "--path",
+        default="",
+        help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob",
+    )
+    add("--field", default="", help="jsonl, parquet: the field or column that holds a document")
+    add(
+        "--tokenizer",
+        required=True,
+        help="bytes, bpe (trained on these documents) or the path of a tokenizer.json",
+    )
+    add("--bpe-vocab", type=int, help="entries of a bpe that is trained, 257 or more")
+    add("--synthetic-tokens", type=int, help="synthetic: bytes of text")
+    add("--out", required=True, type=Path, help="folder for the shards, tokenizer and manifest")
+    add(
+        "--workers",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        help="processes (default: one per core, %(default)s here)",
+    )
+    add(
+        "--shard-mib",
+        type=_positive,
+        default=SHARD_BYTES >> 20,
+        help="MiB of text in a shard (default: %(default)s)",
+    )
+    add("--rebuild", action="store_true", help="first delete what an earlier prepare left in --out")
+    parser.set_defaults(run=_prepare)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _prepare(parsed: argparse.Namespace) -> int:
+    _check_arguments(parsed)
+    source = open_source(
+        parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens
+    )
+    request = Request(
+        source=source,
+        tokenizer=parsed.tokenizer,
+        bpe_vocab=parsed.bpe_vocab,
+        shard_bytes=parsed.shard_mib << 20,
+    )
+    if parsed.rebuild:
+        remove(parsed.out)
+    print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
+    return 0
+
+
+def _check_arguments(parsed: argparse.Namespace) -> None:
+    needs = {
+        "--path": (parsed.path, parsed.source in FILES, f"--source {parsed.source}"),
+        "--field": (parsed.field, parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
+        "--synthetic-tokens": (
+            parsed.synthetic_tokens,
+            parsed.source == "synthetic",
+            f"--source {parsed.source}",
+        ),
+        "--bpe-vocab": (parsed.bpe_vocab, parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
+    }
+    for name, (value, needed, by) in needs.items():
+        if needed and not value:
+            raise ConfigError(f"{by} needs {name}")
+        if value and not needed:
+            raise ConfigError(f"{name}={value} is not read by {by}")
+    check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    manifest = read_manifest(parsed.folder)
+    print(_describe(manifest, parsed.folder))
+    damaged = [error for shard in manifest.shards if (error := _damage(shard, parsed.folder, manifest))]
+    for error in damaged:
+        print(f"DataError: {error}", file=sys.stderr)
+    print(f"checked     {len(manifest.shards)} shards: {len(damaged) or 'none'} damaged")
+    return DataError.exit_status if damaged else 0
+
+
+def _damage(shard, folder: Path, manifest: Manifest) -> DataError | None:
+    try:
+        shard.check(folder, manifest.dtype, contents=True)
+    except DataError as error:
+        return error
+    return None
+
+
+def _describe(manifest: Manifest, folder: Path) -> str:
+    entropies = (manifest.token_entropy_nats, manifest.byte_entropy_nats)
+    source = ", ".join(f"{name} {value}" for name, value in manifest.request["source"].items())
+    return "\n".join(
+        (
+            f"folder      {folder}",
+            f"source      {source}",
+            f"tokenizer   {manifest.tokenizer}, {manifest.vocab} ids, {manifest.tokenizer_fingerprint[:12]}",
+            f"documents   {manifest.documents:,} ({manifest.empty_documents:,} empty ones left out)",
+            f"tokens      {manifest.tokens:,} in {len(manifest.shards):,} shards as {manifest.dtype.name}",
+            f"text        {manifest.text_bytes:,} bytes, {manifest.bytes_per_token:.3f} per token",
+            "entropy     {:.3f} nats per token, {:.3f} nats per byte".format(*entropies),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A thread that keeps the next batches ready, so that a step does not wait for data."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parallax.data.reader import Reader
+
+BATCHES_AHEAD = 3
+CLOSE_SECS = 5.0  # to wait for the batch in flight; the thread is a daemon and may outlive it
+
+
+class Prefetcher:
+    """Batches from `start_step` on, in order; a context manager that closes itself.
+
+    Args:
+        put: applied to each batch in the thread, for example to send it to the devices. Every batch has
+            arrays of its own, so `put` may keep them.
+    """
+
+    def __init__(self, reader: Reader, put: Callable[[dict[str, np.ndarray]], Any], start_step: int):
+        self._reader = reader
+        self._put = put
+        self._next = start_step
+        self._ready: queue.Queue = queue.Queue(BATCHES_AHEAD)
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(start_step,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def get(self, step: int) -> tuple[Any, float]:
+        """The batch of `step`, and the seconds that were waited for it.
+
+        Raises:
+            Exception: what reading this batch raised.
+        """
+        assert step == self._next, f"batches come in order: step {self._next} is next, not {step}"
+        if self._failure:
+            raise self._failure
+        assert not self._stop.is_set(), "the prefetcher is closed"
+        began = time.perf_counter()
+        batch, failure = self._ready.get()
+        if failure:
+            self._failure = failure
+            raise failure
+        self._next += 1
+        return batch, time.perf_counter() - began
+
+    def close(self) -> None:
+        """Stop the thread; batches that are ready are dropped."""
+        self._stop.set()
+        while self._thread.is_alive() and not self._ready.empty():
+            self._drop()
+        self._thread.join(CLOSE_SECS)
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _drop(self) -> None:
+        try:
+            self._ready.get_nowait()
+        except queue.Empty:
+            return
+
+    def _run(self, step: int) -> None:
+        failure = None
+        while failure is None and not self._stop.is_set():
+            batch, failure = self._make(step)
+            self._hand_over((batch, failure))
+            step += 1
+
+    def _make(self, step: int) -> tuple[Any, BaseException | None]:
+        try:
+            return self._put(self._reader.batch(step)), None
+        except BaseException as error:  # it is raised where the batch is asked for
+            return None, error
+
+    def _hand_over(self, item: tuple[Any, BaseException | None]) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue

@@ -1,0 +1,75 @@
+"""Documents in the records of JSONL and Parquet files."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallax.errors import ConfigError, DataError
+
+
+def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
+    """The string in `field` of each line that is not empty.
+
+    Raises:
+        DataError: a line is not a JSON object with such a string; names file and line.
+    """
+    with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _field(_object(line, f"{file}:{number}"), field, f"{file}:{number}")
+
+
+def read_parquet(file: Path, *, field: str) -> Iterator[str]:
+    """The strings of column `field`; a null is an empty document.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: the file is damaged, or the column is missing or holds no strings.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("data.source='parquet' needs pyarrow: pip install \"parallax[data]\"") from None
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            _check_column(opened.schema_arrow, field, file)
+            for batch in opened.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield text or ""
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def _check_column(schema, field: str, file: Path) -> None:
+    if field not in schema.names:
+        raise DataError(f"{file} has no column {field!r} (data.field); columns: {', '.join(schema.names)}")
+    kind = schema.field(field).type
+    if str(kind) not in ("string", "large_string", "string_view"):
+        raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
+
+
+def _object(line: bytes, place: str) -> dict:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{place} is not a JSON object but {type(record).__name__}")
+    return record
+
+
+def _field(record: dict, field: str, place: str) -> str:
+    if field not in record:
+        raise DataError(f"{place} has no field {field!r} (data.field); fields: {', '.join(record) or 'none'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{place}: field {field!r} (data.field) holds {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: field {field!r} has half a surrogate pair at character {error.start}"
+        ) from None
+    return text

@@ -1,0 +1,120 @@
+"""One shard on disk: the ids of consecutive documents in one flat array, and a table of these documents."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from parallax.errors import DataError
+from parallax.tokenizer import Tokenizer
+
+# Per document: how many ids, its end counted, and 8 bytes of the text's hash, which decide the split.
+DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What the manifest knows of a shard: `name` is its number in five digits or more."""
+
+    name: str
+    documents: int
+    empty_documents: int  # left out
+    text_bytes: int
+    tokens: int  # document ends counted
+    ids_sha256: str
+    documents_sha256: str
+
+    def check(self, folder: Path, dtype: np.dtype, *, contents: bool) -> None:
+        """Compare sizes, and with `contents` checksums too, to the files.
+
+        Raises:
+            DataError: a file is missing, of another size or changed; names it.
+        """
+        _check_file(
+            ids_file(folder, self.name), self.tokens * dtype.itemsize, self.ids_sha256 if contents else None
+        )
+        size = self.documents * DOCUMENT.itemsize
+        _check_file(documents_file(folder, self.name), size, self.documents_sha256 if contents else None)
+
+    def read_documents(self, folder: Path) -> np.ndarray:
+        """The table of documents, of dtype `DOCUMENT`."""
+        return np.fromfile(documents_file(folder, self.name), DOCUMENT)
+
+
+def ids_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.ids"
+
+
+def documents_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.documents"
+
+
+def smallest_dtype(vocab: int) -> np.dtype:
+    """Of ids on disk: two bytes hold 0 ... 65535."""
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
+
+
+def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokenizer) -> Shard:
+    """Tokenise `texts` into the files of one shard; each file appears whole or not at all."""
+    filled = [text for text in texts if text]
+    dtype = smallest_dtype(tokenizer.vocab)
+    ends = np.array([tokenizer.end], np.int32)
+    pieces = [piece for ids in tokenizer.encode_many(filled) for piece in (ids, ends)]
+    ids = np.concatenate([np.zeros(0, np.int32), *pieces]).astype(dtype)
+    table = np.empty(len(filled), DOCUMENT)
+    table["tokens"] = [len(piece) + 1 for piece in pieces[::2]]
+    contents = [text.encode("utf-8") for text in filled]
+    table["hash"] = [_hash(content) for content in contents]
+    return Shard(
+        name=name,
+        documents=len(filled),
+        empty_documents=len(texts) - len(filled),
+        text_bytes=sum(map(len, contents)),
+        tokens=len(ids),
+        ids_sha256=_write(ids_file(folder, name), ids),
+        documents_sha256=_write(documents_file(folder, name), table),
+    )
+
+
+def to_json(shard: Shard) -> dict:
+    return asdict(shard)
+
+
+def write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Write `file` so that it appears whole or not at all, even if the machine stops."""
+    unfinished = file.with_name(f"{file.name}.tmp")
+    with open(unfinished, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(unfinished, file)
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _write(file: Path, array: np.ndarray) -> str:
+    content = memoryview(array.view(np.uint8))
+    write_whole(file, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_file(file: Path, size: int, sha256: str | None) -> None:
+    advice = "run `python -m parallax.data prepare` again to remake it"
+    if not file.is_file():
+        raise DataError(f"shard {file} is missing; {advice}")
+    if file.stat().st_size != size:
+        raise DataError(
+            f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {advice}"
+        )
+    if sha256 is not None:
+        with open(file, "rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != sha256:
+            raise DataError(
+                f"shard {file} is damaged: sha256 {found[:8]}..., in the manifest {sha256[:8]}...; {advice}"
+            )

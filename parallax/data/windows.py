@@ -1,0 +1,44 @@
+"""Fixed windows cut from a stream of documents, as the arrays that a model reads."""
+
+import numpy as np
+
+IGNORED = -1  # a label that is not counted
+
+
+def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, np.ndarray]:
+    """The arrays of windows.
+
+    The model learns to predict a document's end; what follows an end is another document and has no label.
+    A document that began in an earlier window starts here as document 1 at position 0: its context is only
+    what is in the window, so positions say how much context there is, and are always below `seq`.
+
+    Args:
+        ids: [rows, seq + 1]; the last column is only a label.
+        counts: [rows], how many ids of each row are real; the rest is padding.
+        end: id that ends a document.
+    Returns:
+        int32 [rows, seq] each. `tokens`; `labels`, the next ids or `IGNORED`; `segments`, the document's
+        number in the window from 1, or 0 in padding; `positions`, from the document's start in the window.
+    """
+    tokens = ids[:, :-1].astype(np.int32)
+    labels = ids[:, 1:].astype(np.int32)
+    ends = tokens == end
+    labels[ends] = IGNORED
+    begins = np.zeros_like(ends)
+    begins[:, 1:] = ends[:, :-1]
+    place = np.arange(tokens.shape[1], dtype=np.int32)
+    arrays = {
+        "tokens": tokens,
+        "labels": labels,
+        "segments": 1 + np.cumsum(begins, axis=1, dtype=np.int32),
+        "positions": place - np.maximum.accumulate(np.where(begins, place, 0), axis=1),
+    }
+    if (counts < ids.shape[1]).any():
+        _pad(arrays, place, counts[:, None])
+    return arrays
+
+
+def _pad(arrays: dict[str, np.ndarray], place: np.ndarray, counts: np.ndarray) -> None:
+    arrays["labels"][place >= counts - 1] = IGNORED
+    for name in ("tokens", "segments", "positions"):
+        arrays[name][place >= np.maximum(counts - 1, 0)] = 0
