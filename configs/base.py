@@ -75,7 +75,9 @@ def get_config() -> ConfigDict:
 
     # parallax.data.DataConfig
     config.data = ConfigDict()
-    config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
+    config.data.source = (
+        "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
+    )
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
     config.data.tokenizer = "bytes"  # "bytes" | "bpe" (trained on the corpus) | a tokenizer.json

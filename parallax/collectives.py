@@ -1,0 +1,259 @@
+"""Collectives written in the notation; an axis that is not bound makes them nothing.
+
+Inside `jax.shard_map` every function below sends what its pattern says, and its transpose is what the types
+of JAX make of it. Outside, with no axis bound, all are the identity: that run is the reference.
+"""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.errors import NotationError
+from parallax.mesh import AXES
+from parallax.notation import DIMS, Layout, parse_move
+
+
+def is_bound(axis: str) -> bool:
+    """Whether `axis` is bound here, that is, whether this runs inside a shard_map over it."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def bound_axis_sizes() -> dict[str, int]:
+    """Size of every bound axis; empty outside shard_map."""
+    return {axis: lax.axis_size(axis) for axis in AXES if is_bound(axis)}
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The axes over which the copies of `x` may differ."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
+    """Let `x` vary over `axes`: sends nothing forward; backward its gradient is summed over them."""
+    missing = tuple(a for a in axes if is_bound(a) and a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
+    """Index in the whole `dim` of the first entry that this device holds."""
+    rank = 0
+    for axis in layout.cut_of(dim):
+        if is_bound(axis):
+            rank = rank * lax.axis_size(axis) + lax.axis_index(axis)
+    return rank * local_size
+
+
+def all_gather(pattern: str, x: Array) -> Array:
+    """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
+
+    Communication: forward an all-gather, backward a reduce-scatter of the same pieces.
+
+    >>> all_gather("d_model/dp d_ff/tp -> d_model d_ff/tp", jnp.ones((2, 3))).shape
+    (2, 3)
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if old[: len(new)] != new:
+            _refuse(
+                pattern,
+                f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
+            )
+        for axis in reversed(old[len(new) :]):
+            if is_bound(axis):
+                x = lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
+
+
+def reduce_scatter(pattern: str, x: Array) -> Array:
+    """Add partial sums and keep one's own piece; `before` may leave its `+axis` unsaid.
+
+    Communication: forward a reduce-scatter, backward an all-gather.
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                x = lax.psum_scatter(as_varying(x, [axis]), axis, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def all_reduce(pattern: str, x: Array) -> Array:
+    """Add partial sums over the axes that `before` marks with `+`; every device gets the whole sum.
+
+    Communication: forward an all-reduce, backward nothing.
+
+    >>> float(all_reduce("batch/dp +tp -> batch/dp", jnp.ones(1))[0])
+    1.0
+    """
+    before, after = _checked(pattern, x)
+    if before.axes != after.axes:
+        _refuse(pattern, "an all-reduce leaves the cut as it is")
+    return sum_over(x, tuple(a for a in before.partial if a not in after.partial))
+
+
+def sum_over(x: Array, axes: Iterable[str]) -> Array:
+    """Add the copies of `x` over `axes`; every device gets the whole sum."""
+    bound = tuple(a for a in axes if is_bound(a))
+    return lax.psum(as_varying(x, bound), bound) if bound else x
+
+
+def max_over(x: Array, axes: Iterable[str]) -> Array:
+    """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first."""
+    bound = tuple(a for a in axes if is_bound(a))
+    return lax.pmax(as_varying(x, bound), bound) if bound else x
+
+
+def all_to_all(pattern: str, x: Array) -> Array:
+    """Move one axis from one dim to another: every device keeps as many entries as before.
+
+    Communication: forward an all-to-all, backward the inverse one.
+    """
+    before, after = _checked(pattern, x)
+    moved = [a for a in AXES if _dim_of(before, a) != _dim_of(after, a)]
+    if len(moved) != 1 or _dim_of(before, moved[0]) is None or _dim_of(after, moved[0]) is None:
+        _refuse(pattern, "an all-to-all moves exactly one axis from one dim to another")
+    (axis,) = moved
+    source, target = _dim_of(before, axis), _dim_of(after, axis)
+    if before.axes[source][-1] != axis or after.axes[target][-1] != axis:
+        _refuse(pattern, f"{axis} must be the last axis of both dims")
+    if not is_bound(axis):
+        return x
+    _check_divides(pattern, before.names[target], x.shape[target], axis)
+    return lax.all_to_all(x, axis, split_axis=target, concat_axis=source, tiled=True)
+
+
+def cut(pattern: str, x: Array) -> Array:
+    """Keep one's own piece of a value that every device has.
+
+    Communication: forward nothing; backward the pieces of the gradient are summed over the new axes.
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
+    return x
+
+
+def reshard(pattern: str, x: Array) -> Array:
+    """Go from one layout to another by the cheapest collectives that do it.
+
+    Partial sums are reduce-scattered where `after` cuts over their axis, else all-reduced; an axis that changes
+    its dim moves by all-to-all; one that goes is gathered; one that comes is cut, which sends nothing.
+    """
+    now, goal = _checked(pattern, x)
+    for axis in now.partial:
+        if axis in goal.partial:
+            continue
+        dim = _dim_of(goal, axis)
+        step = now.without(axis)
+        if dim is None:
+            now, x = step, all_reduce(f"{now} -> {step}", x)
+        else:
+            step = step.with_cut(now.names[dim], (*now.axes[dim], axis))
+            now, x = step, reduce_scatter(f"{now} -> {step}", x)
+    for axis in AXES:
+        source, target = _dim_of(now, axis), _dim_of(goal, axis)
+        if source is not None and target is not None and source != target:
+            step = now.without(axis).with_cut(now.names[target], (*now.axes[target], axis))
+            now, x = step, all_to_all(f"{now} -> {step}", x)
+    gone = [a for a in AXES if _dim_of(now, a) is not None and _dim_of(goal, a) is None]
+    step = now.without(*gone)
+    now, x = step, all_gather(f"{now} -> {step}", x)
+    return cut(f"{now} -> {goal}", x)
+
+
+def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
+    """Send one's piece `shift` ranks on along `axis`, the last rank to the first.
+
+    Communication: forward a permute, backward the permute the other way.
+    """
+    if axis in Layout.parse(layout).used_axes():
+        raise NotationError(f"permute over {axis}: {layout!r} is cut over it; permute whole pieces only.")
+    _check_rank(layout, Layout.parse(layout), x)
+    if not is_bound(axis):
+        return x
+    size = lax.axis_size(axis)
+    return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
+
+
+def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None) -> Array:
+    """Contract in the notation; what a contracted, cut dim leaves is a partial sum, and the result must say so.
+
+    `dtype` is that of the sums and the result; without it, the operands'.
+
+    >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
+    >>> einsum("batch/dp seq d_ff/tp, d_ff/tp d_model -> batch/dp seq d_model +tp", x, w).shape
+    (2, 3, 5)
+    """
+    left, arrow, right = pattern.partition("->")
+    if not arrow:
+        raise NotationError(f"{pattern!r}: write 'operand, operand -> result'.")
+    inputs, output = [Layout.parse(part.strip()) for part in left.split(",")], Layout.parse(right.strip())
+    expected = einsum_layout(inputs, output.names)
+    if expected != output:
+        raise NotationError(f"{pattern!r}: the result is {str(expected)!r}, not {str(output)!r}.")
+    for layout, operand in zip(inputs, operands, strict=True):
+        _check_rank(pattern, layout, operand)
+    letters = ["".join(DIMS[name] for name in layout.names) for layout in (*inputs, output)]
+    return jnp.einsum(f"{','.join(letters[:-1])}->{letters[-1]}", *operands, preferred_element_type=dtype)
+
+
+def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:
+    """The layout that an einsum of `inputs` leaves for the dims `names`, partial sums included."""
+    cuts: dict[str, tuple[str, ...]] = {}
+    for layout in inputs:
+        for name, axes in zip(layout.names, layout.axes, strict=True):
+            if cuts.setdefault(name, axes) != axes:
+                raise NotationError(
+                    f"einsum: {name} is cut over {'/'.join(cuts[name]) or 'nothing'} in one operand and over "
+                    f"{'/'.join(axes) or 'nothing'} in {str(layout)!r}; reshard one of them first."
+                )
+    missing = [name for name in names if name not in cuts]
+    if missing:
+        raise NotationError(
+            f"einsum: the result's {missing[0]!r} is in no operand; they have {', '.join(cuts)}."
+        )
+    partial = [axis for name in cuts if name not in names for axis in cuts[name]]
+    result = Layout(names, tuple(cuts[name] for name in names)).with_partial(*partial)
+    return Layout.parse(str(result))
+
+
+def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
+    before, after = parse_move(pattern)
+    _check_rank(pattern, before, x)
+    return before, after
+
+
+def _check_rank(pattern: str, layout: Layout, x: Array) -> None:
+    if x.ndim != len(layout.names):
+        raise NotationError(
+            f"{pattern!r}: {str(layout)!r} has {len(layout.names)} dims, the array has {x.ndim}: {x.shape}."
+        )
+
+
+def _check_divides(pattern: str, name: str, size: int, axis: str) -> int:
+    pieces = lax.axis_size(axis)
+    if size % pieces:
+        _refuse(pattern, f"a local {name} of {size} does not divide over {axis}={pieces}")
+    return size // pieces
+
+
+def _dim_of(layout: Layout, axis: str) -> int | None:
+    return next((at for at, axes in enumerate(layout.axes) if axis in axes), None)
+
+
+def _refuse(pattern: str, why: str) -> None:
+    raise NotationError(f"{pattern!r}: {why}.")

@@ -1,0 +1,104 @@
+"""The softmax core, and grouped-query attention (Ainslie et al. 2023); MHA and MQA are its two ends."""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.collectives import offset, reshard
+from parallax.layers.context import Context
+from parallax.layers.dense import Dense
+from parallax.layers.families import Family
+from parallax.layers.rope import rotate
+from parallax.notation import Layout
+
+
+def attend(
+    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask_B1ST: Array, *, scale: float, kernel: str
+) -> Array:
+    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
+
+    A value head narrower than the key head is padded with zeros: the kernels want one width.
+    """
+    missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
+    v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
+    out = jax.nn.dot_product_attention(
+        q_BSHJ, k_BTGJ, v_BTGJ, mask=mask_B1ST, scale=scale, implementation=kernel
+    )
+    return out[..., : v_BTGK.shape[-1]]
+
+
+def remember(cache_BT: Array, new_BS: Array, context: Context) -> Array:
+    """Write the entries of new tokens into the cache, behind the `context.cursor` that it holds."""
+    return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), context.cursor, axis=1)
+
+
+class GQA(nn.Module):
+    """Queries in `heads` heads, keys and values in `kv_heads`; all cut over `tp` by heads.
+
+    Where `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones
+    that its query heads read.
+
+    Communication, column_row:
+        forward   all_gather of x over tp (none where the residual is whole); reduce_scatter of the result
+        backward  the transposes
+    Communication, scatter:
+        forward   all_to_all of x if it is cut over seq; reduce_scatter of q, k, v (all_reduce of k and v that are
+                  not cut) and of the result
+        backward  the transposes
+    """
+
+    residual: str
+    family: Family
+    kv: str  # "kv_heads/tp" | "kv_heads"
+    sizes: Mapping[str, int]
+    dtype: str
+    kernel: str
+    bias: bool
+    temperature: float
+    out_scale: float
+
+    def setup(self):
+        x, out = self.family.input("d_model"), "batch/dp seq heads/tp d_head"
+        q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
+        wide, dtype = f"batch/dp seq {self.kv} d_head", self.dtype
+        self.q = Dense(q, x, out, self.sizes, dtype, self.bias)
+        self.k = Dense(kv, x, wide, self.sizes, dtype, self.bias)
+        self.v = Dense(kv, x, wide, self.sizes, dtype, self.bias)
+        self.out = Dense(
+            self.family.back("heads/tp d_head"), out, self.residual, self.sizes, dtype, scale=self.out_scale
+        )
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        q, k, v = self._project(x, context)
+        return self.out(self._attend(q, k, v, context))
+
+    def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
+        """Attend from new tokens to all that the cache holds; returns the longer cache too."""
+        q, k, v = self._project(x, context)
+        cache = {"k": remember(cache["k"], k, context), "v": remember(cache["v"], v, context)}
+        return self.out(self._attend(q, cache["k"], cache["v"], context)), cache
+
+    def cache_layouts(self) -> dict[str, str]:
+        """The layouts of what one layer caches; `kv_seq` is the cache's length."""
+        return dict.fromkeys(("k", "v"), f"batch/dp kv_seq {self.kv} d_head")
+
+    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
+        return rotate(self.q(x), context.rope), rotate(self.k(x), context.rope), self.v(x)
+
+    def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
+        k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
+        scale = self.temperature * self.sizes["d_head"] ** -0.5
+        return attend(q, k, v, context.mask_B1ST, scale=scale, kernel=self.kernel)
+
+    def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
+        """The key or value heads that this rank's query heads read: all of them where they are cut alike."""
+        group = self.sizes["heads"] // self.sizes["kv_heads"]
+        wanted = max(local_heads // group, 1)
+        if wanted == kv_BTGK.shape[2]:
+            return kv_BTGK
+        first = offset(Layout.parse("batch/dp seq heads/tp d_head"), "heads", local_heads) // group
+        return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)

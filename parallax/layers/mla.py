@@ -1,0 +1,152 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1), heads cut over `tp`.
+
+Symbols of the paper: c_KV latent, W_DKV down, W_UK up_k, W_UV up_v, W_KR k_rope, W_DQ down_q, W_UQ and W_QR q.
+"""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.collectives import all_gather, einsum, reshard
+from parallax.layers.attention import attend, remember
+from parallax.layers.context import Context
+from parallax.layers.dense import Dense
+from parallax.layers.families import Family
+from parallax.layers.norm import RMSNorm
+from parallax.layers.rope import rotate
+from parallax.notation import Layout
+
+ROWS = "batch/dp seq"
+WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
+
+
+class MLA(nn.Module):
+    """Keys and values from one low-rank latent a token; positions from a rotated part that all heads share.
+
+    Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers a token and never expands:
+    W_UK is absorbed into the queries, W_UV into the output.
+
+    Communication, column_row:
+        forward   all_gather of x over tp; all_reduce for the latents' norms; all_gather of the latents;
+                  reduce_scatter of the result
+        backward  the transposes
+    Communication, scatter:
+        forward   all_to_all of x if it is cut over seq; reduce_scatter of the latents, of q, k, v and of the
+                  result; all_reduce of the rotated key and for the latents' norms
+        backward  the transposes
+    """
+
+    residual: str
+    family: Family
+    sizes: Mapping[str, int]
+    dtype: str
+    kernel: str
+    norm_eps: float
+    bias: bool
+    temperature: float
+    out_scale: float
+
+    def setup(self):
+        self.queries = self._query_layers()
+        self.down = self._dense("d_model", "d_latent/tp")
+        self.k_rope = self._dense("d_model", "d_rope")
+        self.norm = RMSNorm(f"{ROWS} d_latent/tp", self.sizes, self.norm_eps)
+        heads = f"{ROWS} heads/tp d_head"
+        up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent"), heads
+        self.up_k = Up(*up, self.sizes, self.dtype)
+        self.up_v = Up(*up, self.sizes, self.dtype)
+        kernel = self.family.back("heads/tp d_head")
+        self.out = Dense(kernel, heads, self.residual, self.sizes, self.dtype, scale=self.out_scale)
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        q, latent, k_rope = self._project(x, context)
+        k, v = self.up_k(latent), self.up_v(latent)
+        shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
+        k = jnp.concatenate([k, shared], axis=-1)
+        return self.out(attend(q, k, v, context.mask_B1ST, scale=self._scale, kernel=self.kernel))
+
+    def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
+        """Attend from new tokens inside the latent space; returns the longer cache too."""
+        q, latent, k_rope = self._project(x, context)
+        latent = all_gather(f"{self.family.input('d_latent')} -> {ROWS} d_latent", latent)
+        cache = {
+            "latent": remember(cache["latent"], latent, context),
+            "k_rope": remember(cache["k_rope"], k_rope, context),
+        }
+        q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
+        absorbed = self.up_k.absorb_query(q_head)
+        q = jnp.concatenate([absorbed, q_rope], axis=-1)
+        k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
+        seen = attend(
+            q, k, cache["latent"][:, :, None], context.mask_B1ST, scale=self._scale, kernel=self.kernel
+        )
+        return self.out(self.up_v.expand(seen)), cache
+
+    def cache_layouts(self) -> dict[str, str]:
+        """The layouts of what one layer caches; the same on every `tp` rank."""
+        return {"latent": "batch/dp kv_seq d_latent", "k_rope": "batch/dp kv_seq d_rope"}
+
+    @property
+    def _scale(self) -> float:
+        return self.temperature * self.sizes["d_qk"] ** -0.5
+
+    def _query_layers(self) -> list[nn.Module]:
+        if not self.sizes["d_latent_q"]:
+            return [self._dense("d_model", "heads/tp d_qk")]
+        narrow = f"{ROWS} d_latent_q/tp"
+        return [
+            self._dense("d_model", "d_latent_q/tp"),
+            RMSNorm(narrow, self.sizes, self.norm_eps),
+            Reshard(narrow, self.family.input("d_latent_q")),
+            self._dense("d_latent_q", "heads/tp d_qk"),
+        ]
+
+    def _dense(self, dim: str, out: str) -> Dense:
+        kernel, x = self.family.into(dim, out), self.family.input(dim)
+        return Dense(kernel, x, f"{ROWS} {out}", self.sizes, self.dtype, self.bias and "heads" in out)
+
+    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""
+        x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
+        q = x
+        for layer in self.queries:
+            q = layer(q)
+        q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
+        q = jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
+        latent = self.norm(self.down(x))
+        latent = reshard(f"{ROWS} d_latent/tp -> {self.family.input('d_latent')}", latent)
+        k_rope = rotate(self.k_rope(x)[:, :, None], context.rope)[:, :, 0]
+        return q, latent, k_rope
+
+
+class Reshard(nn.Module):
+    """A collective as a layer of a chain. Communication: what its two layouts say."""
+
+    before: str
+    after: str
+
+    def __call__(self, x: Array) -> Array:
+        return reshard(f"{self.before} -> {self.after}", x)
+
+
+class Up(Dense):
+    """From the latent to heads, and the two products that let decoding stay in the latent space.
+
+    Communication: as Dense; absorbed, nothing but the kernel: all_gather over dp and, in the scatter family,
+    all_to_all over tp from d_latent to heads, so that each rank has its own heads' whole columns.
+    """
+
+    def absorb_query(self, q: Array) -> Array:
+        """Queries of the heads turned into queries of the latent, [B, S, H, R]."""
+        pattern = f"{ROWS} heads/tp d_head, {WHOLE} -> {ROWS} heads/tp d_latent"
+        return einsum(pattern, q, self._own_heads())
+
+    def expand(self, seen: Array) -> Array:
+        """What each head saw of the latents, [B, S, H, R], turned into its values, [B, S, H, K]."""
+        pattern = f"{ROWS} heads/tp d_latent, {WHOLE} -> {ROWS} heads/tp d_head"
+        return einsum(pattern, seen, self._own_heads())
+
+    def _own_heads(self) -> Array:
+        return reshard(f"{self.gathered_layout} -> {WHOLE}", self.gathered_kernel())

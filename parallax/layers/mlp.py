@@ -1,0 +1,46 @@
+"""The gated MLP, SwiGLU (Shazeer 2020)."""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+from jax import Array
+
+from parallax.collectives import reshard
+from parallax.layers.dense import Dense
+from parallax.layers.families import Family
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
+
+    Communication, column_row:
+        forward   one all_gather (or none where the residual is whole) of x over tp; reduce_scatter of the result
+        backward  the transposes: all_gather of the result's gradient; reduce_scatter of x's
+    Communication, scatter:
+        forward   all_to_all of x if it is cut over seq; reduce_scatter of gate, of up and of the result
+        backward  the transposes
+    """
+
+    residual: str
+    family: Family
+    sizes: Mapping[str, int]
+    dtype: str
+    out_scale: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        whole, wide = self.family.input("d_model"), "batch/dp seq d_ff/tp"
+        x = reshard(f"{self.residual} -> {whole}", x)
+        kernel = self.family.into("d_model", "d_ff/tp")
+        gate = Dense(kernel, whole, wide, self.sizes, self.dtype, name="gate")(x)
+        up = Dense(kernel, whole, wide, self.sizes, self.dtype, name="up")(x)
+        down = Dense(
+            self.family.back("d_ff/tp"),
+            wide,
+            self.residual,
+            self.sizes,
+            self.dtype,
+            scale=self.out_scale,
+            name="down",
+        )
+        return down(nn.silu(gate) * up)

@@ -1,0 +1,92 @@
+"""Cross-entropy in float32 over chunks of tokens, the vocab cut or not; never more than one chunk of logits."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.collectives import as_varying, max_over, offset, sum_over, varying_axes
+from parallax.errors import ConfigError
+from parallax.notation import Layout
+
+IGNORED = -1  # the label of a position that has none
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """`z_coefficient` weighs logsumexp(logits)^2; `chunk_tokens` bounds the logits that exist at once."""
+
+    z_coefficient: float
+    chunk_tokens: int
+
+    def __post_init__(self):
+        if not (math.isfinite(self.z_coefficient) and self.z_coefficient >= 0):
+            raise ConfigError(f"loss.z_coefficient={self.z_coefficient!r} must be 0 or more; 1e-4 is usual.")
+        if isinstance(self.chunk_tokens, bool) or self.chunk_tokens < 1:
+            raise ConfigError(f"loss.chunk_tokens={self.chunk_tokens!r} must be 1 or more; 1024 is usual.")
+
+
+def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float) -> Array:
+    """Sum over tokens of `-log p(label) + z_coefficient * logsumexp^2`; ignored labels count nothing.
+
+    `table` says how the vocab is cut; each rank gives its columns, and all get the same sum.
+    Communication: forward an all-reduce of three numbers a token over the axes that cut the vocab; backward nothing.
+    """
+    axes = table.cut_of("vocab")
+    top_C = max_over(lax.stop_gradient(logits_CV).max(axis=-1), axes)
+    exp_sum_C = sum_over(jnp.exp(logits_CV - top_C[:, None]).sum(axis=-1), axes)
+    logsumexp_C = top_C + jnp.log(exp_sum_C)
+    columns_V = offset(table, "vocab", logits_CV.shape[1]) + jnp.arange(logits_CV.shape[1])
+    is_label_CV = columns_V[None, :] == labels_C[:, None]
+    label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
+    losses_C = logsumexp_C - label_logit_C + z_coefficient * jnp.square(logsumexp_C)
+    return jnp.where(labels_C == IGNORED, 0, losses_C).sum()
+
+
+def chunked_loss(
+    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array
+) -> Array:
+    """The sum of `cross_entropy` over N tokens, forward only."""
+    loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient)
+    _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))
+    return losses.sum()
+
+
+def chunked_loss_and_grads(
+    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, weight: Array
+) -> tuple[Array, Array, Array]:
+    """Loss sum, and `weight` times its gradients in table (float32) and hidden, made chunk by chunk.
+
+    Forward and backward of a chunk run together, so that no logits are kept or made twice. `table_VD` must vary
+    over every bound axis: its gradient is this device's share, for the caller to sum once.
+    """
+
+    def step(grad_VD, chunk):
+        hidden_CD, labels_C = chunk
+        loss_of = partial(_chunk_loss, labels_C=labels_C, layout=table, z_coefficient=config.z_coefficient)
+        loss, pull = jax.vjp(loss_of, table_VD, hidden_CD)
+        table_grad, hidden_grad = pull(as_varying(weight, varying_axes(loss)))
+        return grad_VD + table_grad.astype(jnp.float32), (loss, hidden_grad)
+
+    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32))
+    grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
+    return losses.sum(), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
+
+
+def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float) -> Array:
+    logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
+    return cross_entropy(logits_CV, labels_C, layout, z_coefficient)
+
+
+def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:
+    """Tokens in equal chunks of at most `chunk_tokens`; ignored ones fill the last chunk."""
+    tokens = len(labels_N)
+    count = -(-tokens // config.chunk_tokens)
+    size = -(-tokens // count)
+    fill = count * size - tokens
+    hidden_ND = jnp.pad(hidden_ND, ((0, fill), (0, 0)))
+    labels_N = jnp.pad(labels_N, (0, fill), constant_values=IGNORED)
+    return hidden_ND.reshape(count, size, -1), labels_N.reshape(count, size)

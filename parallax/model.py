@@ -1,0 +1,206 @@
+"""The model as one device sees it: embedding, blocks and head, built from strings."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import flax.linen as nn
+from jax import Array
+
+from parallax.errors import ConfigError, check_choice
+from parallax.layers.attention import GQA
+from parallax.layers.context import Context
+from parallax.layers.dropout import Dropout
+from parallax.layers.embedding import EMBEDDINGS, Embedding, Head, TableForm
+from parallax.layers.families import FAMILIES, Family
+from parallax.layers.mla import MLA
+from parallax.layers.mlp import GatedMLP
+from parallax.layers.norm import RMSNorm
+from parallax.layers.rope import Rope
+from parallax.notation import Layout
+
+RESIDUALS = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer; see configs/base.py for each field's meaning and unit."""
+
+    vocab: int
+    layers: int
+    d_model: int
+    d_ff: int
+    attention: str
+    heads: int
+    kv_heads: int
+    d_head: int
+    d_latent: int
+    d_latent_q: int
+    d_rope: int
+    rope_theta: float
+    rope_scaling: str
+    rope_factor: float
+    rope_original_seq: int
+    qkv_bias: bool
+    norm_eps: float
+    tied: bool
+    dropout: float
+    dtype: str
+    kernel: str
+
+    def __post_init__(self):
+        check_choice("model.attention", self.attention, ["mla", "gqa"])
+        check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn"])
+        check_choice("model.dtype", self.dtype, ["float32", "bfloat16"])
+        check_choice("model.kernel", self.kernel, ["xla", "cudnn"])
+        for key in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
+            self._check_at_least(key, 1)
+        for key in ("vocab", "d_latent_q"):
+            self._check_at_least(key, 0)
+        self._check_floats()
+        self._check_mla() if self.attention == "mla" else self._check_gqa()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of every dim that a parameter or an activation's last dims may have."""
+        names = (
+            "vocab",
+            "layers",
+            "d_model",
+            "d_ff",
+            "heads",
+            "kv_heads",
+            "d_head",
+            "d_latent",
+            "d_latent_q",
+            "d_rope",
+        )
+        return {**{name: getattr(self, name) for name in names}, "d_qk": self.d_head + self.d_rope}
+
+    @property
+    def rope(self) -> Rope:
+        width = self.d_rope if self.attention == "mla" else self.d_head
+        return Rope(width, self.rope_theta, self.rope_scaling, self.rope_factor, self.rope_original_seq)
+
+    def _check_at_least(self, key: str, least: int) -> None:
+        value = getattr(self, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"model.{key}={value!r} must be a whole number of {least} or more.")
+
+    def _check_floats(self) -> None:
+        ranges = {
+            "rope_theta": (1, math.inf),
+            "rope_factor": (1, math.inf),
+            "norm_eps": (0, 1),
+            "dropout": (0, 1),
+        }
+        for key, (least, below) in ranges.items():
+            value = getattr(self, key)
+            if not least <= value < below:  # also refuses NaN
+                raise ConfigError(f"model.{key}={value!r} must be at least {least} and below {below}.")
+
+    def _check_mla(self) -> None:
+        self._check_at_least("d_latent", 1)
+        self._check_at_least("d_rope", 1)
+        self._check_even("d_rope")
+
+    def _check_gqa(self) -> None:
+        self._check_even("d_head")
+        if self.heads % self.kv_heads:
+            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ConfigError(
+                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; use kv_heads in {legal}."
+            )
+
+    def _check_even(self, key: str) -> None:
+        if getattr(self, key) % 2:
+            raise ConfigError(
+                f"model.{key}={getattr(self, key)} must be even: RoPE rotates its dims in pairs."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutConfig:
+    """Where arrays are cut: the residual stream's layout, the tensor-parallel family, the embedding's form."""
+
+    residual: str
+    tensor_parallel: str
+    embedding: str
+
+    def __post_init__(self):
+        check_choice("layout.tensor_parallel", self.tensor_parallel, FAMILIES)
+        check_choice("layout.embedding", self.embedding, EMBEDDINGS)
+        if str(Layout.parse(self.residual)) not in RESIDUALS:
+            legal = " or ".join(map(repr, RESIDUALS))
+            raise ConfigError(
+                f"layout.residual={self.residual!r} is no layout of the residual stream; use {legal}."
+            )
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.tensor_parallel]
+
+    @property
+    def form(self) -> TableForm:
+        return EMBEDDINGS[self.embedding]
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: attention and gated MLP, each added to the residual stream.
+
+    Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.
+    """
+
+    model: ModelConfig
+    residual: str
+    family: Family
+    kv: str  # how key-value heads are cut: "kv_heads/tp" | "kv_heads"
+
+    def setup(self):
+        residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
+        self.attention_norm = RMSNorm(residual, sizes, eps)
+        self.attention = self._attention()
+        self.mlp_norm = RMSNorm(residual, sizes, eps)
+        self.mlp = GatedMLP(residual, self.family, sizes, self.model.dtype, self._out_scale)
+        self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
+        self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        rows, key = context.rows_B, context.key
+        x = x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key)
+        return x + self.drop_mlp(self.mlp(self.mlp_norm(x)), rows, key)
+
+    def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
+        """As the call, for new tokens behind cached ones; no dropout."""
+        out, cache = self.attention.decode(self.attention_norm(x), context, cache)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+    @property
+    def _out_scale(self) -> float:
+        # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
+        return (2 * self.model.layers) ** -0.5
+
+    def _attention(self) -> nn.Module:
+        m, shared = self.model, {"residual": self.residual, "family": self.family}
+        shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
+        shared |= {"temperature": m.rope.temperature(), "out_scale": self._out_scale}
+        return MLA(norm_eps=m.norm_eps, **shared) if m.attention == "mla" else GQA(kv=self.kv, **shared)
+
+
+class Parts(NamedTuple):
+    """The modules of a model; their parameters are the entries "embedding", "blocks" (stacked) and "head"."""
+
+    embedding: Embedding
+    block: Block
+    head: Head
+
+    @staticmethod
+    def build(
+        model: ModelConfig, residual: str, family: Family, form: TableForm, kv: str, rows: str
+    ) -> "Parts":
+        """`rows` says how the batch is cut where embedding and head work."""
+        embedding = Embedding(form, rows, residual, model.sizes, model.dtype, model.dropout)
+        head = Head(form, rows, residual, model.sizes, model.norm_eps, model.tied)
+        return Parts(embedding, Block(model, residual, family, kv), head)

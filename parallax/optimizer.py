@@ -1,0 +1,145 @@
+"""Optimizers in the global view: optax under jit, outside shard_map, on arrays that are cut as they are stored."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from parallax.errors import ConfigError, check_choice
+from parallax.notation import Layout
+
+INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """See configs/base.py for each field's meaning and unit."""
+
+    name: str
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    decay_fraction: float
+    final_ratio: float
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    muon_momentum: float
+
+    def __post_init__(self):
+        check_choice("optimizer.name", self.name, ["adamw", "muon"])
+        check_choice("optimizer.schedule", self.schedule, ["cosine", "linear", "wsd", "constant"])
+        if (
+            isinstance(self.warmup_steps, bool)
+            or not isinstance(self.warmup_steps, int)
+            or self.warmup_steps < 0
+        ):
+            raise ConfigError(
+                f"optimizer.warmup_steps={self.warmup_steps!r} must be a whole number of 0 or more."
+            )
+        ranges = {
+            "learning_rate": (0, math.inf),
+            "decay_fraction": (0, 1.000001),
+            "final_ratio": (0, 1.000001),
+            "b1": (0, 1),
+            "b2": (0, 1),
+            "eps": (0, 1),
+            "weight_decay": (0, math.inf),
+            "clip_norm": (0, math.inf),
+            "muon_momentum": (0, 1),
+        }
+        for key, (least, below) in ranges.items():
+            value = getattr(self, key)
+            if not least <= value < below:  # also refuses NaN
+                raise ConfigError(f"optimizer.{key}={value!r} must be at least {least} and below {below:g}.")
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate at each step, counted from 0: linear warm-up to the peak, then the schedule to its last value.
+
+    Raises ConfigError when warm-up does not end before `steps` do.
+    """
+    if config.warmup_steps >= max(steps, 1):
+        raise ConfigError(
+            f"optimizer.warmup_steps={config.warmup_steps} must be below train.steps={steps}; "
+            f"use warmup_steps={steps // 10}."
+        )
+    peak, last, rest = (
+        config.learning_rate,
+        config.learning_rate * config.final_ratio,
+        steps - config.warmup_steps,
+    )
+    falling = max(round(rest * config.decay_fraction), 1)
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, config.final_ratio),
+        "linear": lambda: optax.linear_schedule(peak, last, rest),
+        "wsd": lambda: optax.linear_schedule(peak, last, falling, transition_begin=rest - falling),
+        "constant": lambda: optax.constant_schedule(peak),
+    }[config.schedule]()
+    # The first step has 1/warmup of the peak, not 0: a step that changes nothing is a step lost.
+    rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1))
+    return optax.join_schedules([rising, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
+    """Clip by the norm of the whole gradient, then AdamW or Muon; decay skips norms and biases.
+
+    `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims.
+    """
+    rate = learning_rate(config, steps)
+    decays = jax.tree.map(is_matrix, layouts, is_leaf=_is_layout)
+    adamw = {"b1": config.b1, "b2": config.b2, "eps": config.eps, "weight_decay": config.weight_decay}
+    if config.name == "adamw":
+        update = optax.adamw(rate, **adamw, mask=decays)
+    else:
+        update = optax.contrib.muon(
+            rate,
+            beta=config.muon_momentum,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=decays,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=jax.tree.map(muon_dims, layouts, is_leaf=_is_layout),
+            consistent_rms=0.2,  # the update's size is AdamW's, so that one learning rate serves both
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update) if config.clip_norm else update
+
+
+def is_matrix(layout: Layout) -> bool:
+    """Whether a parameter multiplies: norms' scales and biases do not.
+
+    >>> [is_matrix(Layout.parse(text)) for text in ("layers/pp d_model/tp", "layers/pp d_model/dp d_ff/tp")]
+    [False, True]
+    """
+    dims = [name for name in layout.names if name != "layers"]
+    return len(dims) > 1 and any(name in INPUT_DIMS for name in dims)
+
+
+def muon_dims(layout: Layout) -> Any:
+    """Which dims of a hidden matrix are input and output, each stacked layer a matrix of its own; None: leave to AdamW.
+
+    >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
+    MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
+    """
+    if not is_matrix(layout) or "vocab" in layout.names:
+        return None
+    first = layout.names.index("layers") + 1
+    dims = tuple(range(first, len(layout.names)))
+    inputs = dims[:1] if layout.names[first] in INPUT_DIMS else dims[:-1]
+    return optax.contrib.MuonDimensionNumbers(inputs, tuple(d for d in dims if d not in inputs))
+
+
+def global_norm(grads: Any) -> Array:
+    """The norm of the whole gradient, over the whole mesh, in float32."""
+    return optax.global_norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+
+
+def _is_layout(leaf: Any) -> bool:
+    return isinstance(leaf, Layout)

@@ -1,0 +1,87 @@
+"""What runs on devices: one training step, and one evaluation, compiled and pure."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.optimizer import global_norm
+from parallax.sharded_model import ShardedModel
+
+
+class TrainState(NamedTuple):
+    """All that a run is between two steps; the batch and the dropout of a step follow from its number."""
+
+    step: Array  # int32: steps done
+    params: Any
+    opt_state: Any
+
+
+def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
+    """The shapes and shardings of a state; optimizer states are cut as their parameters are."""
+    opt_state = jax.eval_shape(tx.init, model.shapes)
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), model.shapes, opt_state)
+    whole = NamedSharding(model.mesh, P())
+    shardings = TrainState(whole, model.shardings, _like_params(model, opt_state, whole))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
+    """The sharding of every array of a state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
+
+
+def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first step."""
+    params = model.init(seed)
+    shardings = state_shardings(model, tx)
+    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+    return TrainState(jax.device_put(jnp.int32(0), shardings.step), params, opt_state)
+
+
+def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> Callable:
+    """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
+
+    Metrics are float32 scalars on device: loss, tokens, grad_norm. `seed` is that of dropout.
+    """
+
+    def train_step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        noise = jnp.stack([jnp.int32(seed), state.step])
+        metrics, grads = model.loss_and_grad(state.params, batch, noise)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": global_norm(grads)}
+
+    whole = NamedSharding(model.mesh, P())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings(model, tx), whole))
+
+
+def make_eval_step(model: ShardedModel) -> Callable:
+    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only."""
+    return jax.jit(model.loss)
+
+
+def _like_params(model: ShardedModel, opt_state: Any, whole: NamedSharding) -> Any:
+    """Shardings of an optimizer state: a leaf whose path ends in a parameter's, and has its shape, is cut like it."""
+    params = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(model.shapes), jax.tree.leaves(model.shardings), strict=True
+        )
+    }
+
+    def sharding_of(path, leaf):
+        name = jax.tree_util.keystr(path)
+        found = (cut for end, (shape, cut) in params.items() if name.endswith(end) and shape == leaf.shape)
+        return next(found, whole)
+
+    return jax.tree_util.tree_map_with_path(sharding_of, opt_state)
