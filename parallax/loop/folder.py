@@ -1,0 +1,112 @@
+"""The folder of a run: its name, its lock, and the files that say what the run is."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.errors import CheckpointError, ConfigError
+from parallax.settings import Settings
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RECORDED = ("parallax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class RunFolder:
+    """Where a run keeps its config, metadata, metrics, log, checkpoints, data and tokenizer."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metadata = self.path / "metadata.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.data = self.path / "data"
+        self.tensorboard = self.path / "tensorboard"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep every other run out of it; the lock ends with the process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("a+")
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(
+                f"cannot write in {self.path} ({reason}); choose another --workdir"
+            ) from error
+        with lock:
+            _take(lock, self.path)
+            yield
+
+    def write_config(self, settings: Settings) -> None:
+        """The config as JSON: what resuming and generating read."""
+        _replace(self.config, settings.to_dict())
+
+    def write_metadata(self, **about: Any) -> None:
+        """Where, when and with which versions the run was started, the latest start last."""
+        starts = json.loads(self.metadata.read_text())["starts"] if self.metadata.exists() else []
+        start = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "versions": {name: _version(name) for name in RECORDED},
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            **about,
+        }
+        _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
+
+
+def check_run_name(name: str) -> str:
+    """The name again; ConfigError unless it can be a folder's name on every system.
+
+    >>> check_run_name("quickstart-20260102-030405")
+    'quickstart-20260102-030405'
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--run_name={name!r} is no name for a run; use 1 to 100 letters, digits, '.', '_' or '-', "
+            "a letter or digit first"
+        )
+    return name
+
+
+def _take(lock: Any, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise CheckpointError(
+            f"another run is training in {folder} ({lock.read().strip()}); "
+            "stop it or choose another --workdir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    lock.flush()
+
+
+def _replace(path: Path, content: Any) -> None:
+    # Written aside and renamed: a reader sees the old file or the new one, never half of it.
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    aside.replace(path)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,84 @@
+"""Where a run speaks: the console, log.txt, metrics.jsonl and TensorBoard; from process 0 alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.errors import ConfigError
+from parallax.loop.folder import RunFolder
+
+
+class Journal:
+    """Lines for people and numbers for programs. Use it as a context: leaving it closes its files."""
+
+    def __init__(self, folder: RunFolder, *, tensorboard: bool):
+        self._speaks = jax.process_index() == 0
+        self._metrics_path = folder.metrics
+        self._log = folder.log.open("a") if self._speaks else None
+        self._metrics: Any = None
+        self._events = _open_events(folder.tensorboard) if tensorboard and self._speaks else None
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for file in (self._log, self._metrics, self._events):
+            if file is not None:
+                file.close()
+
+    def say(self, text: str) -> None:
+        """Print, and keep in log.txt."""
+        if self._speaks:
+            print(text, flush=True)
+            print(text, file=self._log, flush=True)
+
+    def begin(self, step: int) -> None:
+        """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""
+        if self._speaks:
+            drop_after(self._metrics_path, step)
+            self._metrics = self._metrics_path.open("a")
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        if self._speaks:
+            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            self._metrics.flush()
+
+    def draw(self, step: int, values: dict[str, float]) -> None:
+        """One point of each curve in TensorBoard."""
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Cut metrics.jsonl down to whole lines of steps up to `step`; a line that a kill has torn goes too."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl; a torn last line is left out."""
+    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < float("inf")]
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _open_events(folder: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "train.tensorboard=True needs the package tensorboardX; pip install 'parallax[tensorboard]'"
+        ) from None
+    return SummaryWriter(str(folder))

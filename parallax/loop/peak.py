@@ -1,0 +1,51 @@
+"""How many FLOPs a second the devices could do: from data sheets, or measured where there is none."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+# Dense bfloat16 FLOPs a second of one device, as the makers' data sheets give them.
+CHIPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+MEASURED_SIZE = 1024
+MEASURED_SECS = 0.4
+
+
+def peak_flops(dtype: str) -> tuple[float | None, str]:
+    """FLOPs a second of all devices together, None where unknown, and how we know.
+
+    Simulated devices share the machine, whose matmul rate in `dtype` is measured; chips are looked up, and
+    give their bfloat16 figure whatever the dtype.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return measure_matmul(dtype), f"measured {dtype} matmul"
+    known = [name for name in CHIPS if device.device_kind.startswith(name)]
+    if not known:
+        return None, f"unknown for {device.device_kind}"
+    name = max(known, key=len)
+    return CHIPS[name] * jax.device_count(), f"{jax.device_count()} x {name}, bfloat16"
+
+
+def measure_matmul(dtype: str) -> float:
+    """FLOPs a second of square matmuls on one device, the best of as many as fit into half a second."""
+    x = jnp.ones((MEASURED_SIZE, MEASURED_SIZE), dtype)
+    multiply = jax.jit(jnp.matmul)
+    multiply(x, x).block_until_ready()
+    end = time.perf_counter() + MEASURED_SECS
+    best = float("inf")
+    while (begun := time.perf_counter()) < end:
+        multiply(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - begun)
+    return 2 * MEASURED_SIZE**3 / best

@@ -1,0 +1,69 @@
+"""Whether a run starts or goes on, and whether its settings still fit what it did before."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parallax.checkpoint import compare_settings, latest_step, read_manifest
+from parallax.errors import CheckpointError, check_choice
+from parallax.loop.folder import RunFolder
+
+RESUME = ("auto", "must", "never")
+# What another value would silently make another run: the model's mathematics, and the order of its data.
+FIXED_SECTIONS = ("model", "data", "corpus")
+FIXED_KEYS = ("optimizer.name", "train.seed")
+# What may change inside those: how it is computed, where shards lie, and context extension.
+FREE_KEYS = (
+    "model.dtype",
+    "model.kernel",
+    "model.dropout",
+    "model.rope_theta",
+    "model.rope_scaling",
+    "model.rope_factor",
+    "model.rope_original_seq",
+    "data.cache",
+)
+
+
+def step_to_resume(
+    folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]
+) -> int:
+    """The step to go on from, 0 to start.
+
+    Settings that fix the model or its data must be what they were (CheckpointError); others that have changed
+    are listed.
+    """
+    check_choice("--resume", resume, RESUME)
+    newest = latest_step(folder.checkpoints)
+    if newest is None:
+        if resume == "must":
+            raise CheckpointError(
+                f"--resume=must, but {folder.path} has no checkpoint; use --resume=auto to start a run there"
+            )
+        return 0
+    if resume == "never":
+        raise CheckpointError(
+            f"--resume=never, but {folder.path} holds a run at step {newest}; choose another --workdir"
+        )
+    changed = compare_settings(read_manifest(folder.checkpoints, newest)["settings"], settings)
+    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
+    if fixed:
+        raise CheckpointError(
+            f"cannot go on from step {newest} in {folder.path} with another model or other data: "
+            f"{_text(fixed)}; set them back or choose another --workdir"
+        )
+    if changed:
+        say(f"going on with changed settings: {_text(changed)}")
+    return newest
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a run cannot go on when this setting changes.
+
+    >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.seq") if is_fixed(key)]
+    ['model.d_ff', 'data.seq']
+    """
+    return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and key not in FREE_KEYS)
+
+
+def _text(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key}={there!r} there, {here!r} here" for key, (there, here) in changed.items())

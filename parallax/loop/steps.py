@@ -1,0 +1,125 @@
+"""The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from parallax.checkpoint import Checkpoints
+from parallax.data import Prefetcher
+from parallax.errors import ParallaxError
+from parallax.loop.journal import Journal
+from parallax.loop.meter import Meter
+from parallax.loop.signals import StopRequest
+from parallax.settings import Settings
+from parallax.step import TrainState
+
+
+class DivergenceError(ParallaxError):
+    """The loss is no longer a number."""
+
+    exit_status = 4
+
+
+class Ended(NamedTuple):
+    """A step whose metrics are still on the devices."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    waited_secs: float
+
+
+@dataclass
+class Steps:
+    """What the steps of a run need besides their state."""
+
+    settings: Settings
+    train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Any], float] | None
+    batches: Prefetcher
+    checkpoints: Checkpoints
+    journal: Journal
+    meter: Meter
+    stop: StopRequest
+    rates: np.ndarray  # learning rate of each step
+
+    def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        """From step `start` to the last one or to a signal; returns the state and the steps done."""
+        pending = None
+        for done in range(start + 1, self.settings.train.steps + 1):
+            batch, waited = self.batches.get(done - 1)
+            state, metrics = self.train_step(state, batch)
+            if pending is not None:
+                self._report(pending, self._read(pending, first=pending.step == start + 1))
+            pending = Ended(done, metrics, waited)
+            self.checkpoints.check()
+            if self._pauses_after(done):
+                self._pause(pending, state, first=done == start + 1)
+                pending = None
+            if self.stop.signal:
+                break
+        return state, done
+
+    def _pauses_after(self, done: int) -> bool:
+        return bool(self.stop.signal) or self._evaluates_after(done) or self._saves_after(done)
+
+    def _evaluates_after(self, done: int) -> bool:
+        if self.evaluate is None or self.stop.signal:
+            return False
+        # Each checkpoint is judged by its own evaluation, or the best could not be known.
+        judged = self._saves_after(done) and self.settings.checkpoint.keep_best > 0
+        return judged or self._is_due(done, self.settings.train.eval_every_steps)
+
+    def _saves_after(self, done: int) -> bool:
+        return self._is_due(done, self.settings.checkpoint.every_steps)
+
+    def _is_due(self, done: int, interval: int) -> bool:
+        return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
+
+    def _pause(self, ended: Ended, state: TrainState, *, first: bool) -> None:
+        """Finish a step's report, then evaluate and save as they are due; a stop always saves."""
+        stopping = self.stop.signal
+        values = self._read(ended, first=first)
+        if self._evaluates_after(ended.step):
+            values["eval/loss"] = self.evaluate(state.params)
+        self._report(ended, values)
+        if stopping or self._saves_after(ended.step):
+            self.checkpoints.save(ended.step, parts_of(state), loss=values.get("eval/loss"))
+        self.meter.pause()
+
+    def _read(self, ended: Ended, *, first: bool) -> dict[str, float]:
+        """A step's numbers, waiting for it to end; DivergenceError if its loss is not finite."""
+        metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+        rate = float(self.rates[ended.step - 1])
+        if not math.isfinite(metrics["loss"]):
+            raise DivergenceError(
+                f"the loss of step {ended.step} is {metrics['loss']} (gradient norm "
+                f"{metrics['grad_norm']:.3g}, learning rate {rate:.3g}); it was not saved; try a lower "
+                "optimizer.learning_rate, more warmup_steps or a smaller clip_norm"
+            )
+        return {
+            "train/loss": metrics["loss"],
+            "train/grad_norm": metrics["grad_norm"],
+            "train/learning_rate": rate,
+            **self.meter.measure(ended.waited_secs, compiled=first),
+        }
+
+    def _report(self, ended: Ended, values: dict[str, float]) -> None:
+        self.journal.record(ended.step, values)
+        last = ended.step == self.settings.train.steps
+        if last or ended.step % self.settings.train.log_every_steps == 0 or "eval/loss" in values:
+            self.journal.say(self.meter.line(ended.step, values))
+            self.journal.draw(ended.step, values)
+
+
+def parts_of(state: TrainState) -> dict[str, Any]:
+    """A state as the parts of a checkpoint: parameters can be loaded without the rest."""
+    return {"params": state.params, "rest": {"opt_state": state.opt_state, "step": state.step}}
+
+
+def state_of(parts: dict[str, Any]) -> TrainState:
+    """The state that `parts_of` took apart."""
+    return TrainState(params=parts["params"], **parts["rest"])

@@ -1,0 +1,207 @@
+"""A run from its config to its end, in the order in which it happens."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from parallax.checkpoint import Checkpoints, restore, set_unfinished_aside
+from parallax.data import Prefetcher, Reader
+from parallax.generate import complete
+from parallax.loop.batches import check_eval, open_split, own_rows, put_on
+from parallax.loop.config import lines_of, settings_of
+from parallax.loop.folder import RunFolder
+from parallax.loop.journal import Journal
+from parallax.loop.meter import Meter
+from parallax.loop.peak import peak_flops
+from parallax.loop.resume import step_to_resume
+from parallax.loop.signals import StopRequest
+from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
+from parallax.loop.summary import render
+from parallax.mesh import make_mesh, simulate_devices
+from parallax.optimizer import learning_rate, make_optimizer
+from parallax.plan import flops_per_token, memory, parameters_by_component
+from parallax.settings import Settings, with_vocab
+from parallax.sharded_model import ShardedModel
+from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+
+__all__ = ["DivergenceError", "Outcome", "train"]
+
+
+class Outcome(NamedTuple):
+    """How a call of `train` ended: "finished", "stopped" by a signal, or "nothing to do"."""
+
+    reason: str
+    step: int
+    eval_loss: float | None = None
+
+
+class Parts(NamedTuple):
+    """What a run is made of, once its config is known to be right."""
+
+    settings: Settings
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    train_data: Reader
+    eval_data: Reader | None
+
+
+def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> Outcome:
+    """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
+
+    Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
+    known then. SIGTERM and Ctrl-C end the run after the step in progress, saved.
+    """
+    settings = settings_of(config)
+    config.lock()
+    if settings.mesh.simulate:
+        simulate_devices(settings.mesh.simulate)
+    folder = RunFolder(workdir)
+    with (
+        StopRequest() as stop,
+        folder.locked(),
+        Journal(folder, tensorboard=settings.train.tensorboard) as journal,
+    ):
+        parts = build(settings, folder)
+        start = step_to_resume(folder, about(parts), resume, journal.say)
+        if start >= settings.train.steps:
+            journal.say(
+                f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}"
+            )
+            return Outcome("nothing to do", start)
+        return run(parts, folder, journal, stop, start)
+
+
+def build(settings: Settings, folder: RunFolder) -> Parts:
+    """Mesh, data, model and optimizer; all checks between sections happen here."""
+    mesh = make_mesh(settings.mesh)
+    train_data = open_split(settings, folder, "train")
+    settings = with_vocab(settings, train_data.tokenizer.vocab)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    shape = (settings.data.global_batch, settings.data.seq)
+    model.check_batch(*shape)
+    rows = own_rows(model.batch_sharding, shape)
+    if len(rows) < shape[0]:
+        train_data = open_split(settings, folder, "train", rows)
+    eval_data = None
+    if settings.train.eval_batches:
+        eval_data = open_split(settings, folder, "eval", rows)
+        check_eval(eval_data, settings)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    return Parts(settings, model, tx, train_data, eval_data)
+
+
+def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:
+    """Introduce the run, make or load its state, take its steps, and end it."""
+    settings, model = parts.settings, parts.model
+    with contextlib.ExitStack() as stack:
+        for path in set_unfinished_aside(folder.checkpoints):
+            journal.say(f"set aside a checkpoint that was never finished: {path}")
+        saved = Checkpoints(folder.checkpoints, settings.checkpoint, settings=about(parts))
+        checkpoints = stack.enter_context(saved)
+        folder.write_config(settings)
+        folder.write_metadata(mesh=model.axis_sizes, start=start)
+        parts.train_data.tokenizer.save(folder.path)
+        meter = introduce(parts, folder, journal, start)
+        state = begin(parts, folder, start)
+        journal.begin(start)
+        steps = Steps(
+            settings,
+            make_train_step(model, parts.tx, settings.train.seed),
+            evaluation(parts),
+            stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
+            checkpoints,
+            journal,
+            meter,
+            stop,
+            rates(settings),
+        )
+        state, done = steps.run(state, start)
+        checkpoints.wait()
+        return end(parts, folder, journal, stop, state, done)
+
+
+def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
+    """The state of step `start`: fresh at 0, else loaded from the checkpoint onto this mesh."""
+    if start == 0:
+        return init_state(parts.model, parts.tx, parts.settings.train.seed)
+    wanted = parts_of(abstract_state(parts.model, parts.tx))
+    return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+
+
+def end(
+    parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, state: TrainState, done: int
+) -> Outcome:
+    """Say how the run ended; a finished one writes its sample."""
+    if done < parts.settings.train.steps:
+        journal.say(f"stopped by {stop.signal}: step {done} is saved; the same command goes on from there")
+        return Outcome("stopped", done)
+    journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
+    sample = parts.settings.sample
+    if sample.prompt and not stop.signal:
+        text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
+        journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
+    return Outcome("finished", done)
+
+
+def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> Meter:
+    """Print what is about to run; returns the meter that knows its size."""
+    settings, model, data = parts.settings, parts.model, parts.train_data
+    batch, seq = settings.data.global_batch, settings.data.seq
+    opt_state = abstract_state(model, parts.tx).opt_state
+    flops = flops_per_token(settings.model, model.shapes, seq=seq)
+    peak, origin = peak_flops(settings.model.dtype)
+    rate = "peak unknown" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s"
+    lines = [
+        f"run {folder.path}" + (f", going on from step {start}" if start else ""),
+        "",
+        *lines_of(settings),
+        "",
+        f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
+        f"{data.entropy_nats:.2f} nats a token",
+        "",
+        render(parameters_by_component(model.shapes), memory(model, opt_state, global_batch=batch, seq=seq)),
+        "",
+        f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        "",
+    ]
+    journal.say("\n".join(lines))
+    return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak)
+
+
+def evaluation(parts: Parts) -> Callable[[Any], float] | None:
+    """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
+    reader, put = parts.eval_data, put_in(parts)
+    if reader is None:
+        return None
+    step = make_eval_step(parts.model)
+
+    def evaluate(params: Any) -> float:
+        count = min(parts.settings.train.eval_batches, reader.batches)
+        measured = [jax.device_get(step(params, put(reader.batch(index)))) for index in range(count)]
+        tokens = sum(float(metrics["tokens"]) for metrics in measured)
+        return sum(float(metrics["loss"]) * float(metrics["tokens"]) for metrics in measured) / tokens
+
+    return evaluate
+
+
+def about(parts: Parts) -> dict[str, Any]:
+    """The settings of a checkpoint, and the fingerprint of the text that it learnt from."""
+    return {**parts.settings.to_dict(), "corpus": {"fingerprint": parts.train_data.fingerprint}}
+
+
+def rates(settings: Settings) -> np.ndarray:
+    """The learning rate of every step, computed at once: the devices are busy later."""
+    schedule = learning_rate(settings.optimizer, settings.train.steps)
+    return np.asarray(jax.vmap(schedule)(jnp.arange(settings.train.steps)))
+
+
+def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+    """How this run's batches get to its devices."""
+    return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))

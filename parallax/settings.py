@@ -1,0 +1,134 @@
+"""A run's settings: one frozen dataclass for each section of a config, checked as they are read."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from parallax.checkpoint import CheckpointConfig
+from parallax.data import DataConfig
+from parallax.errors import CheckpointError, ConfigError, nearest
+from parallax.loss import LossConfig
+from parallax.mesh import MeshConfig
+from parallax.model import LayoutConfig, ModelConfig
+from parallax.optimizer import OptimizerConfig
+from parallax.pipeline import PipelineConfig
+from parallax.sampling import SampleConfig
+
+# Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
+VOCAB_MULTIPLE = 128
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long to train, and how often to log and evaluate; `configs/base.py` says what each field means."""
+
+    steps: int
+    seed: int
+    log_every_steps: int
+    eval_every_steps: int
+    eval_batches: int
+    tensorboard: bool
+
+    def __post_init__(self):
+        least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
+        for key, least in least_of.items():
+            if getattr(self, key) < least:
+                raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All sections of a config."""
+
+    mesh: MeshConfig
+    model: ModelConfig
+    layout: LayoutConfig
+    pipeline: PipelineConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    sample: SampleConfig
+
+    def __post_init__(self):
+        if self.checkpoint.keep_best and not self.train.eval_batches:
+            raise ConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations, but train.eval_batches=0;"
+                " use checkpoint.keep_best=0 or train.eval_batches=4"
+            )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested dicts that JSON can hold; `read_settings` reads them back."""
+        return dataclasses.asdict(self)
+
+
+SECTIONS: dict[str, type] = get_type_hints(Settings)
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Make the dataclasses of nested dicts; ConfigError names unknown, missing and mistyped keys."""
+    _check_names("", config, SECTIONS)
+    return Settings(**{name: _read_section(name, config[name]) for name in SECTIONS})
+
+
+def load_settings(run: Path) -> Settings:
+    """The settings with which a run folder was last trained."""
+    return read_settings(load_json(run / "config.json"))
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The config that a run has saved."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; is {path.parent} the folder of a run?") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def with_vocab(settings: Settings, entries: int) -> Settings:
+    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries."""
+    rounded = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    model = dataclasses.replace(settings.model, vocab=settings.model.vocab or rounded)
+    return dataclasses.replace(settings, model=model)
+
+
+def _read_section(section: str, values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{section}={values!r} must be a section; write config.{section}.<key> = ...")
+    kinds = get_type_hints(SECTIONS[section])
+    fields = {field.name: kinds[field.name] for field in dataclasses.fields(SECTIONS[section])}
+    _check_names(f"{section}.", values, fields)
+    return SECTIONS[section](**{key: _read(f"{section}.{key}", values[key], fields[key]) for key in fields})
+
+
+def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in written:
+        if name not in known:
+            raise ConfigError(f"unknown key {prefix}{name}; {nearest(name, known)}")
+    missing = [f"{prefix}{name}" for name in known if name not in written]
+    if missing:
+        raise ConfigError(
+            f"the config has no {', '.join(missing)}; start from get_config() of configs/base.py"
+        )
+
+
+def _read(key: str, value: Any, kind: type) -> Any:
+    # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
+    fits = isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(
+        value, bool
+    )
+    if not fits:
+        raise ConfigError(f"{key}={value!r} is {_kind_of(value)}, but it must be {KINDS[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r} is not finite; it must be {KINDS[kind]}")
+    return kind(value)
+
+
+def _kind_of(value: Any) -> str:
+    return KINDS[type(value)] if type(value) in KINDS else type(value).__name__
