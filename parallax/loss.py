@@ -46,9 +46,7 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
     return jnp.where(labels_C == IGNORED, 0, losses_C).sum()
 
 
-def chunked_loss(
-    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array
-) -> Array:
+def chunked_loss(config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array) -> Array:
     """The sum of `cross_entropy` over N tokens, forward only."""
     loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient)
     _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))

@@ -110,14 +110,12 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ConfigError(
-                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; use kv_heads in {legal}."
+                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; kv_heads in {legal} do."
             )
 
     def _check_even(self, key: str) -> None:
         if getattr(self, key) % 2:
-            raise ConfigError(
-                f"model.{key}={getattr(self, key)} must be even: RoPE rotates its dims in pairs."
-            )
+            raise ConfigError(f"model.{key}={getattr(self, key)} must be even: RoPE rotates its dims in pairs.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +131,7 @@ class LayoutConfig:
         check_choice("layout.embedding", self.embedding, EMBEDDINGS)
         if str(Layout.parse(self.residual)) not in RESIDUALS:
             legal = " or ".join(map(repr, RESIDUALS))
-            raise ConfigError(
-                f"layout.residual={self.residual!r} is no layout of the residual stream; use {legal}."
-            )
+            raise ConfigError(f"layout.residual={self.residual!r} is no layout of the residual stream; use {legal}.")
 
     @property
     def family(self) -> Family:
@@ -197,9 +193,7 @@ class Parts(NamedTuple):
     head: Head
 
     @staticmethod
-    def build(
-        model: ModelConfig, residual: str, family: Family, form: TableForm, kv: str, rows: str
-    ) -> "Parts":
+    def build(model: ModelConfig, residual: str, family: Family, form: TableForm, kv: str, rows: str) -> "Parts":
         """`rows` says how the batch is cut where embedding and head work."""
         embedding = Embedding(form, rows, residual, model.sizes, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.norm_eps, model.tied)

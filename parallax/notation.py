@@ -71,8 +71,7 @@ class Layout:
         (2, 3)
         """
         return tuple(
-            _local_size(self, name, axes, sizes, axis_sizes)
-            for name, axes in zip(self.names, self.axes, strict=True)
+            _local_size(self, name, axes, sizes, axis_sizes) for name, axes in zip(self.names, self.axes, strict=True)
         )
 
     def cut_of(self, dim: str) -> tuple[str, ...]:
@@ -97,9 +96,7 @@ class Layout:
     def with_cut(self, dim: str, axes: tuple[str, ...]) -> "Layout":
         """The same layout with `dim` cut over `axes`."""
         at = self.index(dim)
-        return Layout.parse(
-            str(Layout(self.names, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial))
-        )
+        return Layout.parse(str(Layout(self.names, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)))
 
     def with_partial(self, *axes: str) -> "Layout":
         """The same layout with partial sums over `axes`, in mesh order."""
@@ -154,7 +151,7 @@ def _local_size(layout, name, axes, sizes, axis_sizes) -> int:
         raise NotationError(f"{str(layout)!r}: no size is known for {name!r}; known: {', '.join(sizes)}.")
     size, pieces = sizes[name], 1
     for axis in axes:
-        pieces *= axis_sizes[axis] if axis in axis_sizes else 1
+        pieces *= axis_sizes.get(axis, 1)
     if size % pieces:
         cut = "*".join(f"{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
         legal = ", ".join(map(str, divisors(size)))

@@ -35,14 +35,8 @@ class OptimizerConfig:
     def __post_init__(self):
         check_choice("optimizer.name", self.name, ["adamw", "muon"])
         check_choice("optimizer.schedule", self.schedule, ["cosine", "linear", "wsd", "constant"])
-        if (
-            isinstance(self.warmup_steps, bool)
-            or not isinstance(self.warmup_steps, int)
-            or self.warmup_steps < 0
-        ):
-            raise ConfigError(
-                f"optimizer.warmup_steps={self.warmup_steps!r} must be a whole number of 0 or more."
-            )
+        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps!r} must be a whole number of 0 or more.")
         ranges = {
             "learning_rate": (0, math.inf),
             "decay_fraction": (0, 1.000001),

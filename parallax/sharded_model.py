@@ -11,10 +11,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.collectives import all_gather, as_varying, offset, reduce_scatter, reshard, sum_over
+from parallax.collectives import all_gather, as_varying, offset, reduce_scatter, sum_over
 from parallax.errors import ConfigError, divisors
 from parallax.layers.context import Context, training_context
-from parallax.layers.embedding import with_rows
 from parallax.layers.parameter import layouts_of
 from parallax.loss import LossConfig
 from parallax.mesh import AXES
@@ -35,9 +34,7 @@ class ShardedModel:
     Raises ConfigError or NotationError when a size does not divide over its axes.
     """
 
-    def __init__(
-        self, model: ModelConfig, layout: LayoutConfig, pipeline: PipelineConfig, loss: LossConfig, mesh: Any
-    ):
+    def __init__(self, model: ModelConfig, layout: LayoutConfig, pipeline: PipelineConfig, loss: LossConfig, mesh: Any):
         self.model, self.layout, self.pipeline, self.loss_config, self.mesh = (
             model,
             layout,
@@ -169,9 +166,7 @@ class ShardedModel:
         blocks, stage = self._stage(weights["blocks"])
         ends = SpreadEnds(self._work(SPREAD, weights, None), tokens, jnp.float32(1))
         schedule = gpipe(self.axis_sizes["pp"], microbatches)
-        executor = Executor(
-            schedule, stage, blocks, partial(self._context, tokens), ends, self.layout.residual
-        )
+        executor = Executor(schedule, stage, blocks, partial(self._context, tokens), ends, self.layout.residual)
         return ends.from_last(executor.run_forward(ends.start()).exits), ends, tokens
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
@@ -226,11 +221,7 @@ class ShardedModel:
 
         def gathered(layout: Layout, weight: Array) -> Array:
             whole = layout.without("dp")
-            return (
-                weight
-                if whole == layout
-                else all_gather(f"{layout} -> {whole}", weight.astype(self.model.dtype))
-            )
+            return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.model.dtype))
 
         return jax.tree.map(gathered, layouts, weights, is_leaf=_is_layout)
 
@@ -265,9 +256,7 @@ def scatter(layouts: Any, grads: Any) -> Any:
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where a model's counts do not divide over the mesh."""
     if model.vocab < 2:
-        raise ConfigError(
-            f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer."
-        )
+        raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
     for key, axis in (("layers", "pp"), ("heads", "tp"), ("d_ff", "tp"), ("d_model", "tp"), ("vocab", "tp")):
         size, ranks = getattr(model, key), axis_sizes[axis]
         if size % ranks:

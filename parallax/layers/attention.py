@@ -15,18 +15,14 @@ from parallax.layers.rope import rotate
 from parallax.notation import Layout
 
 
-def attend(
-    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask_B1ST: Array, *, scale: float, kernel: str
-) -> Array:
+def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask_B1ST: Array, *, scale: float, kernel: str) -> Array:
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
 
     A value head narrower than the key head is padded with zeros: the kernels want one width.
     """
     missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
-    out = jax.nn.dot_product_attention(
-        q_BSHJ, k_BTGJ, v_BTGJ, mask=mask_B1ST, scale=scale, implementation=kernel
-    )
+    out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask_B1ST, scale=scale, implementation=kernel)
     return out[..., : v_BTGK.shape[-1]]
 
 

@@ -27,9 +27,7 @@ def causal_mask(segments_BS: Array) -> Array:
     return (causal_ST[None] & same_BST)[:, None]
 
 
-def training_context(
-    rope: Rope, positions_BS: Array, segments_BS: Array, rows_B: Array, key, first_layer
-) -> Context:
+def training_context(rope: Rope, positions_BS: Array, segments_BS: Array, rows_B: Array, key, first_layer) -> Context:
     """The context of whole windows: causal inside each document."""
     tables = rope.tables(positions_BS)
     return Context(tables, causal_mask(segments_BS), rows_B, key, first_layer)

@@ -37,7 +37,5 @@ class Dropout(nn.Module):
         place_SD = seq_S[:, None] * self.sizes["d_model"] + dim_D[None, :]
         key = jax.random.fold_in(key, self.site)
         key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
-        folded = jax.vmap(
-            lambda key: jax.vmap(jax.vmap(lambda place: jax.random.fold_in(key, place)))(place_SD)
-        )
+        folded = jax.vmap(lambda key: jax.vmap(jax.vmap(lambda place: jax.random.fold_in(key, place)))(place_SD))
         return jax.random.key_data(folded(key_B))[..., 0]

@@ -16,7 +16,6 @@ from parallax.layers.dense import Dense
 from parallax.layers.families import Family
 from parallax.layers.norm import RMSNorm
 from parallax.layers.rope import rotate
-from parallax.notation import Layout
 
 ROWS = "batch/dp seq"
 WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
@@ -79,9 +78,7 @@ class MLA(nn.Module):
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
         k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
-        seen = attend(
-            q, k, cache["latent"][:, :, None], context.mask_B1ST, scale=self._scale, kernel=self.kernel
-        )
+        seen = attend(q, k, cache["latent"][:, :, None], context.mask_B1ST, scale=self._scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:

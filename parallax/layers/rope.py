@@ -28,9 +28,7 @@ class Rope:
     def frequencies(self) -> np.ndarray:
         """Radians per position of each pair of dims, shape [width / 2]."""
         plain = self.theta ** (-np.arange(0, self.width, 2) / self.width)
-        return {"none": lambda: plain, "linear": lambda: plain / self.factor, "yarn": self._yarn}[
-            self.scaling
-        ]()
+        return {"none": lambda: plain, "linear": lambda: plain / self.factor, "yarn": self._yarn}[self.scaling]()
 
     def temperature(self) -> float:
         """What YaRN multiplies attention logits by (its section 3.3: 1/t = (0.1 ln factor + 1)^2); else 1."""

@@ -27,11 +27,5 @@ class PipelineConfig:
         check_choice("pipeline.schedule", self.schedule, SCHEDULES)
         check_choice("pipeline.remat", self.remat, REMAT)
         check_choice("pipeline.gather", self.gather, GATHER)
-        if (
-            isinstance(self.microbatches, bool)
-            or not isinstance(self.microbatches, int)
-            or self.microbatches < 1
-        ):
-            raise ConfigError(
-                f"pipeline.microbatches={self.microbatches!r} must be a whole number of 1 or more."
-            )
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ConfigError(f"pipeline.microbatches={self.microbatches!r} must be a whole number of 1 or more.")

@@ -57,9 +57,7 @@ class Work:
         """The loss summed over this device's tokens."""
         weights = self._gathered("head")
         hidden = self._hidden(weights, y)
-        return chunked_loss(
-            self.loss, self._form.gathered, self._table(weights), *self._tokens(hidden, labels_BS)
-        )
+        return chunked_loss(self.loss, self._form.gathered, self._table(weights), *self._tokens(hidden, labels_BS))
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array) -> tuple[Array, Any, Array]:
         """The loss summed over this device's tokens, the gradients of what is stored, and that of y."""
@@ -67,9 +65,7 @@ class Work:
         hidden, pull = jax.vjp(self._hidden, weights, y)
         tokens = self._tokens(hidden, labels_BS)
         table = as_varying(self._table(weights))
-        loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self._form.gathered, table, *tokens, weight
-        )
+        loss, d_table, d_hidden = chunked_loss_and_grads(self.loss, self._form.gathered, table, *tokens, weight)
         grads, dy = pull(d_hidden.reshape(hidden.shape))
         if "table" in grads:
             grads = grads | {"table": d_table}

@@ -100,9 +100,7 @@ class Executor(NamedTuple):
                 state, dx = self._backward(state, row)
             if used["receive_forward"]:
                 arrived = permute(self.message, y, axis="pp", shift=1)
-                state = state._replace(
-                    arrived_forward=row.store("arrive_slot_forward", state.arrived_forward, arrived)
-                )
+                state = state._replace(arrived_forward=row.store("arrive_slot_forward", state.arrived_forward, arrived))
             if used["receive_backward"]:
                 arrived = permute(self.message, dx, axis="pp", shift=-1)
                 state = state._replace(
@@ -233,9 +231,7 @@ def read(slots: Any, slot: Array) -> Any:
 def write(slots: Any, slot: Array, value: Any) -> Any:
     """Slots with one entry replaced."""
     return jax.tree.map(
-        lambda leaf, new: (
-            new[None] if len(leaf) == 1 else lax.dynamic_update_index_in_dim(leaf, new, slot, 0)
-        ),
+        lambda leaf, new: new[None] if len(leaf) == 1 else lax.dynamic_update_index_in_dim(leaf, new, slot, 0),
         slots,
         value,
     )

@@ -22,7 +22,7 @@ class SplitVjp:
         y, pull = jax.vjp(lambda weights, x: self.layer(weights, x, context), weights, x)
         leaves, self.structure = jax.tree.flatten(pull)
         known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
-        self.source = [known[id(leaf)] if id(leaf) in known else None for leaf in leaves]
+        self.source = [known.get(id(leaf)) for leaf in leaves]
         return y, [leaf for leaf, at in zip(leaves, self.source, strict=True) if at is None]
 
     def backward(self, weights: Any, saved: list[Array], context: Any, dy: Array) -> tuple[Any, Array]:
