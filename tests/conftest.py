@@ -9,6 +9,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# LLVM's optimisations are half of the compile time or more, and small arrays gain nothing from them. Flags of the
+# user's own come later and win.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import hypothesis
 import jax
