@@ -38,12 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
-    _add_prepare(
-        commands.add_parser("prepare", help="tokenise documents into shards; run it again to resume")
-    )
-    inspect = commands.add_parser(
-        "inspect", help="print what is in a folder of shards, and check every byte of it"
-    )
+    _add_prepare(commands.add_parser("prepare", help="tokenise documents into shards; run it again to resume"))
+    inspect = commands.add_parser("inspect", help="print what is in a folder of shards, and check every byte of it")
     inspect.add_argument("folder", type=Path)
     inspect.set_defaults(run=_inspect)
     return parser
@@ -90,9 +86,7 @@ def _positive(text: str) -> int:
 
 def _prepare(parsed: argparse.Namespace) -> int:
     _check_arguments(parsed)
-    source = open_source(
-        parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens
-    )
+    source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
     request = Request(
         source=source,
         tokenizer=parsed.tokenizer,

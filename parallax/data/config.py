@@ -62,9 +62,7 @@ def _check_path(source: str, path: str, field: str) -> None:
     if source not in BUILT_IN and not path:
         raise ConfigError(f"data.path='' but data.source={source!r} needs a file, folder or glob")
     if source in ("jsonl", "parquet") and not field:
-        raise ConfigError(
-            f"data.field='' but data.source={source!r} needs the name of the field that holds a document"
-        )
+        raise ConfigError(f"data.field='' but data.source={source!r} needs the name of the field that holds a document")
 
 
 def _check_least(key: str, value: int, least: int) -> None:

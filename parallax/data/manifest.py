@@ -56,9 +56,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise DataError(
-            f"{str(folder)!r} has no {FILE_NAME}; make it with `python -m parallax.data prepare`"
-        ) from None
+        raise DataError(f"{str(folder)!r} has no {FILE_NAME}; make it with `python -m parallax.data prepare`") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is damaged: {error}") from None
     if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
@@ -93,25 +91,21 @@ _JSON: dict[object, Callable] = {
 
 def _check_fields(content: object, kind: type, file: Path) -> dict:
     if not isinstance(content, dict):
-        raise DataError(
-            f"{file} is damaged: {kind.__name__.lower()} is {type(content).__name__}, not an object"
-        )
+        raise DataError(f"{file} is damaged: {kind.__name__.lower()} is {type(content).__name__}, not an object")
     names = {field.name for field in fields(kind)}
     if content.keys() != names:
         differing = ", ".join(sorted(content.keys() ^ names))
         raise DataError(f"{file} is damaged: {kind.__name__.lower()} lacks, or should not have, {differing}")
     for field in fields(kind):
         if not _JSON[field.type](content[field.name]):
-            raise DataError(
-                f"{file} is damaged: {field.name}={content[field.name]!r:.80} is not a legal value"
-            )
+            raise DataError(f"{file} is damaged: {field.name}={content[field.name]!r:.80} is not a legal value")
     return dict(content)
 
 
 def _check_sums(manifest: Manifest, file: Path) -> None:
+    if not manifest.documents:
+        raise DataError(f"{file} is damaged: it has no documents")
     for name in ("documents", "empty_documents", "tokens", "text_bytes"):
         found = sum(getattr(shard, name) for shard in manifest.shards)
         if found != getattr(manifest, name):
-            raise DataError(
-                f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {found}"
-            )
+            raise DataError(f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {found}")

@@ -53,8 +53,6 @@ class Prefetcher:
     def close(self) -> None:
         """Stop the thread; batches that are ready are dropped."""
         self._stop.set()
-        while self._thread.is_alive() and not self._ready.empty():
-            self._drop()
         self._thread.join(CLOSE_SECS)
 
     def __enter__(self) -> "Prefetcher":
@@ -62,12 +60,6 @@ class Prefetcher:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def _drop(self) -> None:
-        try:
-            self._ready.get_nowait()
-        except queue.Empty:
-            return
 
     def _run(self, step: int) -> None:
         failure = None

@@ -70,9 +70,7 @@ def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
             return _prepare(request, folder, workers)
     except OSError as error:
         place = error.filename or folder
-        raise DataError(
-            f"preparing data stopped at {place}: {error.strerror}; run again to resume"
-        ) from error
+        raise DataError(f"preparing data stopped at {place}: {error.strerror}; run again to resume") from error
 
 
 def remove(folder: Path) -> None:
@@ -85,9 +83,7 @@ def remove(folder: Path) -> None:
     names = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
     strange = [name for name in names if name.removesuffix(".tmp") not in known and not _of_shard(name)]
     if strange:
-        raise DataError(
-            f"{folder} holds more than prepared data ({', '.join(strange[:3])}); delete it by hand"
-        )
+        raise DataError(f"{folder} holds more than prepared data ({', '.join(strange[:3])}); delete it by hand")
     shutil.rmtree(folder, ignore_errors=not names)
 
 

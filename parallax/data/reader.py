@@ -116,9 +116,7 @@ class Reader:
         windows = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self.windows):
             mine = positions // self.windows == epoch
-            windows[mine] = shuffled(
-                positions[mine] % self.windows, self.windows, seed=self._seed, epoch=int(epoch)
-            )
+            windows[mine] = shuffled(positions[mine] % self.windows, self.windows, seed=self._seed, epoch=int(epoch))
         return windows
 
     def _check_windows(self) -> None:
@@ -158,9 +156,7 @@ def open_reader(
 
 
 def _prepare(config: DataConfig, folder: Path) -> Path:
-    source = open_source(
-        config.source, path=config.path, field=config.field, synthetic_tokens=config.synthetic_tokens
-    )
+    source = open_source(config.source, path=config.path, field=config.field, synthetic_tokens=config.synthetic_tokens)
     request = Request(source=source, tokenizer=config.tokenizer, bpe_vocab=config.bpe_vocab)
     key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
     name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
@@ -174,9 +170,7 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     manifest = read_manifest(folder)
     tokenizer = Bytes() if manifest.tokenizer == Bytes.name else tokenizers.load(folder)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
-        raise DataError(
-            f"{folder / tokenizers.FILE_NAME} is not the tokenizer that made the shards beside it"
-        )
+        raise DataError(f"{folder / tokenizers.FILE_NAME} is not the tokenizer that made the shards beside it")
     if config.tokenizer.endswith(".json"):
         agrees = tokenizers.load(config.tokenizer).fingerprint == tokenizer.fingerprint
     else:
@@ -194,6 +188,8 @@ def _open_stream(folder: Path, manifest: Manifest, split: str, eval_fraction: fl
     for shard in manifest.shards:
         shard.check(folder, manifest.dtype, contents=contents)
     table = np.concatenate([shard.read_documents(folder) for shard in manifest.shards])
+    if table["tokens"].sum() != manifest.tokens:
+        raise DataError(f"{folder}: its documents have {table['tokens'].sum()} tokens, its shards {manifest.tokens}")
     chosen = documents_of_split(table["hash"], split=split, eval_fraction=eval_fraction)
     return Stream(folder, manifest, table["tokens"], chosen)
 

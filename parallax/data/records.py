@@ -38,7 +38,7 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
             for batch in opened.iter_batches(columns=[field]):
                 for text in batch.column(0).to_pylist():
                     yield text or ""
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
 
 
@@ -69,7 +69,5 @@ def _field(record: dict, field: str, place: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: field {field!r} has half a surrogate pair at character {error.start}"
-        ) from None
+        raise DataError(f"{place}: field {field!r} has half a surrogate pair at character {error.start}") from None
     return text

@@ -33,9 +33,7 @@ class Shard:
         Raises:
             DataError: a file is missing, of another size or changed; names it.
         """
-        _check_file(
-            ids_file(folder, self.name), self.tokens * dtype.itemsize, self.ids_sha256 if contents else None
-        )
+        _check_file(ids_file(folder, self.name), self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
         size = self.documents * DOCUMENT.itemsize
         _check_file(documents_file(folder, self.name), size, self.documents_sha256 if contents else None)
 
@@ -108,9 +106,7 @@ def _check_file(file: Path, size: int, sha256: str | None) -> None:
     if not file.is_file():
         raise DataError(f"shard {file} is missing; {advice}")
     if file.stat().st_size != size:
-        raise DataError(
-            f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {advice}"
-        )
+        raise DataError(f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {advice}")
     if sha256 is not None:
         with open(file, "rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import importlib.resources
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -62,11 +63,7 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     if at.is_file():
         return [at]
     if at.is_dir():
-        found = [
-            file
-            for file in at.rglob("*")
-            if file.name.endswith(suffixes) and not _hidden(file.relative_to(at))
-        ]
+        found = [file for file in at.rglob("*") if file.name.endswith(suffixes) and not _hidden(file.relative_to(at))]
         wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
     else:
         found = [Path(match) for match in glob.glob(str(at), recursive=True)]
@@ -88,7 +85,10 @@ def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], 
 
     def documents() -> Iterator[str]:
         for file in files:
-            yield from read(file)
+            try:
+                yield from read(file)
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
 
     return Source(description, None if compressed else text_bytes, documents)
 

@@ -23,9 +23,7 @@ class Stream:
         documents: a mask over all documents of the manifest, those of the split.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray
-    ):
+    def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
         self._folder = folder
         self._names = [shard.name for shard in manifest.shards]
         self._dtype = manifest.dtype
@@ -45,41 +43,37 @@ class Stream:
             DataError: a shard is cut short, or holds an id that the tokenizer does not have.
         """
         rows = np.zeros((len(starts), count), self._dtype)
-        runs = np.searchsorted(self._starts, starts, side="right") - 1
-        for row, start, run in zip(rows, starts.tolist(), runs.tolist(), strict=True):
-            self._read_row(row, start, run)
+        filled = np.zeros(len(starts), np.int64)
+        # A row that goes over several stretches of documents takes as many turns.
+        while len(unfinished := np.flatnonzero((filled < count) & (starts + filled < len(self)))):
+            at = starts[unfinished] + filled[unfinished]
+            runs = np.searchsorted(self._starts, at, side="right") - 1
+            pieces = np.minimum(count - filled[unfinished], self._starts[runs + 1] - at)
+            columns = (unfinished, filled[unfinished], pieces, self._shards[runs], self._offset(at, runs))
+            for row, column, piece, shard, offset in zip(*map(np.ndarray.tolist, columns)):
+                self._read_into(rows[row, column : column + piece], shard, offset)
+            filled[unfinished] += pieces
         if rows.size and rows.max() >= self._vocab:
             self._refuse(rows, starts)
         return rows
 
-    def _read_row(self, row: np.ndarray, start: int, run: int) -> None:
-        filled, stop = 0, min(len(row), len(self) - start)
-        while filled < stop:
-            inside = start + filled - int(self._starts[run])
-            piece = min(stop - filled, int(self._starts[run + 1]) - int(self._starts[run]) - inside)
-            row[filled : filled + piece] = self._read_run(run, inside, piece)
-            filled, run = filled + piece, run + 1
+    def _offset(self, at: np.ndarray, runs: np.ndarray) -> np.ndarray:
+        """Ids before these places in their shards."""
+        return self._offsets[runs] + at - self._starts[runs]
 
-    def _read_run(self, run: int, inside: int, count: int) -> np.ndarray:
-        name = self._names[self._shards[run]]
-        size = self._dtype.itemsize
-        at = (int(self._offsets[run]) + inside) * size
-        content = os.pread(self._open(name).fileno(), count * size, at)
-        if len(content) < count * size:
-            file = ids_file(self._folder, name)
-            raise DataError(
-                f"shard {file} was cut short while it was read: it ends before byte {at + count * size}"
-            )
-        return np.frombuffer(content, self._dtype)
+    def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
+        at = offset * self._dtype.itemsize
+        if os.preadv(self._open(self._names[shard]).fileno(), [target], at) < target.nbytes:
+            file = ids_file(self._folder, self._names[shard])
+            raise DataError(f"shard {file} was cut short while it was read: it ends before byte {at + target.nbytes}")
 
     def _refuse(self, rows: np.ndarray, starts: np.ndarray) -> None:
         row, column = np.argwhere(rows >= self._vocab)[0].tolist()
-        position = int(starts[row]) + column
-        run = int(np.searchsorted(self._starts, position, side="right")) - 1
+        at = starts[row] + column
+        run = np.searchsorted(self._starts, at, side="right") - 1
         file = ids_file(self._folder, self._names[self._shards[run]])
-        inside = int(self._offsets[run]) + position - int(self._starts[run])
         raise DataError(
-            f"shard {file} holds id {rows[row, column]} at position {inside}, but the vocab has "
+            f"shard {file} holds id {rows[row, column]} at position {self._offset(at, run)}, but the vocab has "
             f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
         )
 
@@ -94,7 +88,5 @@ def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.nda
     begins[1:] &= ~(documents[:-1] & (shard_of[1:] == shard_of[:-1]))
     first = np.flatnonzero(begins)
     run_of = np.cumsum(begins) - 1
-    lengths = np.bincount(run_of[documents], tokens_of_documents[documents], minlength=len(first)).astype(
-        np.int64
-    )
+    lengths = np.bincount(run_of[documents], tokens_of_documents[documents], minlength=len(first)).astype(np.int64)
     return shard_of[first], offsets[first], lengths

@@ -16,9 +16,7 @@ from parallax.tokenizer import Tokenizer
 Group = tuple[str, list[str]]  # name of a shard, its texts
 
 
-def write_shards(
-    folder: Path, groups: Iterable[Group], tokenizer: Tokenizer, *, workers: int
-) -> Iterator[Shard]:
+def write_shards(folder: Path, groups: Iterable[Group], tokenizer: Tokenizer, *, workers: int) -> Iterator[Shard]:
     """Write a shard of each group and yield it when it is finished, in any order.
 
     With one worker all happens in this process.
@@ -31,9 +29,7 @@ def write_shards(
     return _in_processes(folder, groups, tokenizer, workers)
 
 
-def _in_processes(
-    folder: Path, groups: Iterable[Group], tokenizer: Tokenizer, workers: int
-) -> Iterator[Shard]:
+def _in_processes(folder: Path, groups: Iterable[Group], tokenizer: Tokenizer, workers: int) -> Iterator[Shard]:
     # Spawned, not forked: the parent may have JAX's threads.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, initializer=_start, initargs=(tokenizer,))

@@ -1,0 +1,125 @@
+"""The command line of data: one line for an error, an exit status for its kind, and shards that survive a kill."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from parallax.data.__main__ import main
+
+MOBY = ["prepare", "--source", "moby", "--tokenizer", "bytes", "--out"]
+
+
+def failure(capsys, *arguments):
+    """Exit status and message of a command."""
+    status = main([str(argument) for argument in arguments])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, "one line"
+    return status, error.strip()
+
+
+def test_prepare_then_inspect(tmp_path, capsys):
+    assert main([*MOBY, str(tmp_path)]) == 0
+    prepared = capsys.readouterr().out
+    assert "tokens      298,495 in 1 shards as uint16" in prepared
+    assert "documents   32 (0 empty ones left out)" in prepared
+    assert main(["inspect", str(tmp_path)]) == 0
+    inspected = capsys.readouterr().out
+    assert inspected == prepared + "checked     1 shards: none damaged\n"
+
+
+def test_inspect_names_the_damaged_shard(tmp_path, capsys):
+    main([*MOBY, str(tmp_path)])
+    file = tmp_path / "00000.ids"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    status, error = failure(capsys, "inspect", tmp_path)
+    assert status == 5
+    assert error.startswith(f"DataError: shard {file} is damaged: sha256")
+
+
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        ("--source text --tokenizer bytes", 2, "ConfigError: --source text needs --path"),
+        ("--source jsonl --path x --tokenizer bytes", 2, "ConfigError: --source jsonl needs --field"),
+        ("--source moby --tokenizer bpe", 2, "ConfigError: --tokenizer bpe needs --bpe-vocab"),
+        ("--source synthetic --tokenizer bytes", 2, "--source synthetic needs --synthetic-tokens"),
+        ("--source moby --tokenizer bytes --bpe-vocab 300", 2, "--bpe-vocab=300 is not read by --tokenizer bytes"),
+        ("--source moby --path x --tokenizer bytes", 2, "--path=x is not read by --source moby"),
+        ("--source moby --tokenizer bpe --bpe-vocab 9", 2, "bpe_vocab=9 is too small"),
+        ("--source moby --tokenizer gpt", 2, "tokenizer='gpt' is unknown"),
+        ("--source text --path nowhere --tokenizer bytes", 5, "path='nowhere': a match of this file"),
+        ("--source moby --tokenizer nowhere.json", 5, "tokenizer 'nowhere.json' does not exist"),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(arguments, status, message, tmp_path, capsys):
+    found, error = failure(capsys, "prepare", *arguments.split(), "--out", tmp_path / "out")
+    assert found == status
+    assert message in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["prepair"], [*MOBY, "x", "--workers", "0"], [*MOBY, "x", "lr=3"]])
+def test_wrong_arguments_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_rebuild_replaces_data_of_other_settings(tmp_path, capsys):
+    main([*MOBY, str(tmp_path)])
+    other = ["prepare", "--source", "synthetic", "--synthetic-tokens", "5000", "--tokenizer", "bytes", "--out"]
+    status, error = failure(capsys, *other, tmp_path)
+    assert status == 5
+    assert "source.kind='moby' where 'synthetic' is wanted" in error
+    assert main([*other, str(tmp_path), "--rebuild"]) == 0
+
+
+def test_a_run_that_is_killed_is_resumed(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    line = "It was the best of times, it was the worst of times,\n"
+    for number in range(30):
+        (corpus / f"{number:02}.txt").write_text(f"{number} {line}" * 20_000)
+    command = [sys.executable, "-m", "parallax.data", "prepare", "--source", "text", "--path", str(corpus)]
+    command += ["--tokenizer", "bytes", "--shard-mib", "1", "--workers", "2", "--out", str(tmp_path / "out")]
+    root = pathlib.Path(__file__).parents[1]
+    journal = tmp_path / "out" / "unfinished.jsonl"
+    process = subprocess.Popen(command, cwd=root, start_new_session=True)
+    while not journal.exists() or len(journal.read_text().splitlines()) < 3:
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    wait_until(lambda: not members_of(process.pid), "the workers end with their parent")
+    finished = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.documents")}
+    kept = {line.split('"')[3] for line in journal.read_text().splitlines()[1:] if line.endswith("}")}
+    assert subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL).returncode == 0
+    assert len(kept) >= 2
+    for file, written in finished.items():
+        assert file.stem not in kept or file.stat().st_mtime_ns == written
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert not [*(tmp_path / "out").glob("*.tmp")] and not journal.exists()
+
+
+def wait_until(condition, why):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.02)
+
+
+def members_of(group):
+    """Processes of a process group that still run."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
