@@ -17,7 +17,7 @@ __all__ = ["SampleConfig", "complete"]
 
 
 def complete(model: ShardedModel, params: Any, tokenizer: Tokenizer, config: SampleConfig) -> str:
-    """The prompt and what the model writes behind it: `config.tokens` tokens, or less if the document ends."""
+    """The prompt and what the model writes behind it: `config.tokens` tokens, or to the document's end."""
     prompt = tokenizer.encode(config.prompt)
     if len(prompt) == 0:
         raise ConfigError("sample.prompt='' has no tokens; give it at least one character")

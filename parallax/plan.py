@@ -87,8 +87,8 @@ def layer_residuals(model: ModelConfig, *, seq: int, tp: int) -> int:
     """Bytes that one token keeps in one layer if nothing is recomputed; an estimate.
 
     The inputs of both norms, and in float32 what they normalise; the inputs of attention and MLP, gathered
-    over tp; q, k and v; the attention weights (seq of them a head, kept in float32 before and in the compute dtype
-    after the softmax, by the kernel "xla" alone); the attention's result; gate, up and their product.
+    over tp; q, k and v; the attention weights, seq of them a head, in float32 before and in the compute dtype
+    after the softmax (kernel "xla" alone); the attention's result; gate, up and their product.
     """
     itemsize = jnp.dtype(model.dtype).itemsize
     norms = 2 * model.d_model // tp * (itemsize + 4)

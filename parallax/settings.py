@@ -58,8 +58,8 @@ class Settings:
     def __post_init__(self):
         if self.checkpoint.keep_best and not self.train.eval_batches:
             raise ConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations, but train.eval_batches=0;"
-                " use checkpoint.keep_best=0 or train.eval_batches=4"
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations, but train.eval_batches="
+                "0; use checkpoint.keep_best=0 or train.eval_batches=4"
             )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

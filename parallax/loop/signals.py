@@ -13,8 +13,8 @@ EXIT_AT_ONCE = 75
 class StopRequest:
     """Whether the run has been asked to stop; a context that takes over the signals while it is open.
 
-    A thread reads the signals as they arrive. Python itself would run a handler only after the compiler, which
-    can take minutes, has returned.
+    A thread reads the signals as they arrive. Python itself would run a handler only after the compiler,
+    which can take minutes, has returned.
     """
 
     def __init__(self):
