@@ -1,0 +1,52 @@
+"""A small code model, trained on the Python standard library, on eight simulated devices.
+
+For:      seeing everything work on a laptop: latent attention, a pipeline of two stages, two-way data and tensor cuts.
+Numbers:  ours, chosen so that two CPU cores suffice.
+Command:  python train.py --config=configs/quickstart.py
+Hardware: any CPU, 2 cores or more.
+Time:     about 5 minutes on 2 cores; not yet run to the end.
+Loss:     not yet run to the end.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.base import get_config as get_base
+
+
+def get_config() -> ConfigDict:
+    config = get_base()
+
+    config.mesh.pp = 2
+    config.mesh.dp = 2
+    config.mesh.tp = 2
+    config.mesh.simulate = 8
+
+    config.model.layers = 4
+    config.model.d_model = 128
+    config.model.d_ff = 384
+    config.model.heads = 4
+    config.model.d_head = 32
+    config.model.d_latent = 64
+    config.model.d_rope = 16
+
+    config.pipeline.microbatches = 4
+
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 30
+
+    config.data.source = "stdlib"
+    config.data.tokenizer = "bpe"
+    config.data.bpe_vocab = 1024
+    config.data.cache = ".cache/data"
+    config.data.seq = 256
+    config.data.global_batch = 16
+
+    config.train.steps = 600
+    config.train.eval_every_steps = 100
+
+    config.checkpoint.every_steps = 200
+
+    config.sample.prompt = "def "
+    config.sample.tokens = 200
+
+    return config

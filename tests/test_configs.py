@@ -1,0 +1,95 @@
+"""Every config that the repository ships is right, at its real size, on the mesh that it names."""
+
+import importlib
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.loop import settings_of
+from parallax.mesh import AXES, resolve_sizes
+from parallax.optimizer import make_optimizer
+from parallax.plan import flops_per_token, memory, parameters_by_component
+from parallax.settings import with_vocab
+from parallax.sharded_model import ShardedModel
+from parallax.step import abstract_state
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")
+# name: (devices, billions of parameters)
+AT_SCALE = {"llama_1b_16": (16, 1.2), "llama2_7b_64": (64, 6.74), "deepseek_v2_lite_mla": (16, 2.6)}
+
+
+def get_config(name):
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+def build(name):
+    """The model of a config on a mesh of the size that it asks for, and its settings."""
+    settings = with_vocab(settings_of(get_config(name)), 1000)
+    written = [size for size in settings.mesh.sizes.values() if size > 0]
+    sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return settings, model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_builds_with_its_optimizer_and_a_plan(name):
+    settings, model = build(name)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+    assert all(size > 0 for size in plan)
+    assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chips(name):
+    devices, billions = AT_SCALE[name]
+    settings, model = build(name)
+    assert math.prod(model.axis_sizes.values()) == devices
+    assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+    chip = 16e9 if name == "llama_1b_16" else 95e9
+    assert sum(plan) < chip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_say_what_a_reader_needs(name):
+    header = importlib.import_module(f"configs.{name}").__doc__
+    wanted = ("For:", "Numbers:", "Command:", "Hardware:", "Time:", "Loss:")
+    assert name == "base" or not [word for word in wanted if word not in header]
+
+
+def test_a_config_of_the_users_own_may_lie_anywhere(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs.tiny_gqa import get_config as get_base\n"
+        "def get_config():\n"
+        "    config = get_base()\n"
+        "    config.mesh.tp = 0\n"
+        "    return config\n"
+    )
+    command = [sys.executable, ROOT / "train.py", f"--config={path}"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    # Found and read, from another folder: the error is the one that we put into it.
+    assert ended.stderr.startswith("ConfigError: mesh.tp=0 is no number of devices")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and not ended.stdout
+
+
+def test_the_benchmark_is_the_agreed_work():
+    settings, model = build("bench_small")
+    m, data = settings.model, settings.data
+    assert (m.d_model, m.layers, m.heads, m.d_head, m.d_ff, m.vocab) == (256, 8, 8, 32, 704, 8192)
+    assert (data.seq, data.global_batch, m.dtype) == (256, 32, "float32")
+    kernels = 8 * (4 * 256 * 256 + 3 * 256 * 704) + 8192 * 256
+    assert flops_per_token(m, model.shapes, seq=256) == 6 * kernels + 6 * 8 * 256 * 8 * 32
+    assert jax.tree.leaves(model.shapes)[0].dtype == "float32"
