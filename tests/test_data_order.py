@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from parallax.data.order import shuffled
@@ -48,6 +49,15 @@ def test_the_order_is_as_irregular_as_a_random_one():
     # One fixed point, and one pair of neighbours each way, on average.
     assert 0.4 < np.mean([(order == np.arange(size)).sum() for order in orders]) < 1.7
     assert 1.2 < np.mean([(np.abs(np.diff(order)) == 1).sum() for order in orders]) < 2.9
+
+
+@pytest.mark.parametrize("stride", [2**bit for bit in range(12)])
+def test_neighbours_at_any_stride_go_to_unrelated_places(stride):
+    size = 2**12
+    order = shuffled(np.arange(size), size, seed=0, epoch=0)
+    distances = (np.roll(order, stride) - order) % size
+    # Among 4096 random distances some value comes about 7 times.
+    assert np.bincount(distances).max() <= 20
 
 
 GOLDEN_10 = [5, 9, 0, 6, 7, 4, 2, 3, 8, 1]

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-ROUNDS = 6
+ROUNDS = 6  # with four, one bit more in the position often moves the place by one and the same distance
 
 
 def shuffled(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -30,13 +30,20 @@ def shuffled(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.n
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
+    """For each round what is added, and the odd number to multiply by: [ROUNDS, 2, 1]."""
     words = hashlib.shake_256(f"{seed} {epoch}".encode()).digest(16 * ROUNDS)
-    return np.frombuffer(words, "<u8").astype(np.uint64).reshape(ROUNDS, 2)
+    keys = np.frombuffer(words, "<u8").astype(np.uint64).reshape(ROUNDS, 2, 1)
+    keys[:, 1] |= np.uint64(1)
+    return keys
 
 
 def _permuted(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    # Arrays, not scalars: NumPy takes twice as long over a scalar, and warns where one overflows.
+    mask = np.full(1, (1 << bits) - 1, np.uint64)
+    half = np.full(1, (bits + 1) // 2, np.uint64)
     for add, factor in keys:
-        values = ((values + add) * (factor | np.uint64(1))) & mask
+        values = values + add
+        values *= factor
+        values &= mask
         values ^= values >> half
     return values
