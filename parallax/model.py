@@ -3,20 +3,23 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from parallax.errors import ConfigError, check_choice
 from parallax.layers.attention import GQA
-from parallax.layers.context import Context
+from parallax.layers.context import Context, training_context
 from parallax.layers.dropout import Dropout
 from parallax.layers.embedding import EMBEDDINGS, Embedding, Head, TableForm
 from parallax.layers.families import FAMILIES, Family
 from parallax.layers.mla import MLA
 from parallax.layers.mlp import GatedMLP
 from parallax.layers.norm import RMSNorm
+from parallax.layers.parameter import Declared
 from parallax.layers.rope import Rope
 from parallax.notation import Layout
 
@@ -82,6 +85,10 @@ class ModelConfig:
     def rope(self) -> Rope:
         width = self.d_rope if self.attention == "mla" else self.d_head
         return Rope(width, self.rope_theta, self.rope_scaling, self.rope_factor, self.rope_original_seq)
+
+    def kv(self, tp: int) -> str:
+        """How so many tensor-parallel ranks cut key-value heads: each has all of them where they are too few."""
+        return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
 
     def _check_at_least(self, key: str, least: int) -> None:
         value = getattr(self, key)
@@ -173,6 +180,10 @@ class Block(nn.Module):
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), cache
 
+    def cache_layouts(self) -> dict[str, str]:
+        """The layouts of what `decode` caches."""
+        return self.attention.cache_layouts()
+
     @property
     def _out_scale(self) -> float:
         # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
@@ -198,3 +209,24 @@ class Parts(NamedTuple):
         embedding = Embedding(form, rows, residual, model.sizes, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.norm_eps, model.tied)
         return Parts(embedding, Block(model, residual, family, kv), head)
+
+    def declare(self, key: Array) -> dict[str, Any]:
+        """All parameters as `Declared`, whole: no axis is bound here, so nothing depends on the mesh."""
+        model = self.block.model
+        embedding, blocks, head = jax.random.split(key, 3)
+        ids = jnp.zeros((1, 1), jnp.int32)
+        x = jnp.zeros((1, 1, model.d_model), model.dtype)
+        context = training_context(model.rope, ids, ids, ids[0], None, 0)
+        stacked = jax.vmap(lambda key: self.block.init(key, x, context)["params"])(
+            jax.random.split(blocks, model.layers)
+        )
+        return {
+            "embedding": self.embedding.init(embedding, ids, ids[0], None)["params"],
+            "blocks": jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared)),
+            "head": self.head.init(head, x)["params"],
+        }
+
+
+def _in_layers(declared: Declared) -> Declared:
+    layout = declared.layout
+    return declared.replace(layout=Layout(("layers", *layout.names), (("pp",), *layout.axes)))

@@ -103,24 +103,11 @@ class ShardedModel:
         family, form = self.layout.family, self.layout.form
         if gathered:
             family, form = family.gathered(), form.without_fsdp()
-        kv = "kv_heads/tp" if self.model.kv_heads % self.axis_sizes["tp"] == 0 else "kv_heads"
+        kv = self.model.kv(self.axis_sizes["tp"])
         return Parts.build(self.model, self.layout.residual, family, form, kv, rows)
 
     def _declare(self, key: Array) -> Any:
-        """All parameters as `Declared`, whole: no axis is bound here, so nothing depends on the mesh."""
-        parts = self._parts("batch/dp", gathered=False)
-        embedding, blocks, head = jax.random.split(key, 3)
-        ids = jnp.zeros((1, 1), jnp.int32)
-        x = jnp.zeros((1, 1, self.model.d_model), self.model.dtype)
-        context = training_context(self.model.rope, ids, ids, ids[0], None, 0)
-        stacked = jax.vmap(lambda key: parts.block.init(key, x, context)["params"])
-        params = {
-            "embedding": parts.embedding.init(embedding, ids, ids[0], None)["params"],
-            "blocks": stacked(jax.random.split(blocks, self.model.layers)),
-            "head": parts.head.init(head, x)["params"],
-        }
-        declared = jax.tree.map(_in_layers, params["blocks"], is_leaf=_is_declared)
-        return params | {"blocks": declared}
+        return self._parts("batch/dp", gathered=False).declare(key)
 
     def _check_layouts(self) -> None:
         for layout in jax.tree.leaves(self.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout)):
@@ -275,15 +262,6 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
 
 def _is_layout(leaf: Any) -> bool:
     return isinstance(leaf, Layout)
-
-
-def _is_declared(leaf: Any) -> bool:
-    return isinstance(leaf, nn.meta.AxisMetadata)
-
-
-def _in_layers(declared: Any) -> Any:
-    layout = declared.layout
-    return declared.replace(layout=Layout(("layers", *layout.names), (("pp",), *layout.axes)))
 
 
 def _of_one_layer(layout: Layout) -> Layout:

@@ -18,7 +18,7 @@ ROWS = [
     {"layers", "loss", "optimizer"},
     {"model"},
     {"pipeline"},
-    {"sharded_model"},
+    {"sharded_model", "decoding"},
     {"step"},
     {"settings"},
     {"plan", "generate"},
