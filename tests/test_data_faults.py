@@ -21,6 +21,7 @@ TOKENS = sum(len(text.encode()) + 1 for text in TEXTS if text)
         ({"source": "text"}, "data.path='' but data.source='text' needs a file, folder or glob"),
         ({"source": "stdlib", "path": "x"}, "data.path='x' is not read by data.source='stdlib'"),
         ({"source": "jsonl", "path": "x", "field": ""}, "data.field='' but data.source='jsonl' needs"),
+        ({"source": "prepared", "path": "x", "cache": "y"}, "data.cache='y' is not used by data.source='prepared'"),
         ({"tokenizer": "gpt2"}, r"data.tokenizer='gpt2' is unknown; use 'bytes', 'bpe' or .* tokenizer\.json"),
         ({"tokenizer": "bpe", "bpe_vocab": 256}, "data.bpe_vocab=256 is too small; use 257 or more"),
         ({"seq": 0}, "data.seq=0 is too small; use 1 or more"),

@@ -65,29 +65,44 @@ def test_what_is_finished_is_not_made_again(tmp_path, made):
     assert not made
 
 
+def stop_after(shards, folder, made, monkeypatch):
+    """Make some shards, then stop as a kill does: with a line, and a file, that are half written."""
+    count_bytes = prepare_module._count_bytes
+    made.clear()
+
+    def stop(texts):
+        if len(made) == shards:
+            raise KeyboardInterrupt
+        return count_bytes(texts)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "_count_bytes", stop)
+        prepare_texts(MANY, folder)
+    with open(folder / "unfinished.jsonl", "a") as journal:
+        journal.write('{"name": "0000')
+    (folder / "00009.ids.tmp").write_bytes(b"half")
+
+
 def test_a_run_that_was_stopped_is_resumed(tmp_path, made, monkeypatch):
     whole = prepare_texts(MANY, tmp_path / "whole")
     folder = tmp_path / "stopped"
-    made.clear()
-
-    def stop_after_five(name, *arguments):
-        if len(made) == 5:
-            raise KeyboardInterrupt
-        return count_bytes(name, *arguments)
-
-    count_bytes = prepare_module._count_bytes
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, "_count_bytes", stop_after_five)
-        prepare_texts(MANY, folder)
+    stop_after(5, folder, made, monkeypatch)
+    stop_after(3, folder, made, monkeypatch)
     assert not (folder / "manifest.json").exists()
-    # As a kill leaves them: a line, and a file, that are half written.
-    with open(folder / "unfinished.jsonl", "a") as journal:
-        journal.write('{"name": "0000')
-    (folder / "00005.ids.tmp").write_bytes(b"half")
     made.clear()
     assert prepare_texts(MANY, folder) == whole
-    assert len(made) == len(whole.shards) - 5
+    assert len(made) == len(whole.shards) - 8
     assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_refused_request_leaves_the_folder_as_it_was(tmp_path, made, monkeypatch):
+    prepare_texts(MANY, tmp_path / "other", tokenizer="bpe")
+    folder = tmp_path / "stopped"
+    stop_after(3, folder, made, monkeypatch)
+    before = contents(folder)
+    with pytest.raises(DataError, match="holds data of other settings: tokenizer='bytes'"):
+        prepare_texts(MANY, folder, tokenizer=str(tmp_path / "other" / "tokenizer.json"))
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "flipped"])

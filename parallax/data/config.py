@@ -33,6 +33,10 @@ class DataConfig:
     def __post_init__(self):
         check_choice("data.source", self.source, SOURCES)
         _check_path(self.source, self.path, self.field)
+        if self.cache and self.source == "prepared":
+            raise ConfigError(
+                f"data.cache={self.cache!r} is not used by data.source='prepared', which is ready; leave it empty"
+            )
         check_tokenizer(self.tokenizer, self.bpe_vocab)
         for key, least in (("seq", 1), ("global_batch", 1), ("seed", 0), ("synthetic_tokens", 2)):
             _check_least(key, getattr(self, key), least)

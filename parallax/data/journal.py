@@ -1,10 +1,11 @@
 """The finished shards of a folder that has no manifest yet: what a run that was killed resumes from."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from parallax.data.manifest import parse_shard
-from parallax.data.shard import Shard, to_json
+from parallax.data.shard import Shard, write_whole
 from parallax.errors import DataError
 
 FILE_NAME = "unfinished.jsonl"
@@ -27,22 +28,21 @@ class Journal:
         Raises:
             DataError: the journal is of another identity.
         """
-        if not self._file.exists():
-            self._append(self._identity)
-            return []
-        identity, *shards = _whole_lines(self._file) or [self._identity]
+        lines = _whole_lines(self._file) if self._file.exists() else []
+        identity, *records = lines or [self._identity]
         check_identity(self._identity, identity, self._file)
-        return [parse_shard(shard, self._file) for shard in shards]
+        shards = [parse_shard(record, self._file) for record in records]
+        # Written again, so that what is added does not continue a line that is torn.
+        text = "".join(json.dumps(line) + "\n" for line in (identity, *records))
+        write_whole(self._file, text.encode())
+        return shards
 
     def add(self, shard: Shard) -> None:
-        self._append(to_json(shard))
+        with open(self._file, "a", encoding="utf-8") as opened:
+            opened.write(json.dumps(asdict(shard)) + "\n")
 
     def delete(self) -> None:
         self._file.unlink(missing_ok=True)
-
-    def _append(self, content: dict) -> None:
-        with open(self._file, "a", encoding="utf-8") as opened:
-            opened.write(json.dumps(content) + "\n")
 
 
 def check_identity(wanted: dict, found: dict, file: Path) -> None:

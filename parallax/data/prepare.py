@@ -3,28 +3,20 @@
 import fcntl
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from parallax import tokenizer as tokenizers
 from parallax.data import journal as journals
 from parallax.data import manifest as manifests
 from parallax.data.journal import Journal, check_identity
 from parallax.data.manifest import Manifest, read_manifest
+from parallax.data.progress import progress_bar
 from parallax.data.shard import Shard, ids_file, smallest_dtype
 from parallax.data.sources import Source
 from parallax.data.workers import write_shards
@@ -101,20 +93,22 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
+    file = folder / manifests.FILE_NAME
     wanted = request.to_json()
-    finished = read_manifest(folder) if (folder / manifests.FILE_NAME).exists() else None
+    finished = read_manifest(folder) if file.exists() else None
     if finished:
-        check_identity(wanted, finished.request, folder / manifests.FILE_NAME)
+        check_identity(wanted, finished.request, file)
     tokenizer = _tokenizer(request, folder)
-    identity = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
+    wanted_whole = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     if finished:
-        found = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
-        check_identity(identity, found, folder / manifests.FILE_NAME)
-    journal = Journal(folder, identity)
+        fingerprint = finished.tokenizer_fingerprint
+        check_identity(wanted_whole, {**finished.request, "tokenizer_fingerprint": fingerprint}, file)
+    journal = Journal(folder, wanted_whole)
     listed = [*finished.shards] if finished else journal.read()
     kept = {shard.name: shard for shard in listed if _whole(shard, folder, smallest_dtype(tokenizer.vocab))}
     if finished and len(kept) == len(listed):
         return finished
+    tokenizer.save(folder)
     shards, byte_counts = _fill(request, folder, tokenizer, journal, kept, workers)
     manifest = _describe(wanted, tokenizer, folder, shards, byte_counts)
     manifest.write(folder)
@@ -135,13 +129,10 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if request.tokenizer == Bytes.name:
         return Bytes()
     if request.tokenizer != "bpe":
-        tokenizer = tokenizers.load(request.tokenizer)
-    elif (folder / tokenizers.FILE_NAME).exists():
+        return tokenizers.load(request.tokenizer)
+    if (folder / tokenizers.FILE_NAME).exists():
         return tokenizers.load(folder)
-    else:
-        tokenizer = train_bpe(_sample(request.source), vocab=request.bpe_vocab)
-    tokenizer.save(folder)
-    return tokenizer
+    return train_bpe(_sample(request.source), vocab=request.bpe_vocab)
 
 
 def _sample(source: Source) -> Iterator[str]:
@@ -163,7 +154,7 @@ def _fill(
     workers = 1 if text_bytes and text_bytes <= request.shard_bytes else workers
     shards = dict(kept)
     byte_counts = np.zeros(256, np.int64)
-    with _progress(text_bytes) as advance:
+    with progress_bar("tokenising", text_bytes) as advance:
 
         def missing() -> Iterator[tuple[str, list[str]]]:
             for name, texts in _groups(request.source.documents(), request.shard_bytes):
@@ -200,21 +191,6 @@ def _histogram(values: np.ndarray, size: int) -> np.ndarray:
     # In slices: bincount makes a copy of eight bytes per value.
     slices = (values[start : start + (1 << 20)] for start in range(0, len(values), 1 << 20))
     return sum((np.bincount(part, minlength=size) for part in slices), np.zeros(size, np.int64))
-
-
-@contextmanager
-def _progress(text_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("tokenising"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("tokenising", total=text_bytes)
-        yield lambda done: progress.advance(task, done)
 
 
 def _describe(

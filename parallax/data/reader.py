@@ -18,7 +18,7 @@ from parallax.data.split import SPLITS, documents_of_split
 from parallax.data.stream import Stream
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
-from parallax.tokenizer import Bytes, Tokenizer
+from parallax.tokenizer import Tokenizer
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
 
@@ -168,7 +168,7 @@ def _prepare(config: DataConfig, folder: Path) -> Path:
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of prepared data, which must be the one that the config names."""
     manifest = read_manifest(folder)
-    tokenizer = Bytes() if manifest.tokenizer == Bytes.name else tokenizers.load(folder)
+    tokenizer = tokenizers.load(folder)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / tokenizers.FILE_NAME} is not the tokenizer that made the shards beside it")
     if config.tokenizer.endswith(".json"):

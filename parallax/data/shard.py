@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -75,10 +75,6 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
         ids_sha256=_write(ids_file(folder, name), ids),
         documents_sha256=_write(documents_file(folder, name), table),
     )
-
-
-def to_json(shard: Shard) -> dict:
-    return asdict(shard)
 
 
 def write_whole(file: Path, content: bytes | memoryview) -> None:
