@@ -9,6 +9,8 @@ from jax import Array
 
 from parallax.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -25,21 +27,29 @@ class SampleConfig:
         for key, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
             if getattr(self, key) < least:
                 raise ConfigError(f"sample.{key}={getattr(self, key)} is too small; use {least} or more")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
             raise ConfigError(
-                f"sample.temperature={self.temperature} must be 0 (greedy) or more; 0.8 is usual"
+                f"sample.temperature={self.temperature} must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sample.top_p={self.top_p} must be above 0 and at most 1 (off)")
 
 
-def choose(logits_BV: Array, key: Array, config: SampleConfig) -> Array:
-    """One token for each row, int32 [B]; equal logits, key and config give equal tokens."""
+def noise_keys(key: Array, rows_B: Array, positions_B: Array) -> Array:
+    """A key for each row of the global batch at its position: the cut of the batch does not change what is drawn."""
+    fold = jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))
+    return fold(rows_B, positions_B)
+
+
+def choose(logits_BV: Array, keys_B: Array, config: SampleConfig) -> Array:
+    """One token for each row, int32 [B]; equal logits, keys and config give equal tokens."""
     if config.temperature == 0:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
-    scaled_BV = logits_BV.astype(jnp.float32) / config.temperature
+    logits_BV = logits_BV.astype(jnp.float32)
+    # The largest becomes 0: however small the temperature, no logit is divided into infinity.
+    scaled_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / config.temperature
     kept_BV = keep_top_p(keep_top_k(scaled_BV, config.top_k), config.top_p)
-    return jax.random.categorical(key, kept_BV, axis=-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
 
 
 def keep_top_k(logits_BV: Array, k: int) -> Array:
