@@ -1,0 +1,25 @@
+"""Parallax: transformers in JAX and Flax Linen on any pipeline, data and tensor mesh, with the same loss on each."""
+
+from importlib import import_module
+from typing import Any
+
+# Imported when first asked for, so that commands which need no JAX, as those on data, start without it.
+HOME = {
+    "MeshConfig": "mesh",
+    "make_mesh": "mesh",
+    "simulate_devices": "mesh",
+    "Layout": "notation",
+    "ShardedModel": "sharded_model",
+    "Settings": "settings",
+    "read_settings": "settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOME:
+        raise AttributeError(f"module 'parallax' has no {name!r}; it has {', '.join(HOME)}")
+    return getattr(import_module(f"parallax.{HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *HOME]
