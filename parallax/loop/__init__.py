@@ -2,7 +2,7 @@
 
 from parallax.loop.config import load_config, settings_of
 from parallax.loop.folder import RunFolder, check_run_name
-from parallax.loop.train import DivergenceError, Outcome, train
+from parallax.loop.run import DivergenceError, Outcome, train
 from parallax.settings import TrainConfig
 
 __all__ = [

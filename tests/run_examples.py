@@ -1,0 +1,38 @@
+"""A run that takes seconds, for the tests of the loop, its command line and its errors."""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+from configs.tiny_gqa import get_config
+
+TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
+
+
+def write_corpus(folder: pathlib.Path) -> pathlib.Path:
+    """Forty short documents of plain text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"Document {number}. " + TEXT * (2 + number % 3))
+    return folder
+
+
+def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
+    """The smallest run; changes are written section.key=value."""
+    config = get_config()
+    config.model.update({"layers": 2, "d_model": 32, "d_ff": 64, "d_head": 8, "heads": 4, "kv_heads": 2})
+    config.data.update({"source": "text", "path": str(corpus / "*.txt"), "cache": str(corpus / "cache")})
+    config.data.update({"seq": 32, "global_batch": 8, "eval_fraction": 0.2})
+    config.train.update({"steps": 8, "log_every_steps": 1, "eval_every_steps": 4, "eval_batches": 1})
+    config.optimizer.warmup_steps = 2
+    config.checkpoint.every_steps = 4
+    config.sample.prompt = ""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config[section][name] = value
+    return config
+
+
+def as_flags(changes: dict) -> list[str]:
+    """Changes as they are written on the command line."""
+    return [f"--config.{key}={value}" for key, value in changes.items()]

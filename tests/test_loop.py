@@ -1,0 +1,318 @@
+"""A run stops, goes on, moves to another mesh and ends, and its losses are those of a run that never stopped."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from run_examples import tiny_config, write_corpus
+
+from parallax.checkpoint import latest_step
+from parallax.errors import CheckpointError, ConfigError
+from parallax.loop import DivergenceError, load_config, settings_of, train
+from parallax.loop.folder import RunFolder
+from parallax.loop.journal import Journal, drop_after, read_metrics
+from parallax.loop.meter import Meter
+from parallax.loop.peak import CHIPS, measure_matmul, peak_flops
+from parallax.loop.steps import Steps
+from parallax.settings import load_settings
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def never_stopped(corpus, tmp_path_factory):
+    """The folder of a whole run; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(tiny_config(corpus), folder).reason == "finished"
+    return folder
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Have a signal sent when a step is recorded."""
+
+    def arrange(step, number=signal.SIGTERM):
+        record = Journal.record
+
+        def record_and_signal(self, at, values):
+            record(self, at, values)
+            if at == step:
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(Journal, "record", record_and_signal)
+
+    yield arrange
+
+
+def losses(folder):
+    """Loss of each step in hex: equal strings are equal bits."""
+    return [(row["step"], row["train/loss"].hex()) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def stopped_run(corpus, folder, stop_at, monkeypatch, **changes):
+    stop_at(3)
+    outcome = train(tiny_config(corpus, **changes), folder)
+    monkeypatch.undo()
+    return outcome
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped(
+    corpus, tmp_path, stop_at, monkeypatch, dropout
+):
+    changes = {"model.dropout": dropout, "checkpoint.every_steps": 0}
+    train(tiny_config(corpus, **changes), tmp_path / "whole")
+    outcome = stopped_run(corpus, tmp_path / "parts", stop_at, monkeypatch, **changes)
+    assert outcome.reason == "stopped" and 3 <= outcome.step < 8
+    assert latest_step(tmp_path / "parts" / "checkpoints") == outcome.step
+    assert train(tiny_config(corpus, **changes), tmp_path / "parts").reason == "finished"
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "parts")] == list(range(1, 9))
+
+
+def test_a_run_goes_on_on_another_mesh(corpus, tmp_path, never_stopped, stop_at, monkeypatch, capsys):
+    stopped_run(corpus, tmp_path, stop_at, monkeypatch)
+    other = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
+    train(tiny_config(corpus, **other), tmp_path)
+    assert "going on with changed settings: mesh.dp=-1 there, 2 here, mesh.pp=1 there, 2 here" in capsys.readouterr().out
+    there, here = (np.array([float.fromhex(loss) for _, loss in losses(f)]) for f in (never_stopped, tmp_path))
+    # The same sums in another order: some units in the last place of float32, over 8 steps.
+    np.testing.assert_allclose(here, there, rtol=1e-5)
+
+
+def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpus, tmp_path, never_stopped):
+    train(tiny_config(corpus, **{"train.steps": 8}), tmp_path)
+    # What a kill after step 6 leaves: the checkpoint of step 4, more lines, the last of them torn.
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
+    for path in sorted((tmp_path / "checkpoints" / "8").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert train(tiny_config(corpus), tmp_path).reason == "finished"
+    assert losses(tmp_path) == losses(never_stopped)
+
+
+def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
+    before = losses(never_stopped)
+    outcome = train(tiny_config(corpus), never_stopped)
+    assert outcome.reason == "nothing to do" and outcome.step == 8
+    assert "nothing to do" in capsys.readouterr().out and losses(never_stopped) == before
+
+
+def test_the_run_folder_says_what_the_run_is(corpus, never_stopped):
+    wanted = {"config.json", "metadata.json", "metrics.jsonl", "log.txt", "checkpoints", "tokenizer.json", "lock"}
+    assert wanted == {path.name for path in never_stopped.iterdir()}
+    settings = settings_of(load_config(never_stopped / "config.json"))
+    assert settings == load_settings(never_stopped) and settings.model.vocab == 384
+    about = json.loads((never_stopped / "metadata.json").read_text())
+    assert about["starts"][0]["versions"]["jax"] and about["starts"][0]["mesh"] == {"pp": 1, "dp": 8, "tp": 1}
+
+
+def test_metrics_have_the_agreed_names_and_losses_fall(never_stopped):
+    rows = read_metrics(never_stopped / "metrics.jsonl")
+    wanted = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second"}
+    assert all(wanted | {"perf/mfu", "perf/data_wait_secs"} <= set(row) for row in rows)
+    assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+    assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
+
+
+def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
+    log = (never_stopped / "log.txt").read_text()
+    for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
+        assert words in log
+    assert "step 8/8  loss" in log and "mfu" in log and "wait" in log and "finished: step 8" in log
+
+
+def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch):
+    changes = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1, "train.steps": 6, "train.eval_every_steps": 0}
+    judged = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: next(judged))
+    train(tiny_config(corpus, **changes), tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 6]
+
+
+def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, stop_at, capsys):
+    stop_at(2, signal.SIGINT)
+    outcome = train(tiny_config(corpus), tmp_path)
+    assert outcome.reason == "stopped" and f"stopped by SIGINT: step {outcome.step} is saved" in capsys.readouterr().out
+    assert latest_step(tmp_path / "checkpoints") == outcome.step
+
+
+def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
+    def begin_then_signal(parts, folder, start):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begin(parts, folder, start)
+
+    from parallax.loop.run import begin
+
+    monkeypatch.setattr("parallax.loop.run.begin", begin_then_signal)
+    assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import time\n"
+        "from parallax.loop.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+        "    print(stop.signal, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(corpus, tmp_path):
+    changes = {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "checkpoint.every_steps": 1}
+    with pytest.raises(DivergenceError, match=r"the loss of step \d is (nan|inf).*lower optimizer.learning_rate") as error:
+        train(tiny_config(corpus, **changes), tmp_path)
+    assert error.value.exit_status == 4
+    saved = latest_step(tmp_path / "checkpoints")
+    assert saved is not None and all(math.isfinite(float.fromhex(loss)) for _, loss in losses(tmp_path))
+    assert f"step {saved + 1} " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.d_ff": 128}, "model.d_ff=64 there, 128 here"),
+        ({"model.layers": 4}, "model.layers=2 there, 4 here"),
+        ({"data.seed": 1}, "data.seed=0 there, 1 here"),
+        ({"data.global_batch": 16}, "data.global_batch=8 there, 16 here"),
+        ({"data.seq": 16}, "data.seq=32 there, 16 here"),
+        ({"optimizer.name": "muon"}, "optimizer.name='adamw' there, 'muon' here"),
+        ({"train.seed": 3}, "train.seed=0 there, 3 here"),
+    ],
+    ids=str,
+)
+def test_another_model_or_other_data_is_refused_with_both_values(corpus, never_stopped, changes, message):
+    with pytest.raises(CheckpointError) as error:
+        train(tiny_config(corpus, **{**changes, "train.steps": 20}), never_stopped)
+    assert "cannot go on from step 8" in str(error.value) and message in str(error.value)
+
+
+def test_changed_text_is_refused(tmp_path):
+    texts = write_corpus(tmp_path / "corpus")
+    train(tiny_config(texts, **{"train.steps": 3}), tmp_path / "run")
+    (texts / "01.txt").write_text("Another text altogether. " * 20)
+    with pytest.raises(CheckpointError, match=r"other data: corpus.fingerprint="):
+        train(tiny_config(texts, **{"train.steps": 5}), tmp_path / "run")
+
+
+def test_resume_must_and_never_mean_it(corpus, tmp_path, never_stopped):
+    with pytest.raises(CheckpointError, match="--resume=must, but .* has no checkpoint"):
+        train(tiny_config(corpus), tmp_path, resume="must")
+    with pytest.raises(CheckpointError, match="--resume=never, but .* holds a run at step 8"):
+        train(tiny_config(corpus), never_stopped, resume="never")
+    with pytest.raises(ConfigError, match="--resume='maybe' is unknown"):
+        train(tiny_config(corpus), tmp_path, resume="maybe")
+
+
+def test_two_runs_cannot_share_a_folder(corpus, tmp_path):
+    with RunFolder(tmp_path).locked():
+        with pytest.raises(CheckpointError, match=r"another run is training in .* \(process \d+ on .*\)"):
+            train(tiny_config(corpus), tmp_path)
+
+
+def test_curves_are_written_for_tensorboard(corpus, tmp_path):
+    pytest.importorskip("tensorboardX")
+    train(tiny_config(corpus, **{"train.tensorboard": True, "train.steps": 3}), tmp_path)
+    assert [path for path in (tmp_path / "tensorboard").iterdir() if "tfevents" in path.name]
+
+
+def test_a_finished_run_writes_a_sample(corpus, tmp_path, capsys):
+    changes = {"sample.prompt": "Document", "sample.tokens": 5, "train.steps": 3, "mesh.dp": 4, "mesh.pp": 2}
+    train(tiny_config(corpus, **changes), tmp_path)
+    assert "sample of 5 tokens:\n\nDocument" in capsys.readouterr().out
+
+
+class Late:
+    """A metric that says when it is read."""
+
+    def __init__(self, events, step):
+        self.events, self.step = events, step
+
+    def __array__(self, *_, **__):
+        self.events.append(f"read {self.step}")
+        return np.float32(1)
+
+
+class Stub:
+    """Stands for what the loop only passes through or tells something."""
+
+    signal = None
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(corpus):
+    events = []
+    settings = settings_of(tiny_config(corpus, **{"train.steps": 4, "train.eval_every_steps": 0, "checkpoint.every_steps": 0}))
+
+    def step(state, batch):
+        events.append(f"dispatch {state}")
+        return state + 1, {"loss": Late(events, state), "grad_norm": np.float32(1)}
+
+    stub, batches = Stub(), Stub()
+    batches.get = lambda at: (None, 0.0)
+    meter = Meter(4, 1, 1.0, None)
+    steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, np.zeros(4))
+    steps._pause = lambda ended, state, first: steps._read(ended, first=first)
+    steps.run(0, 0)
+    assert events == [f"{what} {n}" for n in range(3) for what in ("dispatch", "read")][:1] + [
+        "dispatch 1", "read 0", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
+    ]  # fmt: skip
+
+
+def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5}\n{"step": 3, "tr')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    drop_after(path, 1)
+    assert path.read_text() == '{"step": 1, "train/loss": 2.0}\n'
+    drop_after(tmp_path / "absent", 1)
+
+
+def test_the_line_of_a_step_has_what_people_look_for():
+    now = iter([0.0, 10.0, 10.5, 11.0])
+    meter = Meter(steps=1000, step_tokens=16_000, step_flops=1e9, peak_flops=1e10, clock=lambda: next(now))
+    values = {"train/loss": 4.12345, "train/grad_norm": 1.234, "train/learning_rate": 3e-4}
+    meter.measure(5.0, compiled=True)
+    for _ in range(2):
+        values |= meter.measure(0.0, compiled=False)
+    assert meter.line(10, values) == (
+        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-04  0.50 s  32,000 tok/s  mfu 20%  wait 0.0%  left 8m15s"
+    )
+
+
+def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
+    class Chip:
+        platform, device_kind = "tpu", "TPU v5 lite"
+
+    monkeypatch.setattr("parallax.loop.peak.jax.devices", lambda: [Chip] * 8)
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5 lite"]
+    Chip.device_kind = "TPU v5p"
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"]
+    Chip.device_kind = "Abacus"
+    assert peak_flops("bfloat16") == (None, "unknown for Abacus")
+    meter = Meter(steps=2, step_tokens=1, step_flops=1.0, peak_flops=None)
+    values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
+    assert "mfu n/a" in meter.line(1, values | meter.measure(0.0, compiled=False))
+
+
+def test_the_peak_of_a_cpu_is_measured_in_under_two_seconds():
+    assert measure_matmul("float32") > 1e8
