@@ -87,8 +87,6 @@ def test_what_is_never_written_is_not_there(path):
 def test_files_and_functions_stay_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 300, "which noun is missing?"
-    functions = [
-        n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     long = [f.name for f in functions if f.end_lineno - f.lineno + 1 > 60]
     assert not long

@@ -199,8 +199,6 @@ def test_with_one_stage_every_name_is_accumulation():
     assert hash(gpipe(2, 4)) == hash(gpipe(2, 4))
 
 
-@given(
-    st.builds(Action, stage=st.integers(0, 99), kind=st.sampled_from("FB"), microbatch=st.integers(0, 999))
-)
+@given(st.builds(Action, stage=st.integers(0, 99), kind=st.sampled_from("FB"), microbatch=st.integers(0, 999)))
 def test_an_action_reads_what_it_prints(action):
     assert Action.parse(str(action)) == action

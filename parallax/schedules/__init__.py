@@ -25,9 +25,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     The head's work lies between the two, where all ranks can share it.
     """
-    orders = [
-        [Action(stage, kind, m) for kind in "FB" for m in range(microbatches)] for stage in range(stages)
-    ]
+    orders = [[Action(stage, kind, m) for kind in "FB" for m in range(microbatches)] for stage in range(stages)]
     return Schedule("gpipe", stages, microbatches, tuple(map(tuple, orders)), head="between")
 
 

@@ -68,9 +68,7 @@ class Orders:
     def check(self) -> None:
         """Raise ScheduleError unless each action stands once, on its rank, and none waits for ever."""
         if self.stages < 1 or self.microbatches < 1 or not self.orders or self.stages % self.ranks:
-            self._refuse(
-                f"{self.stages} stages and {self.microbatches} microbatches do not fit {self.ranks} ranks"
-            )
+            self._refuse(f"{self.stages} stages and {self.microbatches} microbatches do not fit {self.ranks} ranks")
         if self.head not in ("inside", "between"):
             self._refuse(f"head={self.head!r}: write 'inside' or 'between'")
         count = Counter((rank, action) for rank, order in enumerate(self.orders) for action in order)

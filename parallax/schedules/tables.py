@@ -102,9 +102,7 @@ class Schedule(Orders):
         slots: dict[Action, int] = {}
         for kind in KINDS:
             arrivals = self._arrivals(kind).items()
-            slots |= assign_slots(
-                {a: Span(self.rank_of(a.stage), t + 1, self.tick_of[a]) for a, t in arrivals}
-            )
+            slots |= assign_slots({a: Span(self.rank_of(a.stage), t + 1, self.tick_of[a]) for a, t in arrivals})
         return slots
 
     @cached_property
@@ -146,9 +144,7 @@ class Schedule(Orders):
     def segments(self) -> list[Segment]:
         """Maximal runs of ticks with the same kinds of action: what no rank runs need not be compiled."""
         kinds = [
-            "".join(
-                kind for kind, table in zip(KINDS, (self.forward, self.backward)) if table[tick].max() >= 0
-            )
+            "".join(kind for kind, table in zip(KINDS, (self.forward, self.backward)) if table[tick].max() >= 0)
             for tick in range(self.ticks)
         ]
         runs = [(name, list(ticks)) for name, ticks in groupby(range(self.ticks), kinds.__getitem__)]
