@@ -94,9 +94,7 @@ class Bpe:
         ids = self._inner.get_vocab()
         names = [name for name in END_NAMES if name in ids]
         if not names:
-            raise DataError(
-                f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed"
-            )
+            raise DataError(f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed")
         self.vocab = max(ids.values()) + 1
         self.end = ids[names[0]]
 
@@ -170,9 +168,7 @@ def _library():
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError(
-            'a bpe tokenizer needs the tokenizers library: pip install "parallax[data]"'
-        ) from None
+        raise ConfigError('a bpe tokenizer needs the tokenizers library: pip install "parallax[data]"') from None
     return tokenizers
 
 
