@@ -1,0 +1,320 @@
+"""Cached decoding says what the full forward pass says, and what is chosen depends on the seed, not on the mesh."""
+
+import dataclasses
+import functools
+import itertools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from run_examples import tiny_config, write_corpus
+
+from configs.base import get_config
+from parallax.decoding import Decoder, Prompts
+from parallax.errors import ConfigError
+from parallax.generate import SampleConfig, complete, generate
+from parallax.generate.__main__ import main
+from parallax.loop import train
+from parallax.loss import LossConfig
+from parallax.mesh import MeshConfig, make_mesh
+from parallax.model import LayoutConfig, ModelConfig
+from parallax.pipeline import PipelineConfig
+from parallax.sampling import choose, keep_top_p, noise_keys
+from parallax.sharded_model import ShardedModel
+from parallax.tokenizer import Bytes
+
+VOCAB, SEQ, ROWS = 64, 12, 8
+SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_head": 4, "d_latent": 16, "d_rope": 4}
+# Biases are on so that they are tested; dropout is on because decoding must leave it out.
+MODELS = {
+    "mha": {"attention": "gqa", "kv_heads": 8, "qkv_bias": True},
+    "gqa": {"attention": "gqa", "kv_heads": 2, "dropout": 0.5},
+    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False},
+    "mla": {"attention": "mla", "qkv_bias": True, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_seq": 8},
+    "mla_q": {"attention": "mla", "d_latent_q": 16, "tied": False},
+}
+MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
+RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
+LAYOUTS = {
+    "-".join((residual, family, form)): LayoutConfig(RESIDUALS[residual], family, form)
+    for residual, family, form in itertools.product(
+        RESIDUALS, ("column_row", "scatter"), ("vocab_parallel", "all_to_all")
+    )
+}
+PLAIN, OTHER = "hidden-column_row-vocab_parallel", "seq-scatter-all_to_all"
+FAST = [
+    ("mha", (1, 1, 1), PLAIN),
+    ("gqa", (2, 2, 2), OTHER),
+    ("mqa", (1, 1, 8), "hidden-column_row-all_to_all"),
+    ("mqa", (4, 1, 2), "seq-column_row-vocab_parallel"),
+    ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
+    ("mla", (2, 2, 2), PLAIN),
+    ("mla_q", (1, 1, 8), OTHER),
+]
+ALL = {
+    *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
+    *itertools.product(("gqa", "mla"), [(2, 2, 2)], LAYOUTS),
+} - {*FAST}
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(ALL))]
+GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, seed=3)
+
+
+@functools.cache
+def model_on(name: str, mesh: tuple[int, int, int] = (1, 1, 1), layout: str = PLAIN) -> ShardedModel:
+    defaults = get_config()
+    laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: np.prod(mesh)])
+    return ShardedModel(
+        ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
+        LAYOUTS[layout],
+        PipelineConfig(**defaults.pipeline.to_dict()),
+        LossConfig(**defaults.loss.to_dict()),
+        laid_out,
+    )
+
+
+@functools.cache
+def whole_params(name: str):
+    """Values that make every parameter matter, norms and biases too; on the host, for any mesh."""
+    random = np.random.default_rng(0)
+
+    def values(path, leaf):
+        around = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return (around + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(values, model_on(name).shapes)
+
+
+def params_on(name: str, model: ShardedModel):
+    return jax.device_put(whole_params(name), model.shardings)
+
+
+@functools.cache
+def full_forward(name: str):
+    """Texts of different lengths that end in the last column, and their logits without a cache, uncut."""
+    random = np.random.default_rng(0)
+    empty_B = np.array([0, 3, 5, 0, 1, 2, 4, 0], np.int32)
+    ids_BS = random.integers(VOCAB, size=(ROWS, SEQ), dtype=np.int32)
+    slot_S = np.arange(SEQ, dtype=np.int32)
+    filled_BS = slot_S[None] >= empty_B[:, None]
+    positions_BS = np.maximum(slot_S[None] - empty_B[:, None], 0)
+    batch = {"tokens": ids_BS, "segments": filled_BS.astype(np.int32), "positions": positions_BS}
+    logits_BSV = jax.jit(model_on(name).logits)(params_on(name, model_on(name)), batch)
+    return Prompts(ids_BS, empty_B), np.asarray(logits_BSV), filled_BS
+
+
+@pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
+def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
+    prompts, expected_BSV, filled_BS = full_forward(name)
+    model = model_on(name, mesh, layout)
+    decoder = Decoder(model.model, model.layouts, model.mesh)
+    logits_BSV = jax.jit(functools.partial(decoder.logits, prefill=7))(params_on(name, model), prompts)
+    # Sums of float32 in another order: 1e-5 of the largest.
+    worst = np.abs(logits_BSV - expected_BSV)[filled_BS].max() / np.abs(expected_BSV).max()
+    assert worst < 1e-5
+
+
+def test_bfloat16_caches_are_bfloat16():
+    model = model_on("mla")
+    narrow = Decoder(dataclasses.replace(model.model, dtype="bfloat16"), model.layouts, model.mesh)
+    caches = jax.eval_shape(
+        lambda: jax.shard_map(
+            lambda: narrow._caches(2, 5),
+            mesh=model.mesh,
+            in_specs=(),
+            out_specs=jax.sharding.PartitionSpec("pp", "dp", None, "tp"),
+        )()
+    )
+    # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
+    assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
+        "latent": ((4, 2, 5, 16), "bfloat16"),
+        "k_rope": ((4, 2, 5, 4), "bfloat16"),
+    }
+
+
+def test_a_prompt_goes_on_beside_others_as_it_does_alone():
+    model = model_on("gqa")
+    params = params_on("gqa", model)
+    together = generate(model, params, [[9, 8, 7, 6, 5], [1, 2]], GREEDY)
+    alone = generate(model, params, [[1, 2]], GREEDY)
+    assert together[1].tolist() == alone[0].tolist()
+    assert together[0].tolist() != together[1].tolist()
+
+
+@pytest.mark.parametrize("name, layout", [("gqa", PLAIN), pytest.param("mla", OTHER, marks=pytest.mark.slow)])
+def test_a_seed_writes_the_same_on_every_mesh(name, layout):
+    written = []
+    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1)]:
+        model = model_on(name, mesh, layout)
+        ids = generate(model, params_on(name, model), [[9, 8, 7, 6, 5], [1, 2], [1, 2]], SAMPLED)
+        written.append([row.tolist() for row in ids])
+    assert written[0] == written[1] == written[2]
+    assert written[0][1] != written[0][2], "rows draw their own noise"
+
+
+def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
+    model = model_on("gqa")
+    params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
+    (free,) = generate(model, params, [prompt], GREEDY)
+    end = int(free[4])
+    (stopped,) = generate(model, params, [prompt], GREEDY, end=end)
+    assert stopped.tolist() == free[: free.tolist().index(end)].tolist()
+    (bounded,) = generate(model, params, [prompt], dataclasses.replace(GREEDY, temperature=5.0), vocab=7)
+    assert max(bounded) < 7
+
+
+def test_another_seed_writes_another_text_without_compiling_again(caplog):
+    model = model_on("gqa")
+    params = params_on("gqa", model)
+    first = generate(model, params, [[1, 2]], SAMPLED)
+    with jax.log_compiles():
+        again, other = (generate(model, params, [[1, 2]], dataclasses.replace(SAMPLED, seed=seed)) for seed in (3, 4))
+    assert first[0].tolist() == again[0].tolist() != other[0].tolist()
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([], "there is no prompt; give at least one"),
+        ([[1], []], "prompt 1 has no tokens; give it at least one"),
+        ([[1, 64]], "prompt 0 has token id 64; the model knows 0 to 63 (model.vocab=64)"),
+        ([[-1, 3]], "prompt 0 has token id -1; the model knows 0 to 63 (model.vocab=64)"),
+    ],
+)
+def test_wrong_prompts_are_refused_before_anything_is_compiled(prompts, message):
+    with pytest.raises(ConfigError) as error:
+        generate(model_on("gqa"), None, prompts, GREEDY)
+    assert str(error.value) == message
+
+
+# ---- choosing
+
+
+def random_logits(rows=50):
+    return jnp.asarray(np.random.default_rng(1).normal(size=(rows, 20)) * 2, jnp.float32)
+
+
+def keys(rows=50, seed=0):
+    return noise_keys(jax.random.key(seed), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
+def test_the_ends_of_every_setting_are_greedy(change):
+    config = dataclasses.replace(SAMPLED, **change)
+    best = random_logits().argmax(axis=-1).tolist()
+    assert all(choose(random_logits(), keys(seed=seed), config).tolist() == best for seed in (0, 1))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p):
+    kept_BV = np.isfinite(keep_top_p(random_logits(), p))
+    for logits_V, kept_V in zip(np.asarray(random_logits(), np.float64), kept_BV):
+        probability_V = np.exp(logits_V) / np.exp(logits_V).sum()
+        sums = np.cumsum(np.sort(probability_V)[::-1])
+        smallest = np.searchsorted(sums, p) + 1
+        assert set(np.flatnonzero(kept_V)) == set(np.argsort(-probability_V)[:smallest])
+
+
+def test_choices_follow_the_probabilities_at_the_temperature():
+    draws, temperature = 20_000, 1.7
+    logits_BV = jnp.broadcast_to(random_logits(1), (draws, 20))
+    config = dataclasses.replace(GREEDY, temperature=temperature)
+    counts = np.bincount(choose(logits_BV, keys(draws), config), minlength=20)
+    expected = np.asarray(jax.nn.softmax(random_logits(1)[0] / temperature), np.float64)
+    sigma = np.sqrt(expected * (1 - expected) / draws)
+    assert (np.abs(counts / draws - expected) < 4 * sigma).all()  # 4 sigma, 20 bins: one seed in a thousand
+
+
+def test_the_noise_of_a_row_does_not_depend_on_its_neighbours():
+    config, alone = dataclasses.replace(SAMPLED, top_k=0), slice(7, 9)
+    all_rows = choose(random_logits(), keys(), config)
+    assert choose(random_logits()[alone], keys()[alone], config).tolist() == all_rows[alone].tolist()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"top_p": 0.0}, "sample.top_p=0.0 must be above 0 and at most 1 (off)"),
+        ({"top_p": float("nan")}, "sample.top_p=nan must be above 0 and at most 1 (off)"),
+        ({"temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
+        ({"temperature": 1e-9}, "sample.temperature=1e-09 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
+        ({"top_k": -1}, "sample.top_k=-1 is too small; use 0 or more"),
+        ({"tokens": 0}, "sample.tokens=0 is too small; use 1 or more"),
+    ],
+)
+def test_wrong_sample_settings_are_refused(change, message):
+    with pytest.raises(ConfigError) as error:
+        dataclasses.replace(GREEDY, **change)
+    assert str(error.value) == message
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A short run of the loop; not to be changed."""
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny_config(write_corpus(tmp_path_factory.mktemp("corpus"))), folder)
+    return folder
+
+
+def test_the_command_goes_on_from_a_prompt_on_any_mesh(run_folder, capsys):
+    common = ["--workdir", str(run_folder), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
+    assert main([*common, "--pp", "1", "--dp", "1", "--tp", "1"]) == 0
+    single = capsys.readouterr()
+    assert main([*common, "--pp", "2", "--dp", "2", "--tp", "2", "--step", "8"]) == 0
+    cut = capsys.readouterr()
+    assert single.out == cut.out
+    assert single.out.startswith("It is") and len(single.out) > len("It is\n")
+    assert f"step 8 of {run_folder} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
+
+
+def test_the_command_runs_as_a_module(run_folder):
+    command = [sys.executable, "-m", "parallax.generate", "--workdir", str(run_folder), "--prompt", "It"]
+    mesh = ["--pp", "2", "--dp", "1", "--tp", "2", "--simulate", "4", "--tokens", "40"]
+    ended = subprocess.run([*command, *mesh], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("It")
+    assert ended.stderr.splitlines()[1].startswith("note: 42 tokens are more than the 32 of the windows")
+    assert len(ended.stderr.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, status, message",
+    [
+        (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
+        (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' is no text: surrogates not allowed; write it in UTF-8"),
+        (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
+        (["--prompt", "a", "--top_k", "x"], 2, "argument --top_k: invalid int value: 'x'"),
+        (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),
+        (["--prompt", "a", "def"], 2, "unknown argument 'def'; Known: --workdir, --step"),
+        (["--prompt", "a", "--step", "5"], 3, "there is no checkpoint of step 5 in "),
+        (["--prompt", "a", "--tp", "3"], 2, "choose with --pp, --dp, --tp, --simulate"),
+        (
+            ["--prompt", "a", "--workdir", "nowhere"],
+            3,
+            "nowhere/config.json is missing; is nowhere the folder of a run?",
+        ),
+    ],
+)
+def test_what_the_command_refuses_is_one_line(run_folder, capsys, flags, status, message):
+    assert main(["--workdir", str(run_folder), *flags]) == status
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_folder_without_a_checkpoint_is_named(run_folder, tmp_path, capsys):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((run_folder / name).read_bytes())
+    assert main(["--workdir", str(tmp_path), "--prompt", "a"]) == 3
+    assert f"CheckpointError: {tmp_path} has no checkpoint" in capsys.readouterr().err
+
+
+def test_complete_is_the_prompt_and_more():
+    model = model_on("gqa", (2, 2, 2))
+    text = complete(model, params_on("gqa", model), Bytes(), dataclasses.replace(GREEDY, prompt="\n\t"))
+    assert text.startswith("\n\t") and len(text) > 2
