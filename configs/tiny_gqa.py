@@ -5,7 +5,7 @@ Numbers:  ours, chosen for seconds.
 Command:  python train.py --config=configs/tiny_gqa.py
 Hardware: anything.
 Time:     seconds.
-Loss:     4.0 or less after 100 steps, from 5.9; the text's unigram entropy is 3.1 nats a byte.
+Loss:     2.8 after 100 steps, from 5.9; the text's unigram entropy is 3.1 nats a byte.
 """
 
 from ml_collections import ConfigDict

@@ -21,6 +21,7 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
     """The smallest run; changes are written section.key=value."""
     config = get_config()
     config.model.update({"layers": 2, "d_model": 32, "d_ff": 64, "d_head": 8, "heads": 4, "kv_heads": 2})
+    config.model.dropout = 0.1
     config.data.update({"source": "text", "path": str(corpus / "*.txt"), "cache": str(corpus / "cache")})
     config.data.update({"seq": 32, "global_batch": 8, "eval_fraction": 0.2})
     config.train.update({"steps": 8, "log_every_steps": 1, "eval_every_steps": 4, "eval_batches": 1})

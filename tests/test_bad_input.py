@@ -1,0 +1,157 @@
+"""What a user can get wrong is one line that quotes, measures and advises, before anything is compiled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from run_examples import tiny_config, write_corpus
+
+import train as command_line
+from parallax.errors import ParallaxError
+from parallax.loop import train
+
+BASE = "--config=configs/tiny_gqa.py"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def command(*arguments, capsys):
+    """Exit status and the error of a command line, run in this process."""
+    status = command_line.main(["train.py", *arguments])
+    captured = capsys.readouterr()
+    assert not captured.out and len(captured.err.splitlines()) == 1
+    return status, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [BASE, "--config.mesh.tpp=4"],
+            "unknown key --config.mesh.tpp; did you mean 'tp'? Known: pp, dp, tp, simulate",
+        ),
+        ([BASE, "--config.messh.tp=4"], "unknown key --config.messh.tp; did you mean --config.mesh.tp?"),
+        ([BASE, "--config.steps=5"], "unknown key --config.steps; did you mean --config.train.steps?"),
+        ([BASE, "--config.mesh=4"], "--config.mesh is a section; write --config.mesh.<key>, one of pp, dp, tp"),
+        ([BASE, "--config.mesh.tp=two"], "--config.mesh.tp=two must be a whole number"),
+        ([BASE, "--config.train.steps=4.5"], "--config.train.steps=4.5 must be a whole number"),
+        ([BASE, "--config.train.tensorboard=perhaps"], "--config.train.tensorboard=perhaps must be True or False"),
+        ([BASE, "--config.mesh.tp"], "Missing value for flag --config.mesh.tp"),
+        ([BASE, "lr=3"], "stray argument 'lr=3'; did you mean --config.optimizer.learning_rate=3?"),
+        ([BASE, "config.mesh.tp=4"], "stray argument 'config.mesh.tp=4'; did you mean --config.mesh.tp=4?"),
+        ([BASE, "--workdirr=x"], "unknown flag --workdirr; did you mean 'workdir'?"),
+        ([BASE, "--resume=maybe"], "value should be one of <auto|must|never>"),
+        ([BASE, "--run_name=../x"], "--run_name='../x' is no name for a run"),
+        ([BASE, "--run_name=" + "x" * 101], "is no name for a run; use 1 to 100 letters"),
+        ([BASE, "--run_name=a", "--workdir=b"], "--workdir=b and --run_name=a both name the run's folder; give one"),
+        ([BASE, "--workdir="], "--workdir='' is no folder"),
+        (["--config=configs/quikstart.py"], "does not exist; did you mean 'configs/quickstart.py'?"),
+        (["--workdir=nowhere"], "--config is missing; use one of configs/base.py"),
+        ([BASE, "--config.optimizer.learning_rate=nan"], "optimizer.learning_rate=nan is not finite"),
+        ([BASE, "--config.train.steps=0"], "train.steps=0 is too small; use 1 or more"),
+        ([BASE, "--config.checkpoint.keep_last=0"], "checkpoint.keep_last=0 is too small; use 1 or more"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_one_line_with_status_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(command_line.__file__))
+    status, error = command(*arguments, capsys=capsys)
+    assert status == 2 and message in error and error.startswith("ConfigError: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.model.d_modle = 3", "unknown key model.d_modle; did you mean 'd_model'?"),
+        ("config.modle = 3", "unknown key modle; did you mean 'model'?"),
+        ("config.model.layers = None", "model.layers=None is NoneType, but it must be a whole number"),
+        ("config.model.layers = True", "model.layers=True is True or False, but it must be a whole number"),
+        ("config.optimizer.eps = float('inf')", "optimizer.eps=inf is not finite"),
+        ("del config.model.heads", "the config has no model.heads; start from get_config() of configs/base.py"),
+        ("config.model = 3", "mine.py: Error whilst parsing"),
+        ("config.nothing.here = 1", "mine.py, line 4: AttributeError"),
+        ("1 / 0", "mine.py, line 4: ZeroDivisionError: division by zero"),
+        ("not python", "mine.py"),
+    ],
+)
+def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs.base import get_config as base\n"
+        f"def get_config():\n    config = base()\n    {line}\n    return config\n"
+    )
+    status, error = command(f"--config={path}", f"--workdir={tmp_path / 'run'}", capsys=capsys)
+    assert status == 2 and message in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.tp": 0}, "mesh.tp=0 is no number of devices; use 1 or more, or -1"),
+        ({"mesh.pp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
+        ({"mesh.pp": 3}, "wants a multiple of 3 devices, but there are 8; legal pp·dp·tp for 8"),
+        ({"mesh.dp": 4}, "mesh.pp=1 mesh.dp=4 mesh.tp=1 wants 4 devices, but there are 8"),
+        ({"mesh.simulate": 16}, "mesh.simulate=16 comes too late: JAX already runs with 8 cpu device(s)"),
+        ({"mesh.tp": 8}, "model.heads=4 does not divide over mesh.tp=8; use tp in {1, 2, 4} or heads=8"),
+        ({"mesh.pp": 8}, "model.layers=2 does not divide over mesh.pp=8; use pp in {1, 2} or layers=8"),
+        ({"mesh.tp": 4, "model.d_ff": 30}, "model.d_ff=30 does not divide over mesh.tp=4"),
+        ({"model.attention": "mha"}, "model.attention='mha' is unknown"),
+        ({"model.dtype": "float16"}, "model.dtype='float16' is unknown"),
+        ({"model.layers": -1}, "model.layers=-1 must be a whole number of 1 or more"),
+        ({"model.kv_heads": 3}, "model.heads=4 does not divide over model.kv_heads=3; "),
+        ({"model.d_head": 7}, "model.d_head=7 must be even"),
+        ({"model.vocab": 200}, "model.vocab=200 is less than the 257 ids of tokenizer 'bytes'"),
+        ({"layout.residual": "batch seq d_model/tq"}, "unknown"),
+        ({"pipeline.schedule": "gpip"}, "pipeline.schedule='gpip' is unknown; did you mean 'gpipe'?"),
+        ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown"),
+        ({"pipeline.microbatches": 3}, "data.global_batch=8 does not divide over mesh.dp=8 x pipeline.microbatches=3"),
+        ({"mesh.tp": 4, "data.seq": 30}, "data.seq=30 does not divide over mesh.tp=4; use a multiple of 4"),
+        ({"loss.chunk_tokens": 0}, "loss.chunk_tokens=0 must be 1 or more"),
+        ({"optimizer.name": "adam"}, "optimizer.name='adam' is unknown; did you mean 'adamw'?"),
+        ({"optimizer.warmup_steps": 8}, "optimizer.warmup_steps=8 must be below train.steps=8"),
+        ({"optimizer.b2": 1.5}, "optimizer.b2=1.5 must be at least 0 and below 1"),
+        ({"data.source": "txt"}, "data.source='txt' is unknown"),
+        ({"data.path": ""}, "data.path='' but data.source='text' needs a file, folder or glob"),
+        ({"data.path": "/nowhere/*.txt"}, "/nowhere/*.txt"),
+        ({"data.tokenizer": "words"}, "data.tokenizer='words' is unknown"),
+        ({"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
+        ({"data.global_batch": 8000}, "windows of data.seq=32, fewer than data.global_batch=8000"),
+        ({"data.eval_fraction": 0.0}, "data.eval_fraction=0 holds out no document"),
+        ({"train.eval_batches": 0}, "checkpoint.keep_best=1 needs evaluations, but train.eval_batches=0"),
+        ({"sample.top_p": 0.0}, "sample.top_p=0.0 must be above 0 and at most 1 (off)"),
+        ({"sample.temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or "),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_wrong_settings_are_named_before_anything_is_compiled(changes, message, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallax.loop.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
+    with pytest.raises(ParallaxError) as error:
+        train(tiny_config(corpus, **changes), tmp_path / "run")
+    assert message in str(error.value)
+
+
+def test_an_empty_corpus_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "nothing.txt").write_text("")
+    with pytest.raises(ParallaxError, match="empty|no text|no documents|0 documents"):
+        train(tiny_config(tmp_path / "empty"), tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_status_3(corpus, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/parallax"):
+        with pytest.raises(ParallaxError, match=f"cannot write in {folder} .*; choose another --workdir") as error:
+            train(tiny_config(corpus), folder)
+        assert error.value.exit_status == 3
+
+
+def test_errors_of_a_real_command_line_are_one_line_on_stderr(tmp_path):
+    root = os.path.dirname(command_line.__file__)
+    for arguments, status in (([BASE, "lr=3"], 2), ([BASE, "--workdir=/proc/parallax"], 3)):
+        ended = subprocess.run([sys.executable, "train.py", *arguments], cwd=root, capture_output=True, text=True)
+        assert ended.returncode == status and not ended.stdout and len(ended.stderr.splitlines()) == 1
