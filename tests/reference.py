@@ -1,0 +1,42 @@
+"""What the model's loss is, written plainly: no mesh, no executor, no chunks; and its gradient by jax.grad."""
+
+import jax
+import jax.numpy as jnp
+
+from parallax.layers.context import Context, causal_mask
+from parallax.layers.embedding import EMBEDDINGS
+from parallax.layers.families import FAMILIES
+from parallax.loss import IGNORED
+from parallax.model import Parts
+
+
+def plain_parts(model):
+    """The model's modules for one device; with no axis bound, the strings cut nothing."""
+    return Parts.build(
+        model, "batch/dp seq d_model/tp", FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"], "kv_heads", "batch/dp"
+    )
+
+
+def plain_logits(model, params, batch):
+    """Logits of a batch [B, S] in float32."""
+    parts, rows = plain_parts(model), jnp.arange(len(batch["tokens"]))
+    context = Context(model.rope.tables(batch["positions"]), causal_mask(batch["segments"]), rows, None)
+    x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
+    x, _ = jax.lax.scan(lambda x, w: (parts.block.apply({"params": w}, x, context), None), x, params["blocks"])
+    hidden = parts.head.apply({"params": params["head"]}, x)
+    table = params["embedding" if model.tied else "head"]["table"]
+    return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
+
+
+def plain_loss(model, params, batch, z_coefficient=0.0):
+    """Mean over the labels that are not ignored."""
+    logits, labels = plain_logits(model, params, batch), batch["labels"]
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)
+    label_logits = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    losses = logsumexp - label_logits + z_coefficient * logsumexp**2
+    real = labels != IGNORED
+    return jnp.sum(losses * real) / jnp.sum(real)
+
+
+def plain_loss_and_grad(model, params, batch, z_coefficient=0.0):
+    return jax.jit(jax.value_and_grad(lambda p: plain_loss(model, p, batch, z_coefficient)))(params)

@@ -1,0 +1,128 @@
+"""The same parameters and batch give the same loss, gradients and update on every mesh, however a model is cut."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from pairwise import pairs_of, pairwise_cases
+from reference import plain_loss_and_grad
+from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+
+from parallax.optimizer import make_optimizer
+
+CUTS = {
+    "mesh": MESHES,
+    "attention": ["mla", "gqa"],
+    "residual": [HIDDEN_CUT, SEQ_CUT],
+    "tensor_parallel": ["column_row", "scatter"],
+    "embedding": ["vocab_parallel", "all_to_all"],
+    "microbatches": [1, 4, 8],
+}
+COSTS = {"remat": ["none", "layer", "stage"], "gather": ["microbatch", "step"], "tied": [True, False]}
+Z_COEFFICIENT = 1e-3
+
+# Adam's first step is learning_rate * g / (|g| + eps), of slope learning_rate / eps at most: with the usual eps it is
+# the sign of g, and where g is nothing but rounding, so is its sign. This eps is of the size of the gradients.
+LEARNING_RATE, EPS = 1e-2, 1e-3
+LOSS_ERROR, GRADIENT_ERROR = 1e-6, 1e-5
+ROUNDING = 2.0**-22  # two last places of a float32
+
+
+def grid(factors):
+    """All combinations; one microbatch only where there is no pipeline, for on several stages it is all bubble."""
+    cases = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
+    return [case for case in cases if case["microbatches"] > 1 or case["mesh"][0] == 1]
+
+
+def whole_grid():
+    """Every way to cut, with the settings of cost taking turns."""
+    costs = itertools.cycle(itertools.product(*COSTS.values()))
+    return [case | dict(zip(COSTS, cost)) for case, cost in zip(grid(CUTS), costs)]
+
+
+def name_of(case):
+    words = {HIDDEN_CUT: "hidden_cut", SEQ_CUT: "seq_cut"}
+    mesh, *rest = case.values()
+    tied = ["tied" if rest.pop() else "untied"]
+    return "-".join(["x".join(map(str, mesh)), *(words.get(word, str(word)) for word in rest), *tied])
+
+
+FAST = pairwise_cases(grid(CUTS | COSTS))
+
+
+def test_every_pair_of_settings_is_in_a_fast_case():
+    wanted = {pair for case in grid(CUTS | COSTS) for pair in pairs_of(case)}
+    assert wanted == {pair for case in FAST for pair in pairs_of(case)}
+    assert len(FAST) <= 28
+
+
+@functools.cache
+def batch():
+    return make_batch()
+
+
+def optimizer(layouts):
+    changes = dict(learning_rate=LEARNING_RATE, eps=EPS, schedule="constant", warmup_steps=0, clip_norm=1.0)
+    return make_optimizer(optimizer_config(**changes), steps=10, layouts=layouts)
+
+
+def one_update(tx, params, grads):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+@functools.cache
+def reference(attention, tied):
+    """Loss, gradients and updated parameters of the plain model; how it is cut is no part of it."""
+    model = build((1, 1, 1), attention=attention, tied=tied)
+    params = params_of(model)
+    loss, grads = plain_loss_and_grad(model.model, params, batch(), Z_COEFFICIENT)
+    return jax.tree.map(np.asarray, (loss, grads, one_update(optimizer(model.layouts), params, grads)))
+
+
+def check_parity(case, record_property):
+    model = build(z_coefficient=Z_COEFFICIENT, **case)
+    tx = optimizer(model.layouts)
+
+    def step(params, batch):
+        metrics, grads = model.loss_and_grad(params, batch)
+        return metrics["loss"], grads, one_update(tx, params, grads)
+
+    actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
+    expected = reference(case["attention"], case["tied"])
+    np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
+    errors = leaf_errors(actual[1], expected[1])
+    record_property("largest relative gradient error", max(errors.values()))
+    assert {name: error for name, error in errors.items() if not error <= GRADIENT_ERROR} == {}
+    check_updated(actual[2], expected[2], expected[1])
+
+
+def leaf_errors(actual, expected):
+    """Of each leaf the largest difference, over the leaf's largest entry."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True)
+    return {jax.tree_util.keystr(path): np.abs(a - e).max() / np.abs(e).max() for (path, e), a in pairs}
+
+
+def check_updated(actual, expected, grads):
+    """As far apart as gradients within GRADIENT_ERROR can bring the parameters."""
+
+    def check(actual, expected, grad):
+        slope = LEARNING_RATE / EPS
+        allowed = slope * GRADIENT_ERROR * np.abs(grad).max() + ROUNDING * (LEARNING_RATE + np.abs(expected))
+        assert (np.abs(actual - expected) <= allowed).all()
+
+    jax.tree.map(check, actual, expected, grads)
+
+
+@pytest.mark.parametrize("case", FAST, ids=name_of)
+def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
+    check_parity(case, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", whole_grid(), ids=name_of)
+def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case, record_property):
+    check_parity(case, record_property)

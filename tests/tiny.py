@@ -1,0 +1,92 @@
+"""A tiny model with every part, cut over any mesh, and a batch with all that makes batches hard."""
+
+import functools
+
+import jax
+import numpy as np
+
+from configs.base import get_config
+from parallax.loss import IGNORED, LossConfig
+from parallax.mesh import MeshConfig, make_mesh
+from parallax.model import LayoutConfig, ModelConfig
+from parallax.optimizer import OptimizerConfig
+from parallax.pipeline import PipelineConfig
+from parallax.sharded_model import ShardedModel
+
+VOCAB, SEQ, ROWS = 64, 16, 64
+MODEL = dict(
+    vocab=VOCAB, layers=8, d_model=32, d_ff=64, heads=8, kv_heads=4, d_head=8, d_latent=16, d_latent_q=0, d_rope=4
+)
+# Chunks that do not divide the tokens of a microbatch.
+OTHERS = dict(chunk_tokens=48, microbatches=4)
+MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (8, 1, 1), (2, 2, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4)]
+SEQ_CUT, HIDDEN_CUT = "batch/dp seq/tp d_model", "batch/dp seq d_model/tp"
+
+
+def section(name, **changes):
+    """One section of the base config, with those of `changes` that are its keys."""
+    fields = dict(get_config()[name])
+    return fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
+
+
+def mesh_of(pp, dp, tp):
+    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
+
+
+def model_config(**changes):
+    return ModelConfig(**section("model", **changes))
+
+
+def optimizer_config(**changes):
+    return OptimizerConfig(**(dict(get_config().optimizer) | changes))
+
+
+def build(mesh, **changes):
+    """A ShardedModel on a mesh of these sizes; `changes` are keys of its sections."""
+    return ShardedModel(
+        model_config(**changes),
+        LayoutConfig(**section("layout", **changes)),
+        PipelineConfig(**section("pipeline", **changes)),
+        LossConfig(**section("loss", **changes)),
+        mesh_of(*mesh),
+    )
+
+
+@functools.cache
+def _initial(model_config):
+    changes = {key: getattr(model_config, key) for key in section("model")}
+    return jax.tree.map(np.asarray, build((1, 1, 1), **changes).init(0))
+
+
+def params_of(model):
+    """Initial values, with norms' scales and biases moved off their 1 and 0; compiled once for all meshes."""
+    rng = np.random.default_rng(1)
+
+    def stir(path, leaf):
+        still = leaf.std() > 0
+        return leaf if still else leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(stir, _initial(model.model))
+    return jax.tree.map(jax.device_put, params, model.shardings)
+
+
+def make_batch(rows=ROWS, seq=SEQ, vocab=VOCAB, seed=0):
+    """Packed documents of uneven lengths, padding at some ends, and labels that are ignored, unevenly over rows."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, (rows, seq)).astype(np.int32)
+    segments = np.cumsum(rng.random((rows, seq)) < 0.15, axis=1).astype(np.int32) + 1
+    segments[::3, -3:] = 0
+    labels = np.where(np.roll(segments, -1, 1) == segments, np.roll(tokens, -1, 1), IGNORED)
+    labels[:, -1] = IGNORED
+    labels[segments == 0] = IGNORED
+    labels[rng.random((rows, seq)) < np.linspace(0, 0.7, rows)[:, None]] = IGNORED
+    return dict(tokens=tokens, labels=labels.astype(np.int32), segments=segments, positions=positions_of(segments))
+
+
+def positions_of(segments):
+    """Positions that restart where a document starts."""
+    positions = np.zeros_like(segments)
+    for at in range(1, segments.shape[1]):
+        same = segments[:, at] == segments[:, at - 1]
+        positions[:, at] = np.where(same, positions[:, at - 1] + 1, 0)
+    return positions
