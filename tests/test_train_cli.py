@@ -1,0 +1,101 @@
+"""The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from run_examples import as_flags, tiny_config, write_corpus
+
+import train as command_line
+from parallax.checkpoint import latest_step
+from parallax.loop import settings_of
+from parallax.loop.journal import read_metrics
+
+ROOT = pathlib.Path(command_line.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """The tiny run as a command line, on eight simulated devices."""
+    config = tiny_config(write_corpus(tmp_path_factory.mktemp("corpus")))
+    sections = {name: dict(config[name]) for name in ("model", "data", "train", "optimizer", "checkpoint", "sample")}
+    changes = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    sizes = {"mesh.simulate": 8, "mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
+    return ["--config=configs/tiny_gqa.py", *as_flags(changes | sizes)]
+
+
+def start(*arguments):
+    command = [sys.executable, "-u", "train.py", *arguments]
+    # In a group of its own: a signal to it is no signal to us.
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def lines_until(process, word):
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if word in line:
+            return seen
+    raise AssertionError(f"no {word!r} in {''.join(seen)}{process.stderr.read()}")
+
+
+def losses(folder):
+    return [row["train/loss"].hex() for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_run_stopped_by_sigterm_goes_on_with_the_same_losses(flags, tmp_path):
+    whole = start(*flags, f"--workdir={tmp_path / 'whole'}")
+    out, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0 and err == ""
+    assert "finished: step 8 is saved" in out and "pp=2  dp=2  tp=2" in out
+
+    stopped = start(*flags, f"--workdir={tmp_path / 'parts'}")
+    lines_until(stopped, "step 1/8")
+    stopped.send_signal(signal.SIGTERM)
+    out, err = stopped.communicate(timeout=300)
+    assert stopped.returncode == 0 and "the same command goes on from there" in out
+    done = latest_step(tmp_path / "parts" / "checkpoints")
+    assert err == "SIGTERM: stopping after this step; once more to exit at once\n" and 1 <= done < 8
+
+    # Without --config: the run's own says what to do.
+    resumed = start(f"--workdir={tmp_path / 'parts'}", "--resume=must")
+    out, err = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0 and err == "" and f"going on from step {done}" in out
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_run_killed_in_the_middle_goes_on_with_the_same_losses(flags, tmp_path):
+    arguments = [*flags, "--config.checkpoint.every_steps=2", f"--workdir={tmp_path / 'run'}"]
+    killed = start(*arguments)
+    lines_until(killed, "step 5/8")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    before = losses(tmp_path / "run")
+    again = start(*arguments)
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0 and err == "" and "finished: step 8" in out
+    assert len(losses(tmp_path / "run")) == 8 and losses(tmp_path / "run")[: len(before)] == before
+
+
+def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs" / "tiny_gqa.py")
+    command = command_line.parse(["train.py", f"--config={config}", "--config.mesh.tp=4", "--run_name=mine"])
+    assert settings_of(command.config).mesh.tp == 4 and command.workdir == pathlib.Path("runs/mine")
+    command = command_line.parse(["train.py", "--config", config, "--config.train.steps", "7"])
+    assert settings_of(command.config).train.steps == 7 and command.workdir.name.startswith("tiny_gqa-20")
+    monkeypatch.setenv("JOBSET_NAME", "job-7")
+    assert command_line.parse(["train.py", f"--config={config}"]).workdir == pathlib.Path("runs/job-7")
+    assert command_line.parse(["train.py", f"--config={config}", "--workdir=x"]).workdir == pathlib.Path("x")
+
+
+def test_help_lists_every_key_with_its_default(capsys):
+    assert command_line.main(["train.py", "--help"]) == 0
+    out = capsys.readouterr().out
+    for section, keys in settings_of(tiny_config(ROOT)).to_dict().items():
+        assert all(f"  --config.{section}.{key} = " in out for key in keys)
