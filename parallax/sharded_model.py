@@ -54,7 +54,12 @@ class ShardedModel:
 
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""
-        declare = jax.jit(lambda key: nn.meta.unbox(self._declare(key)), out_shardings=self.shardings)
+        # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        declare = jax.jit(
+            lambda key: nn.meta.unbox(self._declare(key)), out_shardings=self.shardings, compiler_options=options
+        )
         return declare(jax.random.key(seed))
 
     def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
