@@ -9,7 +9,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Small arrays gain nothing from optimised code, and compiling is most of the tests' time: a training step on 2·2·2 takes
+# Small arrays gain nothing from optimised code, and compiling is most of the time: a training step on 2·2·2 takes
 # 11.5 CPU seconds to compile as it is, 6.2 at level 0, and 1.3 without MLIR's fusions too. Only jaxlib 0.10 can turn
 # those off (to others the flag is unknown, and ends the process). Flags of the user's own come later and win.
 FLAGS = ["--xla_backend_optimization_level=0"]
