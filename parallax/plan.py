@@ -1,13 +1,13 @@
 """What a run needs, computed before it runs: parameters, bytes on each device, FLOPs for each token."""
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from parallax.model import ModelConfig
+from parallax.notation import Layout
 from parallax.sharded_model import ShardedModel
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
@@ -16,22 +16,37 @@ FLOPS_PER_WEIGHT = 6
 
 
 class Memory(NamedTuple):
-    """Bytes on the device that holds most."""
+    """Bytes on each device; `gathered_weights` are those collected over dp: a layer's at a time, or a whole stage's."""
 
     parameters: int
+    gathered_weights: int
     gradients: int
     optimizer: int
-    activations: int
+    saved_activations: int
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:
     """What a step keeps; `opt_state` is a tree of ShapeDtypeStruct with shardings."""
-    parameters = bytes_on_device(zip(jax.tree.leaves(model.shapes), jax.tree.leaves(model.shardings)))
-    optimizer = bytes_on_device((leaf, leaf.sharding) for leaf in jax.tree.leaves(opt_state))
-    # Gradients are summed in float32, cut as their parameters are, whatever the dtype of compute.
+    parameters = bytes_on_device(model.shapes, model.shardings)
+    once = model.pipeline.gather == "step"
+    whole = stage_weights(model)
+    gathered = whole if once else whole // (model.model.layers // model.axis_sizes["pp"])
+    # Gradients are summed in float32, and cut as the weights that they are of: stored or gathered.
+    blocks = bytes_on_device(model.shapes["blocks"], model.shardings["blocks"])
     return Memory(
-        parameters, parameters, optimizer, activation_bytes(model, global_batch=global_batch, seq=seq)
+        parameters=parameters,
+        gathered_weights=gathered * jnp.dtype(model.model.dtype).itemsize,
+        gradients=parameters - blocks + whole * 4 if once else parameters,
+        optimizer=bytes_on_device(opt_state, jax.tree.map(lambda leaf: leaf.sharding, opt_state)),
+        saved_activations=activation_bytes(model, global_batch=global_batch, seq=seq),
     )
+
+
+def stage_weights(model: ShardedModel) -> int:
+    """Weights of a device's own layers once they are gathered over dp."""
+    sizes = {axis: size for axis, size in model.axis_sizes.items() if axis != "dp"}
+    layouts = jax.tree.leaves(model.layouts["blocks"], is_leaf=lambda leaf: isinstance(leaf, Layout))
+    return sum(math.prod(layout.local_shape(model.model.sizes, sizes)) for layout in layouts)
 
 
 def parameters_by_component(shapes: Any) -> dict[str, int]:
@@ -59,9 +74,11 @@ def component_of(path: str) -> str:
     return names[1] if names[0] == "blocks" else names[0]
 
 
-def bytes_on_device(arrays: Iterable[tuple[Any, jax.sharding.Sharding]]) -> int:
-    """Bytes of each device's pieces of arrays, given with their shardings."""
-    return sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in arrays)
+def bytes_on_device(shapes: Any, shardings: Any) -> int:
+    """Bytes of each device's pieces of a tree of arrays."""
+    pieces = jax.tree.map(lambda x, sharding: math.prod(sharding.shard_shape(x.shape)), shapes, shardings)
+    sizes = jax.tree.map(lambda x, piece: piece * x.dtype.itemsize, shapes, pieces)
+    return sum(jax.tree.leaves(sizes))
 
 
 def activation_bytes(model: ShardedModel, *, global_batch: int, seq: int) -> int:
@@ -84,20 +101,20 @@ def activation_bytes(model: ShardedModel, *, global_batch: int, seq: int) -> int
 
 
 def layer_residuals(model: ModelConfig, *, seq: int, tp: int) -> int:
-    """Bytes that one token keeps in one layer if nothing is recomputed; an estimate.
+    """Bytes that one token keeps in one layer if nothing is recomputed, within a few percent.
 
-    The inputs of both norms, and in float32 what they normalise; the inputs of attention and MLP, gathered
-    over tp; q, k and v; the attention weights, seq of them a head, in float32 before and in the compute dtype
-    after the softmax (kernel "xla" alone); the attention's result; gate, up and their product.
+    Of what automatic differentiation keeps, in the compute dtype unless said otherwise: for each norm three
+    copies of its input in float32, and its output gathered over tp; q, k, v (as wide as k) and the attention's
+    result; with the kernel "xla", for each head and key two attention weights in float32, one in the compute
+    dtype and one bit of mask in a byte; six products as wide as d_ff; in mla the latent's norm.
     """
-    itemsize = jnp.dtype(model.dtype).itemsize
-    norms = 2 * model.d_model // tp * (itemsize + 4)
-    gathered = 2 * model.d_model * itemsize
-    heads = model.heads // tp
-    qkvo = heads * (2 * qk_width(model) + 2 * model.d_head) * itemsize
-    weights = heads * seq * (4 + itemsize) if model.kernel == "xla" else 0
-    mlp = 3 * model.d_ff // tp * itemsize
-    return norms + gathered + qkvo + weights + mlp
+    itemsize, heads = jnp.dtype(model.dtype).itemsize, model.heads // tp
+    norms = 2 * 3 * 4 * model.d_model // tp + 2 * itemsize * model.d_model
+    attention = heads * (3 * qk_width(model) + model.d_head) * itemsize
+    weights = heads * seq * (2 * 4 + itemsize + 1) if model.kernel == "xla" else 0
+    mlp = 6 * model.d_ff // tp * itemsize
+    latent = 3 * 4 * model.d_latent // tp if model.attention == "mla" else 0
+    return norms + attention + weights + mlp + latent
 
 
 def qk_width(model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -156,6 +157,15 @@ def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeyp
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
 
 
+def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_path, monkeypatch):
+    def evaluation(parts):
+        return lambda params: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2) or 1.0
+
+    monkeypatch.setattr("parallax.loop.run.evaluation", evaluation)
+    assert train(tiny_config(corpus), tmp_path) == ("stopped", 5, None)
+    assert latest_step(tmp_path / "checkpoints") == 5
+
+
 def test_a_second_signal_ends_the_process_at_once():
     code = (
         "import time\n"
@@ -205,12 +215,13 @@ def test_another_model_or_other_data_is_refused_with_both_values(corpus, never_s
     assert "cannot go on from step 8" in str(error.value) and message in str(error.value)
 
 
-def test_changed_text_is_refused(tmp_path):
+def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, never_stopped, tmp_path):
     texts = write_corpus(tmp_path / "corpus")
-    train(tiny_config(texts), tmp_path / "run")
+    train(tiny_config(texts), halfway)
+    assert losses(halfway) == losses(never_stopped)
     (texts / "01.txt").write_text("Another text altogether. " * 20)
-    with pytest.raises(CheckpointError, match=r"other data: corpus.fingerprint="):
-        train(tiny_config(texts, **{"train.steps": 20}), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"or other data: corpus.fingerprint=.* there, .* here; set them back"):
+        train(tiny_config(texts, **{"train.steps": 20}), halfway)
 
 
 def test_resume_must_and_never_mean_it(corpus, tmp_path, never_stopped):
@@ -220,6 +231,19 @@ def test_resume_must_and_never_mean_it(corpus, tmp_path, never_stopped):
         train(tiny_config(corpus), never_stopped, resume="never")
     with pytest.raises(ConfigError, match="--resume='maybe' is unknown"):
         train(tiny_config(corpus), tmp_path, resume="maybe")
+
+
+def test_a_refused_run_leaves_no_folder_behind(corpus, tmp_path):
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_on_the_way_is_in_the_log(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tiny_config(corpus), tmp_path)
+    assert (tmp_path / "log.txt").read_text().endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_two_runs_cannot_share_a_folder(corpus, tmp_path):
@@ -274,7 +298,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None)
     steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, np.zeros(4))
-    steps._pause = lambda ended, state, first: steps._read(ended, first=first)
+    steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
     steps.run(0, 0)
     assert events == [
         "dispatch 0", "dispatch 1", "read 0", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",

@@ -23,10 +23,7 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
     """A function that sends this process's rows to its devices, as pieces of global arrays."""
 
     def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {
-            name: jax.make_array_from_process_local_data(sharding, array, shape)
-            for name, array in batch.items()
-        }
+        return {name: jax.make_array_from_process_local_data(sharding, array, shape) for name, array in batch.items()}
 
     return put
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
 import time
@@ -44,12 +45,19 @@ class RunFolder:
             lock = (self.path / "lock").open("a+")
         except OSError as error:
             reason = error.strerror or error
-            raise CheckpointError(
-                f"cannot write in {self.path} ({reason}); choose another --workdir"
-            ) from error
+            raise CheckpointError(f"cannot write in {self.path} ({reason}); choose another --workdir") from error
         with lock:
             _take(lock, self.path)
-            yield
+            try:
+                yield
+            finally:
+                self._remove_if_bare()
+
+    def _remove_if_bare(self) -> None:
+        """Leave nothing behind if the run was refused before it wrote anything."""
+        names = {path.name for path in self.path.iterdir()}
+        if names <= {"lock", self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+            shutil.rmtree(self.path)
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""
@@ -90,8 +98,7 @@ def _take(lock: Any, folder: Path) -> None:
     except BlockingIOError:
         lock.seek(0)
         raise CheckpointError(
-            f"another run is training in {folder} ({lock.read().strip()}); "
-            "stop it or choose another --workdir"
+            f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
         ) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")

@@ -23,7 +23,9 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self._metrics is not None:
+            print(f"{kind.__name__}: {error}", file=self._log)
         for file in (self._log, self._metrics, self._events):
             if file is not None:
                 file.close()

@@ -8,10 +8,11 @@ from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
-# What another value would silently make another run: the model's mathematics, and the order of its data.
-FIXED_SECTIONS = ("model", "data", "corpus")
+# What another value would silently make another run. Of the data, that is the corpus, whose fingerprint covers its
+# text and the order of its windows; a corpus that has only moved is the same one.
+FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
-# What may change inside those: how it is computed, where shards lie, and context extension.
+# What may change in a model: how it is computed, and context extension.
 FREE_KEYS = (
     "model.dtype",
     "model.kernel",
@@ -20,13 +21,10 @@ FREE_KEYS = (
     "model.rope_scaling",
     "model.rope_factor",
     "model.rope_original_seq",
-    "data.cache",
 )
 
 
-def step_to_resume(
-    folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]
-) -> int:
+def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]) -> int:
     """The step to go on from, 0 to start.
 
     Settings that fix the model or its data must be what they were (CheckpointError); others that have changed
@@ -45,11 +43,11 @@ def step_to_resume(
             f"--resume=never, but {folder.path} holds a run at step {newest}; choose another --workdir"
         )
     changed = compare_settings(read_manifest(folder.checkpoints, newest)["settings"], settings)
-    fixed = {key: values for key, values in changed.items() if is_fixed(key)}
-    if fixed:
+    if any(map(is_fixed, changed)):
+        causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(
             f"cannot go on from step {newest} in {folder.path} with another model or other data: "
-            f"{_text(fixed)}; set them back or choose another --workdir"
+            f"{_text(causes)}; set them back or choose another --workdir"
         )
     if changed:
         say(f"going on with changed settings: {_text(changed)}")
@@ -59,8 +57,8 @@ def step_to_resume(
 def is_fixed(key: str) -> bool:
     """Whether a run cannot go on when this setting changes.
 
-    >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.seq") if is_fixed(key)]
-    ['model.d_ff', 'data.seq']
+    >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.path") if is_fixed(key)]
+    ['model.d_ff']
     """
     return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and key not in FREE_KEYS)
 

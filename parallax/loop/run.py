@@ -71,9 +71,7 @@ def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> O
         parts = build(settings, folder)
         start = step_to_resume(folder, about(parts), resume, journal.say)
         if start >= settings.train.steps:
-            journal.say(
-                f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}"
-            )
+            journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
         return run(parts, folder, journal, stop, start)
 
@@ -135,9 +133,7 @@ def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
     return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
 
 
-def end(
-    parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, state: TrainState, done: int
-) -> Outcome:
+def end(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, state: TrainState, done: int) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
         journal.say(f"stopped by {stop.signal}: step {done} is saved; the same command goes on from there")

@@ -56,18 +56,17 @@ class Steps:
                 self._report(pending, self._read(pending, first=pending.step == start + 1))
             pending = Ended(done, metrics, waited)
             self.checkpoints.check()
-            if self._pauses_after(done):
-                self._pause(pending, state, first=done == start + 1)
+            # Asked once: a signal that comes later is for the next step.
+            stopping = self.stop.signal is not None
+            if stopping or self._evaluates_after(done) or self._saves_after(done):
+                self._pause(pending, state, first=done == start + 1, stopping=stopping)
                 pending = None
-            if self.stop.signal:
+            if stopping:
                 break
         return state, done
 
-    def _pauses_after(self, done: int) -> bool:
-        return bool(self.stop.signal) or self._evaluates_after(done) or self._saves_after(done)
-
     def _evaluates_after(self, done: int) -> bool:
-        if self.evaluate is None or self.stop.signal:
+        if self.evaluate is None:
             return False
         # Each checkpoint is judged by its own evaluation, or the best could not be known.
         judged = self._saves_after(done) and self.settings.checkpoint.keep_best > 0
@@ -79,11 +78,10 @@ class Steps:
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
-    def _pause(self, ended: Ended, state: TrainState, *, first: bool) -> None:
-        """Finish a step's report, then evaluate and save as they are due; a stop always saves."""
-        stopping = self.stop.signal
+    def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
+        """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
         values = self._read(ended, first=first)
-        if self._evaluates_after(ended.step):
+        if self._evaluates_after(ended.step) and not stopping:
             values["eval/loss"] = self.evaluate(state.params)
         self._report(ended, values)
         if stopping or self._saves_after(ended.step):

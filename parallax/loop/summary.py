@@ -22,7 +22,7 @@ def render(parameters: dict[str, int], memory: Memory) -> str:
     table.add_row("total", f"{total:,}", "")
     device = _table("on each device")
     for name, size in memory._asdict().items():
-        device.add_row("saved activations" if name == "activations" else name, in_units(size))
+        device.add_row(name.replace("_", " "), in_units(size))
     device.add_row("total", in_units(sum(memory)))
     return f"{_text(table)}\n\n{_text(device)}"
 
