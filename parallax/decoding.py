@@ -6,6 +6,7 @@ attention, one for its MLP, and MLA's latents. Parameters are brought to these l
 gathered over `dp` too, since a gather per token would send all weights for every token.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.collectives import all_gather, as_varying, bound_axis_sizes, permute, reshard, sum_over
+from parallax.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.layers.context import Context
 from parallax.layers.embedding import EMBEDDINGS, logits
 from parallax.layers.families import FAMILIES
@@ -26,6 +27,7 @@ from parallax.notation import Layout
 from parallax.pipeline.executor import at_rank
 
 ROWS = "batch/dp"
+BATCH = Layout.parse(ROWS)
 RESIDUAL = f"{ROWS} seq d_model"
 FAMILY = FAMILIES["column_row"].gathered()
 FORM = EMBEDDINGS["vocab_parallel"].without_fsdp()
@@ -50,6 +52,9 @@ class Decoder:
     """
 
     def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh):
+        # Fused kernels are made for many queries and narrow heads: one query has no square of scores to keep small,
+        # and heads that attend in MLA's latent space are wider than cudnn takes.
+        model = dataclasses.replace(model, kernel="xla")
         self.model, self.layouts, self.mesh = model, layouts, mesh
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
@@ -91,7 +96,7 @@ class Decoder:
 
     def _write(self, params, prompts, key, *, pick, tokens, end):
         weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape
-        rows_B = lax.axis_index("dp") * batch + jnp.arange(batch)
+        rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
 
         def following(ids_BS, caches, cursor):
             """The ids behind new ones, the same on all tp and pp ranks."""

@@ -9,6 +9,7 @@ from jax import Array
 
 from parallax.errors import ConfigError
 
+SEED_BITS = 32  # JAX keys forget those above
 LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
 
 
@@ -31,6 +32,8 @@ class SampleConfig:
             raise ConfigError(
                 f"sample.temperature={self.temperature} must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual"
             )
+        if self.seed >= 1 << SEED_BITS:
+            raise ConfigError(f"sample.seed={self.seed} is too large; use less than 2**{SEED_BITS}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sample.top_p={self.top_p} must be above 0 and at most 1 (off)")
 

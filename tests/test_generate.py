@@ -243,6 +243,7 @@ def test_the_noise_of_a_row_does_not_depend_on_its_neighbours():
         ({"temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
         ({"temperature": 1e-9}, "sample.temperature=1e-09 must be 0 (greedy) or 1e-06 or more; 0.8 is usual"),
         ({"top_k": -1}, "sample.top_k=-1 is too small; use 0 or more"),
+        ({"seed": 2**32}, "sample.seed=4294967296 is too large; use less than 2**32"),
         ({"tokens": 0}, "sample.tokens=0 is too small; use 1 or more"),
     ],
 )
