@@ -70,6 +70,9 @@ def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> O
     ):
         parts = build(settings, folder)
         start = step_to_resume(folder, about(parts), resume, journal.say)
+        if stop.signal:
+            journal.say(f"stopped by {stop.signal} before the first step")
+            return Outcome("stopped", start)
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
@@ -122,7 +125,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
-        return end(parts, folder, journal, stop, state, done)
+        return end(parts, folder, journal, stop, state, done, steps.eval_loss)
 
 
 def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
@@ -133,17 +136,36 @@ def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
     return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
 
 
-def end(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, state: TrainState, done: int) -> Outcome:
+def end(
+    parts: Parts,
+    folder: RunFolder,
+    journal: Journal,
+    stop: StopRequest,
+    state: TrainState,
+    done: int,
+    eval_loss: float | None,
+) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
         journal.say(f"stopped by {stop.signal}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
     journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
+    if eval_loss is not None:
+        journal.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt and not stop.signal:
         text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
-    return Outcome("finished", done)
+    return Outcome("finished", done, eval_loss)
+
+
+def verdict(eval_loss: float, data: Reader) -> str:
+    """The loss beside that of a model which knows only how frequent tokens are."""
+    per_byte = eval_loss / data.bytes_per_token
+    return (
+        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy of the corpus "
+        f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
+    )
 
 
 def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> Meter:
@@ -164,6 +186,9 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         "",
         render(parameters_by_component(model.shapes), memory(model, opt_state, global_batch=batch, seq=seq)),
         "",
+        f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
+        + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
+        + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
         "",
     ]

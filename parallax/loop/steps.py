@@ -1,7 +1,7 @@
 """The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from parallax.step import TrainState
 
 
 class DivergenceError(ParallaxError):
-    """The loss is no longer a number."""
+    """Loss or gradient is no longer finite."""
 
     exit_status = 4
 
@@ -45,6 +45,7 @@ class Steps:
     meter: Meter
     stop: StopRequest
     rates: np.ndarray  # learning rate of each step
+    eval_loss: float | None = None  # of the latest evaluation
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
@@ -82,28 +83,32 @@ class Steps:
         """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
         values = self._read(ended, first=first)
         if self._evaluates_after(ended.step) and not stopping:
-            values["eval/loss"] = self.evaluate(state.params)
+            values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+            self._check_finite(ended.step, values)
         self._report(ended, values)
         if stopping or self._saves_after(ended.step):
             self.checkpoints.save(ended.step, parts_of(state), loss=values.get("eval/loss"))
         self.meter.pause()
 
     def _read(self, ended: Ended, *, first: bool) -> dict[str, float]:
-        """A step's numbers, waiting for it to end; DivergenceError if its loss is not finite."""
+        """A step's numbers, waiting for it to end; DivergenceError if they are not finite."""
         metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
-        rate = float(self.rates[ended.step - 1])
-        if not math.isfinite(metrics["loss"]):
-            raise DivergenceError(
-                f"the loss of step {ended.step} is {metrics['loss']} (gradient norm "
-                f"{metrics['grad_norm']:.3g}, learning rate {rate:.3g}); it was not saved; try a lower "
-                "optimizer.learning_rate, more warmup_steps or a smaller clip_norm"
-            )
-        return {
+        values = {
             "train/loss": metrics["loss"],
             "train/grad_norm": metrics["grad_norm"],
-            "train/learning_rate": rate,
-            **self.meter.measure(ended.waited_secs, compiled=first),
+            "train/learning_rate": float(self.rates[ended.step - 1]),
         }
+        self._check_finite(ended.step, values)
+        return values | self.meter.measure(ended.waited_secs, compiled=first)
+
+    def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
+        # The norm too: what it is infinite of is in the parameters by now.
+        if not all(map(math.isfinite, values.values())):
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if "perf/" not in name)
+            raise DivergenceError(
+                f"step {step} is not finite: {numbers}; it was not saved; try a lower optimizer.learning_rate, "
+                "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+            )
 
     def _report(self, ended: Ended, values: dict[str, float]) -> None:
         self.journal.record(ended.step, values)
