@@ -33,17 +33,13 @@ class MeshConfig:
     def __post_init__(self):
         for axis, size in self.sizes.items():
             if not _is_whole(size) or (size < 1 and size != INFERRED):
-                raise ConfigError(
-                    f"mesh.{axis}={size!r} is no number of devices; use 1 or more, or -1 for all others"
-                )
+                raise ConfigError(f"mesh.{axis}={size!r} is no number of devices; use 1 or more, or -1 for all others")
         inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
         if len(inferred) > 1:
             both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
             raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
         if not _is_whole(self.simulate) or self.simulate < 0:
-            raise ConfigError(
-                f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more"
-            )
+            raise ConfigError(f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more")
 
     @property
     def sizes(self) -> dict[str, int]:

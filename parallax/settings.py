@@ -113,16 +113,12 @@ def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, An
             raise ConfigError(f"unknown key {prefix}{name}; {nearest(name, known)}")
     missing = [f"{prefix}{name}" for name in known if name not in written]
     if missing:
-        raise ConfigError(
-            f"the config has no {', '.join(missing)}; start from get_config() of configs/base.py"
-        )
+        raise ConfigError(f"the config has no {', '.join(missing)}; start from get_config() of configs/base.py")
 
 
 def _read(key: str, value: Any, kind: type) -> Any:
     # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
-    fits = isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(
-        value, bool
-    )
+    fits = isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(value, bool)
     if not fits:
         raise ConfigError(f"{key}={value!r} is {_kind_of(value)}, but it must be {KINDS[kind]}")
     if kind is float and not math.isfinite(value):

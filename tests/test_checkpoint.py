@@ -34,9 +34,7 @@ def make_parts(mesh, d_model=16):
     rng = np.random.default_rng(0)
     shapes = {"embedding": (32, d_model), "blocks": {"mlp": (8, d_model, 8)}}
     params = jax.tree.map(
-        lambda shape, spec: jax.device_put(
-            rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec)
-        ),
+        lambda shape, spec: jax.device_put(rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec)),
         shapes,
         SPECS,
         is_leaf=lambda x: isinstance(x, tuple),
@@ -127,9 +125,7 @@ def test_an_empty_or_missing_folder_has_no_latest_step(tmp_path):
 
 
 def largest_file(folder):
-    return max(
-        (p for p in folder.rglob("*") if p.is_file() and "/d/" in str(p)), key=lambda p: p.stat().st_size
-    )
+    return max((p for p in folder.rglob("*") if p.is_file() and "/d/" in str(p)), key=lambda p: p.stat().st_size)
 
 
 def damage(folder, how):
@@ -174,9 +170,7 @@ def test_every_flipped_bit_is_found(tmp_path):
     parts = save_steps(tmp_path, {1: 3.0})
     rng = np.random.default_rng(0)
     files = [p for p in (tmp_path / "1").rglob("*") if p.is_file() and p.stat().st_size]
-    counted = [
-        p for p in files if p.name not in ("_CHECKPOINT_METADATA", "manifest.json", "commit_success.txt")
-    ]
+    counted = [p for p in files if p.name not in ("_CHECKPOINT_METADATA", "manifest.json", "commit_success.txt")]
     for path in counted:
         good = path.read_bytes()
         bad = bytearray(good)
@@ -192,9 +186,8 @@ def test_a_checkpoint_of_another_model_names_arrays_and_settings(tmp_path):
     wanted = abstract(make_parts(mesh_of(1, 2, 1), d_model=32))
     with pytest.raises(CheckpointError) as error:
         restore(tmp_path, 1, wanted, settings={"model": {"d_model": 32, "layers": 4}})
-    assert (
-        "is of another model: params blocks.mlp is float32[8, 16, 8] there and float32[8, 32, 8] here"
-        in str(error.value)
+    assert "is of another model: params blocks.mlp is float32[8, 16, 8] there and float32[8, 32, 8] here" in str(
+        error.value
     )
     assert str(error.value).endswith("; model.d_model=16 there, 32 here")
 
@@ -240,9 +233,7 @@ def test_a_failed_save_is_an_error_and_leaves_older_steps(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("parallax.checkpoint.writer.write_manifest", full)
-    with pytest.raises(
-        CheckpointError, match=r"cannot save step 2 in .*No space left.*older steps are untouched"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot save step 2 in .*No space left.*older steps are untouched"):
         save_steps(tmp_path, {2: 2.0})
     assert latest_step(tmp_path) == 1
     assert restore(tmp_path, 1, abstract(parts))

@@ -42,9 +42,7 @@ def test_the_inferred_axis_takes_all_devices_that_are_left(devices, unknown, dat
 def test_factorisations_are_all_there_are(devices):
     found = factorisations(devices)
     assert len(found) == len(set(found)) and all(math.prod(f) == devices for f in found)
-    pairs = [
-        (a, b) for a in range(1, devices + 1) for b in range(1, devices // a + 1) if devices % (a * b) == 0
-    ]
+    pairs = [(a, b) for a in range(1, devices + 1) for b in range(1, devices // a + 1) if devices % (a * b) == 0]
     assert len(found) == len(pairs)
 
 
@@ -87,9 +85,7 @@ def test_long_lists_of_legal_sizes_are_cut_with_the_nearest_first():
 def test_simulating_after_jax_has_started_is_an_error_unless_nothing_changes():
     eight_devices()
     simulate_devices(8)
-    with pytest.raises(
-        ConfigError, match=r"mesh.simulate=4 comes too late: JAX already runs with 8 cpu device"
-    ):
+    with pytest.raises(ConfigError, match=r"mesh.simulate=4 comes too late: JAX already runs with 8 cpu device"):
         simulate_devices(4)
 
 

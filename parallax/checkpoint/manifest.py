@@ -32,9 +32,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         written = manifest["format"]
     except FileNotFoundError:
         known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {folder}; steps there: {known}"
-        ) from None
+        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(_damaged(folder, step, f"its {MANIFEST} cannot be read")) from error
     if written != FORMAT:
@@ -119,9 +117,7 @@ def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> di
 
 def _damaged(folder: Path, step: int, how: str) -> str:
     older = [other for other in complete_steps(folder) if other < step]
-    way_out = (
-        f"remove {folder / str(step)} to go on from step {max(older)}" if older else "there is no older step"
-    )
+    way_out = f"remove {folder / str(step)} to go on from step {max(older)}" if older else "there is no older step"
     return f"the checkpoint of step {step} in {folder} is damaged: {how}; {way_out}"
 
 

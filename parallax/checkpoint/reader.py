@@ -53,11 +53,7 @@ def _other_model(
     folder: Path, manifest: Mapping[str, Any], differences: list[str], settings: Mapping[str, Any] | None
 ) -> str:
     named = "; ".join(differences[:NAMED_DIFFERENCES])
-    more = (
-        f" (and {len(differences) - NAMED_DIFFERENCES} more)" if len(differences) > NAMED_DIFFERENCES else ""
-    )
+    more = f" (and {len(differences) - NAMED_DIFFERENCES} more)" if len(differences) > NAMED_DIFFERENCES else ""
     drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
     because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
-    return (
-        f"the checkpoint of step {manifest['step']} in {folder} is of another model: {named}{more}{because}"
-    )
+    return f"the checkpoint of step {manifest['step']} in {folder} is of another model: {named}{more}{because}"

@@ -144,6 +144,4 @@ def _saving(folder: Path, step: int | None) -> Iterator[None]:
         yield
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"cannot save step {step} in {folder}: {reason}; older steps are untouched"
-        ) from error
+        raise CheckpointError(f"cannot save step {step} in {folder}: {reason}; older steps are untouched") from error
