@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from parallax.collectives import as_varying, varying_axes
+
 # YaRN, section 3.2: dims that turn more than 32 times in the original context are kept, fewer than once stretched.
 FAST_TURNS, SLOW_TURNS = 32, 1
 
@@ -55,6 +57,8 @@ class Rope:
 def rotate(x_BSHP: Array, tables: tuple[Array, Array]) -> Array:
     """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles."""
     cos_BS1p, sin_BS1p = (table[:, :, None] for table in tables)
+    # Cast once: where x is the same on ranks of which the tables may differ, each product would sum its gradient.
+    x_BSHP = as_varying(x_BSHP, varying_axes(cos_BS1p))
     left, right = jnp.split(x_BSHP.astype(jnp.float32), 2, axis=-1)
     turned = (left * cos_BS1p - right * sin_BS1p, right * cos_BS1p + left * sin_BS1p)
     return jnp.concatenate(turned, axis=-1).astype(x_BSHP.dtype)
