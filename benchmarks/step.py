@@ -1,10 +1,10 @@
 """Speed of a training step, as a share of the machine's own matmul rate, and peak memory.
 
-    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--steps 4] [--remat none] [--microbatches 0]
+    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--remat none] [--gather step] [--microbatches 8]
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
-seconds are counted, over all threads: steadier than wall time on a shared machine. Just before and after the
-steps, the same process measures what a float32 matmul reaches, 2 x 2048^3 FLOPs a time.
+seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
+process measures what a float32 matmul reaches, 2 x 2048^3 FLOPs a time; the median over steps is printed.
 
     share = model FLOPs per CPU second of the step / matmul FLOPs per CPU second
 
@@ -15,13 +15,14 @@ layer and a bubble count nothing.
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MATMUL, MATMUL_TIMES = 2048, 8
+MATMUL, MATMUL_TIMES = 2048, 4
 
 
 def main() -> None:
@@ -29,34 +30,38 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--microbatches", type=int, default=0, help="0: 8 with a pipeline, else 1 row a device")
+    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.child, args.steps, args.remat, args.microbatches)))
+        print(json.dumps(measure(args)))
         return
-    print("mesh    microbatches  share of matmul peak  CPU s/step  wall s/step  / first mesh  compile s  peak RSS")
+    print("mesh     share of matmul peak  CPU s/step  / first mesh  wall s/step  compile s  peak RSS")
     first = None
     for mesh in args.meshes:
         row = run_child(mesh, args)
         first = first or row
+        # Both in units of the same process's matmul, so that a machine that slowed between them does not show.
+        ratio = first["share"] / row["share"]
         print(
-            f"{mesh:8}{row['microbatches']:12}{row['share']:21.1%}{row['cpu_secs']:13.2f}{row['wall_secs']:13.2f}"
-            f"{row['cpu_secs'] / first['cpu_secs']:14.2f}{row['compile_secs']:11.1f}{row['peak_bytes'] / 2**30:7.2f} GiB",
+            f"{mesh:8}{row['share']:21.1%}{row['cpu_secs']:12.2f}{ratio:14.2f}{row['wall_secs']:13.2f}"
+            f"{row['compile_secs']:11.1f}{row['peak_bytes'] / 2**30:7.2f} GiB",
             flush=True,
         )
 
 
 def run_child(mesh: str, args: argparse.Namespace) -> dict:
-    options = ["--steps", str(args.steps), "--remat", args.remat, "--microbatches", str(args.microbatches)]
-    command = [sys.executable, __file__, "--child", mesh, *options]
+    options = {"steps": args.steps, "remat": args.remat, "gather": args.gather, "microbatches": args.microbatches}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, __file__, "--child", mesh, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(mesh_text: str, steps: int, remat: str, microbatches: int) -> dict:
+def measure(args: argparse.Namespace) -> dict:
     sys.path.insert(0, str(ROOT))
     import jax
     import numpy as np
@@ -67,13 +72,12 @@ def measure(mesh_text: str, steps: int, remat: str, microbatches: int) -> dict:
     from parallax.optimizer import make_optimizer
     from parallax.step import init_state, make_train_step
 
-    pp, dp, tp = map(int, mesh_text.split(","))
+    pp, dp, tp = map(int, args.child.split(","))
     px.simulate_devices(pp * dp * tp)
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
-    config.pipeline.remat = remat
-    default = 8 if pp > 1 else config.data.global_batch // dp
-    config.pipeline.microbatches = microbatches or default
+    config.pipeline.remat, config.pipeline.gather = args.remat, args.gather
+    config.pipeline.microbatches = args.microbatches
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh)
     model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
@@ -86,17 +90,18 @@ def measure(mesh_text: str, steps: int, remat: str, microbatches: int) -> dict:
     step = make_train_step(model, tx, 0).lower(state, batch).compile()
     compile_secs = time.perf_counter() - started
     state, _ = jax.block_until_ready(step(state, batch))
-    before = matmul_rate(jax)
-    cpu, wall = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        state, _ = step(state, batch)
-    jax.block_until_ready(state)
-    cpu_secs, wall_secs = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
-    peak = (before + matmul_rate(jax)) / 2
+    cpu, wall, rates = [], [], []
+    for _ in range(args.steps):
+        rates.append(matmul_rate(jax))
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        cpu.append(time.process_time() - cpu_start)
+        wall.append(time.perf_counter() - wall_start)
     flops = plan.flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
+    shares = [flops / secs / rate for secs, rate in zip(cpu, rates, strict=True)]
+    cpu_secs, wall_secs, share = (statistics.median(values) for values in (cpu, wall, shares))
     return {
-        "microbatches": config.pipeline.microbatches,
-        "share": flops / cpu_secs / peak,
+        "share": share,
         "cpu_secs": cpu_secs,
         "wall_secs": wall_secs,
         "compile_secs": compile_secs,

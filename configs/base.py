@@ -75,9 +75,7 @@ def get_config() -> ConfigDict:
 
     # parallax.data.DataConfig
     config.data = ConfigDict()
-    config.data.source = (
-        "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
-    )
+    config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
     config.data.tokenizer = "bytes"  # "bytes" | "bpe" (trained on the corpus) | a tokenizer.json
@@ -87,13 +85,13 @@ def get_config() -> ConfigDict:
     config.data.global_batch = 32  # windows in a step, over all devices
     config.data.eval_fraction = 0.02  # share of documents held out
     config.data.seed = 0  # of the order of windows
-    config.data.synthetic_tokens = 1_000_000  # synthetic: tokens in the corpus
+    config.data.synthetic_tokens = 1_000_000  # synthetic: bytes of text, tokens of the bytes tokenizer
 
     # parallax.loop.TrainConfig
     config.train = ConfigDict()
     config.train.steps = 1000
     config.train.seed = 0  # of initial values and dropout
-    config.train.log_every_steps = 10
+    config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)

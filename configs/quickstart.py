@@ -30,9 +30,10 @@ def get_config() -> ConfigDict:
     config.model.d_rope = 16
 
     config.pipeline.microbatches = 4
+    config.pipeline.remat = "none"  # memory is no concern at this size, time is
 
     config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 30
+    config.optimizer.warmup_steps = 20
 
     config.data.source = "stdlib"
     config.data.tokenizer = "bpe"
@@ -41,7 +42,7 @@ def get_config() -> ConfigDict:
     config.data.seq = 256
     config.data.global_batch = 16
 
-    config.train.steps = 600
+    config.train.steps = 400
     config.train.eval_every_steps = 100
 
     config.checkpoint.every_steps = 200
