@@ -92,17 +92,18 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     if config.name == "adamw":
         update = optax.adamw(rate, **adamw, mask=decays)
     else:
-        update = optax.contrib.muon(
-            rate,
+        direction = optax.contrib.muon(
+            learning_rate=-1.0,  # leaves the sign uphill: decay joins, then the rate turns and scales both
             beta=config.muon_momentum,
-            weight_decay=config.weight_decay,
-            weight_decay_mask=decays,
+            eps=config.eps,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=jax.tree.map(muon_dims, layouts, is_leaf=_is_layout),
             consistent_rms=0.2,  # the update's size is AdamW's, so that one learning rate serves both
         )
+        # Not by Muon's own settings: it would decay every norm and bias that it leaves to AdamW.
+        decay = optax.add_decayed_weights(config.weight_decay, decays)
+        update = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update) if config.clip_norm else update
 
 

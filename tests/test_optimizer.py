@@ -1,0 +1,227 @@
+"""Optimizers: rates at their corners, what decays, the clip of the whole mesh, states cut as parameters are."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import build, optimizer_config, params_of
+
+from parallax.errors import ConfigError
+from parallax.notation import Layout
+from parallax.optimizer import global_norm, is_matrix, learning_rate, make_optimizer, muon_dims
+from parallax.step import abstract_state, init_state
+
+PEAK, STEPS, WARMUP = 1.0, 100, 10
+
+
+def rate(step, **changes):
+    config = optimizer_config(**(dict(learning_rate=PEAK, warmup_steps=WARMUP, final_ratio=0.1) | changes))
+    return float(learning_rate(config, STEPS)(step))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_the_rate_rises_to_its_peak_from_a_first_step_that_is_not_zero(schedule):
+    rates = [rate(step, schedule=schedule) for step in range(WARMUP)]
+    np.testing.assert_allclose(rates, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
+    assert rate(WARMUP, schedule=schedule) == pytest.approx(PEAK, rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
+    assert rate(0, schedule=schedule, warmup_steps=warmup) == pytest.approx(PEAK, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("cosine", 55, 0.1 + 0.9 * 0.5),
+        ("cosine", 100, 0.1),
+        ("linear", 55, 0.1 + 0.9 * 0.5),
+        ("linear", 100, 0.1),
+        ("wsd", 81, 1.0),  # the last fifth of the 90 steps after warm-up falls, from step 82
+        ("wsd", 82, 1.0),
+        ("wsd", 91, 0.1 + 0.9 * 0.5),
+        ("wsd", 100, 0.1),
+        ("constant", 100, 1.0),
+    ],
+)
+def test_the_rate_has_these_values(schedule, step, expected):
+    assert rate(step, schedule=schedule, decay_fraction=0.2) == pytest.approx(PEAK * expected, rel=1e-5)
+
+
+def test_cosine_follows_its_formula():
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 90)) / 2 for done in range(91)]
+    np.testing.assert_allclose([rate(WARMUP + done) for done in range(91)], expected, rtol=1e-4)
+
+
+def test_warm_up_that_does_not_end_is_refused():
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps=100 must be below train.steps=100; use warmup_steps"):
+        rate(0, warmup_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("name", "adam", "optimizer.name='adam' is unknown; did you mean 'adamw'?"),
+        ("schedule", "cosin", "optimizer.schedule='cosin' is unknown; did you mean 'cosine'?"),
+        ("warmup_steps", -1, "optimizer.warmup_steps=-1 must be a whole number of 0 or more"),
+        ("warmup_steps", 1.5, "optimizer.warmup_steps=1.5 must be a whole number"),
+        ("learning_rate", float("nan"), "optimizer.learning_rate=nan must be at least 0 and below inf"),
+        ("b1", 1.0, "optimizer.b1=1.0 must be at least 0 and below 1"),
+        ("clip_norm", -1.0, "optimizer.clip_norm=-1.0 must be at least 0"),
+    ],
+)
+def test_wrong_settings_are_refused(field, value, message):
+    with pytest.raises(ConfigError) as caught:
+        optimizer_config(**{field: value})
+    assert message in str(caught.value)
+
+
+def names(model, leaves):
+    paths = jax.tree_util.tree_leaves_with_path(model.shapes)
+    words = [".".join(str(key.key) for key in path) for path, _ in paths]
+    return dict(zip(words, leaves, strict=True))
+
+
+def layout_leaves(model):
+    return jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+
+
+# (input dims, output dims) of every kernel, the layers' dim not counted; the rest is left to AdamW.
+MUON = {
+    "mla": {
+        "queries_0.kernel": (("d_model",), ("d_latent_q",)),
+        "queries_3.kernel": (("d_latent_q",), ("heads", "d_qk")),
+        "down.kernel": (("d_model",), ("d_latent",)),
+        "k_rope.kernel": (("d_model",), ("d_rope",)),
+        "up_k.kernel": (("d_latent",), ("heads", "d_head")),
+        "up_v.kernel": (("d_latent",), ("heads", "d_head")),
+        "out.kernel": (("heads", "d_head"), ("d_model",)),
+    },
+    "gqa": {
+        "q.kernel": (("d_model",), ("heads", "d_head")),
+        "k.kernel": (("d_model",), ("kv_heads", "d_head")),
+        "v.kernel": (("d_model",), ("kv_heads", "d_head")),
+        "out.kernel": (("heads", "d_head"), ("d_model",)),
+    },
+}
+MLP = {
+    "gate.kernel": (("d_model",), ("d_ff",)),
+    "up.kernel": (("d_model",), ("d_ff",)),
+    "down.kernel": (("d_ff",), ("d_model",)),
+}
+
+
+@pytest.mark.parametrize("attention", MUON)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+def test_muon_knows_inputs_and_outputs_of_every_kernel(attention, family):
+    model = build((1, 1, 1), attention=attention, d_latent_q=16, tied=False, qkv_bias=True, tensor_parallel=family)
+    expected = {f"blocks.attention.{name}": dims for name, dims in MUON[attention].items()}
+    expected |= {f"blocks.mlp.{name}": dims for name, dims in MLP.items()}
+    found = {}
+    for name, layout in names(model, layout_leaves(model)).items():
+        if (dims := muon_dims(layout)) is not None:
+            words = [tuple(layout.names[at] for at in axes) for axes in (dims.reduction_axis, dims.output_axis)]
+            found[name] = tuple(words)
+    assert found == expected
+
+
+@pytest.mark.parametrize("attention", MUON)
+def test_norms_and_biases_are_no_matrices(attention):
+    model = build((1, 1, 1), attention=attention, d_latent_q=16, tied=False, qkv_bias=True)
+    for name, layout in names(model, layout_leaves(model)).items():
+        assert is_matrix(layout) == name.endswith(("kernel", "table")), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("attention", MUON)
+def test_decay_skips_norms_and_biases(attention, optimizer):
+    model = build((1, 1, 1), attention=attention, tied=False, qkv_bias=True, layers=1)
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), model.shapes)
+    config = optimizer_config(name=optimizer, learning_rate=0.5, weight_decay=0.1, warmup_steps=0, schedule="constant")
+    tx = make_optimizer(config, 10, model.layouts)
+    nothing = jax.tree.map(np.zeros_like, params)
+    updates, _ = jax.jit(lambda params: tx.update(nothing, tx.init(params), params))(params)
+    for name, update in names(model, jax.tree.leaves(updates)).items():
+        expected = -0.5 * 0.1 if name.endswith(("kernel", "table")) else 0.0
+        np.testing.assert_allclose(update, expected, rtol=1e-5, err_msg=name)
+
+
+@functools.cache
+def gradients(scale):
+    model, rng = build((1, 1, 1)), np.random.default_rng(3)
+    return jax.tree.map(lambda leaf: scale * rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
+
+
+def one_step(mesh, config, scale):
+    """(parameters after a step, norm of the gradient), computed on arrays cut over the mesh."""
+    model = build(mesh)
+    tx = make_optimizer(config, 10, model.layouts)
+
+    def step(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates), global_norm(grads)
+
+    grads = jax.tree.map(jax.device_put, gradients(scale), model.shardings)
+    return jax.tree.map(np.asarray, jax.jit(step)(params_of(model), grads))
+
+
+@pytest.mark.parametrize(("optimizer", "clip_norm"), [("adamw", 1.0), ("adamw", 0.0), ("muon", 1.0)])
+def test_a_step_is_the_same_on_one_device_and_on_eight(optimizer, clip_norm):
+    # eps as large as a clipped gradient's entries: AdamW's step then depends on their size, and so on the norm.
+    settings = dict(learning_rate=0.01, warmup_steps=0, clip_norm=clip_norm, eps=1e-3)
+    config = optimizer_config(name=optimizer, **settings)
+    (alone, norm), (cut, cut_norm) = (one_step(mesh, config, scale=0.1) for mesh in [(1, 1, 1), (2, 2, 2)])
+    expected = math.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(gradients(0.1))))
+    np.testing.assert_allclose([norm, cut_norm], expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), cut, alone)
+
+
+def test_the_gradient_is_clipped_to_the_norm_of_all_its_leaves():
+    """Twice the gradient gives the same step once the norm is above the clip, and another below it."""
+    settings = dict(learning_rate=0.01, warmup_steps=0, clip_norm=1.0, eps=1e-3)
+    config = optimizer_config(**settings)
+    steps = [one_step((2, 2, 2), config, scale)[0]["blocks"]["mlp"]["up"]["kernel"] for scale in (0.1, 0.2, 1e-4)]
+    np.testing.assert_allclose(steps[0], steps[1], rtol=0, atol=1e-6)
+    assert np.abs(steps[0] - steps[2]).max() > 1e-4
+
+
+def test_muon_treats_each_stacked_layer_as_a_matrix_of_its_own():
+    model = build((1, 1, 1), layers=3)
+    config = optimizer_config(name="muon", learning_rate=0.1, warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
+    tx, rng = make_optimizer(config, 10, model.layouts), np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.shapes)
+    grads = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
+    step = jax.jit(lambda grads: tx.update(grads, tx.init(params), params)[0]["blocks"]["mlp"]["up"]["kernel"])
+    first = step(grads)
+    assert np.sum(first * grads["blocks"]["mlp"]["up"]["kernel"]) < 0, "downhill"
+    grads["blocks"]["mlp"]["up"]["kernel"][0] *= -1
+    second = step(grads)
+    np.testing.assert_allclose(first[1:], second[1:], atol=1e-6)
+    np.testing.assert_allclose(first[0], -second[0], atol=1e-6)
+    # Orthogonal rows up to Newton and Schulz's five rounds, which end with singular values around 1.
+    singular = np.linalg.svd(first[0], compute_uv=False)
+    assert singular.max() / singular.min() < 2.5
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizer_states_are_cut_as_their_parameters_are(optimizer):
+    model = build((2, 2, 2), tied=False)
+    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.layouts)
+    state = init_state(model, tx, seed=0)
+    by_name = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(model.shardings)}
+    moments = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        of = [sharding for name, sharding in by_name.items() if jax.tree_util.keystr(path).endswith(name)]
+        expected = of[0].spec if of else jax.sharding.PartitionSpec()
+        assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(model.mesh, expected), leaf.ndim)
+        moments += bool(of)
+    matrices = sum(muon_dims(layout) is not None for layout in layout_leaves(model))
+    # AdamW keeps two moments of each parameter, Muon one of each matrix.
+    assert moments == 2 * len(by_name) - (matrices if optimizer == "muon" else 0)
+    planned = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
+    assert jax.tree.all(jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), state, planned))
