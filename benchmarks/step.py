@@ -20,8 +20,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 MATMUL, MATMUL_TIMES = 2048, 4
 
 
@@ -61,10 +65,17 @@ def run_child(mesh: str, args: argparse.Namespace) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(args: argparse.Namespace) -> dict:
-    sys.path.insert(0, str(ROOT))
+class Prepared(NamedTuple):
+    step: Any  # compiled: (state, batch) -> (state, metrics)
+    state: Any
+    batch: dict
+    flops: int  # of the model, a step
+    compile_secs: float
+
+
+def prepare(mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepared:
+    """The reference work on a mesh, compiled."""
     import jax
-    import numpy as np
 
     import parallax as px
     from configs.bench_small import get_config
@@ -72,52 +83,59 @@ def measure(args: argparse.Namespace) -> dict:
     from parallax.optimizer import make_optimizer
     from parallax.step import init_state, make_train_step
 
-    pp, dp, tp = map(int, args.child.split(","))
+    pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
-    config.pipeline.remat, config.pipeline.gather = args.remat, args.gather
-    config.pipeline.microbatches = args.microbatches
+    config.pipeline.remat, config.pipeline.gather = remat, gather
+    config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
-    mesh = px.make_mesh(settings.mesh)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    parts = settings.model, settings.layout, settings.pipeline, settings.loss
+    model = px.ShardedModel(*parts, px.make_mesh(settings.mesh))
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     rows, seq = settings.data.global_batch, settings.data.seq
-    batch = jax.device_put(random_batch(np, rows, seq, settings.model.vocab), model.batch_sharding)
+    batch = jax.device_put(random_batch(rows, seq, settings.model.vocab), model.batch_sharding)
     state = init_state(model, tx, 0)
-
     started = time.perf_counter()
     step = make_train_step(model, tx, 0).lower(state, batch).compile()
     compile_secs = time.perf_counter() - started
-    state, _ = jax.block_until_ready(step(state, batch))
+    flops = plan.flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
+    return Prepared(step, state, batch, flops, compile_secs)
+
+
+def measure(args: argparse.Namespace) -> dict:
+    import jax
+
+    work = prepare(args.child, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
+    state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     cpu, wall, rates = [], [], []
     for _ in range(args.steps):
-        rates.append(matmul_rate(jax))
+        rates.append(matmul_rate())
         cpu_start, wall_start = time.process_time(), time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch))
+        state, _ = jax.block_until_ready(work.step(state, work.batch))
         cpu.append(time.process_time() - cpu_start)
         wall.append(time.perf_counter() - wall_start)
-    flops = plan.flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
-    shares = [flops / secs / rate for secs, rate in zip(cpu, rates, strict=True)]
-    cpu_secs, wall_secs, share = (statistics.median(values) for values in (cpu, wall, shares))
+    shares = [work.flops / secs / rate for secs, rate in zip(cpu, rates, strict=True)]
     return {
-        "share": share,
-        "cpu_secs": cpu_secs,
-        "wall_secs": wall_secs,
-        "compile_secs": compile_secs,
+        "share": statistics.median(shares),
+        "cpu_secs": statistics.median(cpu),
+        "wall_secs": statistics.median(wall),
+        "compile_secs": work.compile_secs,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def random_batch(np, rows: int, seq: int, vocab: int) -> dict:
+def random_batch(rows: int, seq: int, vocab: int) -> dict:
     tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq), dtype=np.int32)
     positions = np.tile(np.arange(seq, dtype=np.int32), (rows, 1))
     labels = np.roll(tokens, -1, axis=1)
     return {"tokens": tokens, "labels": labels, "segments": np.ones_like(tokens), "positions": positions}
 
 
-def matmul_rate(jax) -> float:
+def matmul_rate() -> float:
     """FLOPs per CPU second of float32 matmuls."""
+    import jax
+
     square = jax.numpy.ones((MATMUL, MATMUL))
     product = jax.jit(lambda a: a @ a)
     product(square).block_until_ready()
