@@ -7,35 +7,13 @@ import numpy as np
 import pytest
 from cut_layers import SIZES, call, declared, residual_layers, windows
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
+from jaxprs import equations, sent
 from tiny import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
 
 from parallax.collectives import as_varying
 from parallax.layers.dense import Dense
 from parallax.layers.families import FAMILIES
 from parallax.notation import Layout
-
-# How JAX calls what the notation calls.
-KINDS = {
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "all_to_all": "all_to_all",
-    "ppermute": "permute",
-}
-
-
-def sent(function, *args):
-    """Collectives in a trace: Counter of "kind axis"."""
-    found = Counter()
-    for equation in equations(function, *args):
-        if (kind := KINDS.get(equation.primitive.name)) is not None:
-            axes = equation.params["axes" if "axes" in equation.params else "axis_name"]
-            found[" ".join([kind, *([axes] if isinstance(axes, str) else axes)])] += 1
-    return found
 
 
 def forward_and_backward(layer, rope, layouts, params, x, x_layout):
@@ -53,8 +31,9 @@ def forward_and_backward(layer, rope, layouts, params, x, x_layout):
         return summary(pull(y))
 
     _, *rest = windows()
-    both = sent(trace(passes), params, x, *rest)
-    forward = sent(trace(lambda everything: summary(call(layer, rope)(*everything))), params, x, *rest)
+    both = Counter(sent(equations(trace(passes), params, x, *rest)))
+    alone = trace(lambda everything: summary(call(layer, rope)(*everything)))
+    forward = Counter(sent(equations(alone, params, x, *rest)))
     return forward, both - forward
 
 
