@@ -25,6 +25,7 @@ from ml_collections import ConfigDict, config_flags
 
 from parallax.errors import ConfigError, ParallaxError, nearest
 from parallax.loop import check_run_name, train
+from parallax.loop.processes import agree
 from parallax.loop.resume import RESUME
 from parallax.settings import KINDS, SECTIONS
 
@@ -81,7 +82,8 @@ def parse(argv: Sequence[str]) -> Command:
     rest = _read(values, argv, path)
     if rest:
         raise ConfigError(_stray(rest[0]))
-    return Command(values.config, choose_workdir(values.workdir, values.run_name, path), values.resume)
+    workdir = choose_workdir(values.workdir, values.run_name) or default_workdir(values.config, path)
+    return Command(values.config, workdir, values.resume)
 
 
 def usage() -> str:
@@ -99,8 +101,8 @@ def _as_flag(start: re.Match[str]) -> str:
     return "  --config" if start.group(1) == "config" else "  #"
 
 
-def choose_workdir(workdir: str | None, run_name: str | None, config: str) -> Path:
-    """The run's folder: as written, or below runs/ by name, by the launcher's name, or by config and time."""
+def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
+    """The run's folder: as written, or below runs/ by name or by the launcher's name; None where nobody names it."""
     if workdir and run_name:
         raise ConfigError(f"--workdir={workdir} and --run_name={run_name} both name the run's folder; give one")
     if workdir == "":
@@ -109,9 +111,16 @@ def choose_workdir(workdir: str | None, run_name: str | None, config: str) -> Pa
         return Path(workdir)
     if run_name is None:
         run_name = next((os.environ[name] for name in RUN_NAME_VARIABLES if os.environ.get(name)), None)
-    if run_name is None:
-        run_name = f"{Path(config.split(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RUNS / check_run_name(run_name)
+    return RUNS / check_run_name(run_name) if run_name is not None else None
+
+
+def default_workdir(config: ConfigDict, path: str) -> Path:
+    """The run's folder below runs/, by config and time; the same in all processes of a job."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    # Simulated devices are of one process, and can be made only before JAX is asked how many there are.
+    if not config.mesh.simulate:
+        started = agree(started)
+    return RUNS / check_run_name(f"{Path(path.split(':')[0]).stem}-{started}")
 
 
 def check_key(name: str) -> None:

@@ -19,6 +19,8 @@ from parallax.sampling import SampleConfig
 
 # Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
 VOCAB_MULTIPLE = 128
+# Seeds are int32 on the devices.
+SEED_LIMIT = 2**31
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -38,6 +40,8 @@ class TrainConfig:
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")
+        if self.seed >= SEED_LIMIT:
+            raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,8 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
         ({"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
         ({"data.global_batch": 8000}, "windows of data.seq=32, fewer than data.global_batch=8000"),
         ({"data.eval_fraction": 0.0}, "data.eval_fraction=0 holds out no document"),
+        ({"train.seed": -1}, "train.seed=-1 is too small; use 0 or more"),
+        ({"train.seed": 2**31}, "train.seed=2147483648 is too large; use less than 2**31"),
         ({"train.eval_batches": 0}, "checkpoint.keep_best=1 needs evaluations, but train.eval_batches=0"),
         ({"sample.top_p": 0.0}, "sample.top_p=0.0 must be above 0 and at most 1 (off)"),
         ({"sample.temperature": -1.0}, "sample.temperature=-1.0 must be 0 (greedy) or "),
@@ -133,6 +135,26 @@ def test_wrong_settings_are_named_before_anything_is_compiled(changes, message, 
     with pytest.raises(ParallaxError) as error:
         train(tiny_config(corpus, **changes), tmp_path / "run")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("vocab", [0, 384])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.tp": 8}, "model.heads=4 does not divide over mesh.tp=8"),
+        ({"data.global_batch": 12}, "data.global_batch=12 does not divide over mesh.dp=8"),
+        ({"optimizer.warmup_steps": 8}, "optimizer.warmup_steps=8 must be below train.steps=8"),
+        ({"mesh.tp": 2, "model.d_latent": 33, "model.attention": "mla"}, "d_latent=33 does not divide over tp=2"),
+    ],
+    ids=str,
+)
+def test_what_does_not_depend_on_data_is_named_before_any_is_prepared(
+    changes, message, vocab, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("parallax.loop.run.open_split", lambda *_: pytest.fail("it has begun to prepare data"))
+    with pytest.raises(ParallaxError) as error:
+        train(tiny_config(corpus, **{"model.vocab": vocab, **changes}), tmp_path / "run")
+    assert message in str(error.value) and not (tmp_path / "run").exists()
 
 
 def test_an_empty_corpus_is_named(tmp_path):

@@ -130,6 +130,12 @@ def test_hosts_read_parts_of_one_global_batch(folder, split, step, cuts):
     assert_same(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
 
 
+def test_rows_may_be_any_in_any_order(folder):
+    rows = [6, 0, 3]
+    whole, part = (prepared_reader(folder, global_batch=8, rows=chosen).batch(5) for chosen in (None, rows))
+    assert_same({name: array[rows] for name, array in whole.items()}, part)
+
+
 @given(steps=st.lists(st.integers(0, 10**6), min_size=1, max_size=8))
 def test_a_batch_does_not_depend_on_what_was_read_before(folder, steps):
     used = prepared_reader(folder)
@@ -224,9 +230,11 @@ def test_a_split_that_is_not_held_out_is_refused(folder, tmp_path):
         prepared_reader(tmp_path, eval_fraction=0.02)
 
 
-@pytest.mark.parametrize("rows", [range(0), range(2, 5), range(-1, 2)])
+@pytest.mark.parametrize("rows", [range(0), range(2, 5), range(-1, 2), [4, 0]])
 def test_rows_outside_of_the_batch_are_refused(folder, rows):
-    with pytest.raises(ConfigError, match=r"rows range\(.*\) are not rows of data.global_batch=4"):
+    with pytest.raises(
+        ConfigError, match=r"rows (range\(.*\)|\[4, 0\]) are not rows of data.global_batch=4; use 0 to 3"
+    ):
         prepared_reader(folder, rows=rows)
 
 

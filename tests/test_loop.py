@@ -19,7 +19,7 @@ from parallax.loop import DivergenceError, load_config, settings_of, train
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal, drop_after, read_metrics
 from parallax.loop.meter import Meter
-from parallax.loop.peak import CHIPS, measure_matmul, peak_flops
+from parallax.loop.peak import CHIPS, measure_matmul, most_memory, peak_flops
 from parallax.loop.steps import Steps
 from parallax.settings import load_settings
 
@@ -158,6 +158,13 @@ def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeyp
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
 
 
+def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, stop_at, capsys):
+    stop_at(7)
+    outcome = train(tiny_config(corpus, **{"sample.prompt": "Document", "sample.tokens": 5}), tmp_path)
+    assert outcome.reason == "finished" and outcome.eval_loss is not None
+    assert "sample of 5 tokens" in capsys.readouterr().out
+
+
 def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_path, monkeypatch):
     def evaluation(parts):
         return lambda params: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2) or 1.0
@@ -238,6 +245,16 @@ def test_a_refused_run_leaves_no_folder_behind(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_refused_run_leaves_a_folder_that_was_there(corpus, tmp_path):
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "log.txt").touch()
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
 def test_an_error_on_the_way_is_in_the_log(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -255,6 +272,11 @@ def test_curves_are_written_for_tensorboard(corpus, tmp_path):
     pytest.importorskip("tensorboardX")
     train(tiny_config(corpus, **{"train.tensorboard": True}), tmp_path)
     assert [path for path in (tmp_path / "tensorboard").iterdir() if "tfevents" in path.name]
+
+
+def test_an_evaluation_on_less_than_was_asked_for_is_said(corpus, tmp_path, capsys):
+    train(tiny_config(corpus, **{"train.steps": 3, "train.eval_batches": 1000}), tmp_path)
+    assert "all that are held out: fewer than train.eval_batches=1000" in capsys.readouterr().out
 
 
 def test_a_finished_run_writes_a_sample(corpus, tmp_path, capsys):
@@ -295,7 +317,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
 
     stub, batches = Stub(), Stub()
     batches.get = lambda at: (None, 0.0)
-    meter = Meter(4, 1, 1.0, None)
+    meter = Meter(4, 1, 1.0, None, 1)
     steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, np.zeros(4))
     steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
     steps.run(0, 0)
@@ -315,14 +337,17 @@ def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):
 
 def test_the_line_of_a_step_has_what_people_look_for():
     now = iter([0.0, 10.0, 10.5, 11.0])
-    meter = Meter(steps=1000, step_tokens=16_000, step_flops=1e9, peak_flops=1e10, clock=lambda: next(now))
+    fixed = {"clock": lambda: next(now), "memory": lambda: 1.3 * 2**30}
+    meter = Meter(steps=1000, step_tokens=16_000, step_flops=4.92e13, peak_flops=4.92e14, devices=8, **fixed)
     values = {"train/loss": 4.12344, "train/grad_norm": 1.234, "train/learning_rate": 3e-4}
     meter.measure(5.0, compiled=True)
     for _ in range(2):
         values |= meter.measure(0.0, compiled=False)
     assert meter.line(10, values) == (
-        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-04  0.50 s  32,000 tok/s  mfu 20%  wait 0.0%  left 8m15s"
+        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-04  0.50 s  32,000 tok/s  12.3 TFLOP/s/dev  mfu 20%  "
+        "mem 1.3 GiB  wait 0.0%  left 8m15s"
     )
+    assert values["perf/flops_per_second_per_device"] == 1.23e13 and values["perf/memory_bytes"] == 1.3 * 2**30
 
 
 def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
@@ -335,9 +360,24 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
     assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"]
     Chip.device_kind = "Abacus"
     assert peak_flops("bfloat16") == (None, "unknown for Abacus")
-    meter = Meter(steps=2, step_tokens=1, step_flops=1.0, peak_flops=None)
+    meter = Meter(steps=2, step_tokens=1, step_flops=1.0, peak_flops=None, devices=1, memory=lambda: None)
     values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
-    assert "mfu n/a" in meter.line(1, values | meter.measure(0.0, compiled=False))
+    line = meter.line(1, values | meter.measure(0.0, compiled=False))
+    assert "mfu n/a" in line and " mem " not in line
+
+
+def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(monkeypatch):
+    assert 2**26 < most_memory() < 2**40
+
+    class Chip:
+        platform = "gpu"
+
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    for stats, most in (([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}], 7), ([None, {}], None)):
+        monkeypatch.setattr("parallax.loop.peak.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
+        assert most_memory() == most
 
 
 def test_the_peak_of_a_cpu_is_measured_in_under_two_seconds():

@@ -1,11 +1,13 @@
 """The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
 
+import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from run_examples import as_flags, tiny_config, write_corpus
 
@@ -92,6 +94,14 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
     monkeypatch.setenv("JOBSET_NAME", "job-7")
     assert command_line.parse(["train.py", f"--config={config}"]).workdir == pathlib.Path("runs/job-7")
     assert command_line.parse(["train.py", f"--config={config}", "--workdir=x"]).workdir == pathlib.Path("x")
+
+
+def test_the_processes_of_a_job_take_the_name_that_the_first_gives(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    first = np.frombuffer(b"20260102-030405", np.uint8)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", lambda own: first)
+    parse = functools.partial(command_line.parse, ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"])
+    assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
 
 
 def test_help_lists_every_key_with_its_default(capsys):

@@ -95,8 +95,8 @@ class Checkpoints:
 
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
-        (unfinished,) = self._folder.glob(f"{self._in_flight['step']}.orbax-checkpoint-tmp*")
         if jax.process_index() == 0:
+            (unfinished,) = self._folder.glob(f"{self._in_flight['step']}.orbax-checkpoint-tmp*")
             write_manifest(unfinished, self._in_flight)
 
 

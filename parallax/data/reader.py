@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,13 @@ class Reader:
     are padded, so that each token of the split counts once. Beyond `batches` they repeat.
 
     Args:
-        rows: those of the global batch that this host reads; what is in a row does not depend on it.
+        rows: those of the global batch that this host reads, in any order; what is in a row does not depend on it.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
 
     def __init__(
-        self, config: DataConfig, folder: Path, *, tokenizer: Tokenizer, split: str, rows: range | None = None
+        self, config: DataConfig, folder: Path, *, tokenizer: Tokenizer, split: str, rows: Sequence[int] | None = None
     ):
         self.manifest = read_manifest(folder)
         self.tokenizer = tokenizer
@@ -107,12 +108,12 @@ class Reader:
 
     def _windows_of(self, step: int) -> np.ndarray:
         if self.split == "eval":
-            positions = step % self.batches * self._global_batch + np.array(self.rows)
+            positions = step % self.batches * self._global_batch + self.rows
             real = positions < self.windows
             windows = np.full(len(positions), self.windows)  # beyond the last: all padding
             windows[real] = shuffled(positions[real], self.windows, seed=self._seed, epoch=0)
             return windows
-        positions = step * self._global_batch + np.array(self.rows)
+        positions = step * self._global_batch + self.rows
         windows = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self.windows):
             mine = positions // self.windows == epoch
@@ -128,7 +129,7 @@ class Reader:
 
 
 def open_reader(
-    config: DataConfig, *, folder: Path, vocab: int | None, split: str, rows: range | None = None
+    config: DataConfig, *, folder: Path, vocab: int | None, split: str, rows: Sequence[int] | None = None
 ) -> Reader:
     """A reader of the configured source, which is prepared first where it is not yet.
 
@@ -194,8 +195,8 @@ def _open_stream(folder: Path, manifest: Manifest, split: str, eval_fraction: fl
     return Stream(folder, manifest, table["tokens"], chosen)
 
 
-def _check_rows(rows: range | None, global_batch: int) -> range:
-    rows = range(global_batch) if rows is None else rows
-    if not rows or rows[0] < 0 or rows[-1] >= global_batch:
-        raise ConfigError(f"rows {rows} are not rows of data.global_batch={global_batch}")
-    return rows
+def _check_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:
+    chosen = np.arange(global_batch) if rows is None else np.asarray(rows, np.int64)
+    if not len(chosen) or chosen.min() < 0 or chosen.max() >= global_batch:
+        raise ConfigError(f"rows {rows} are not rows of data.global_batch={global_batch}; use 0 to {global_batch - 1}")
+    return chosen

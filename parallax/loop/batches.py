@@ -13,22 +13,28 @@ from parallax.loop.folder import RunFolder
 from parallax.settings import Settings
 
 
-def own_rows(sharding: Sharding, shape: tuple[int, int]) -> range:
-    """The rows of a global batch that this process's devices hold."""
-    rows = [index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()]
-    return range(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
+def own_rows(sharding: Sharding, shape: tuple[int, int]) -> np.ndarray:
+    """The rows of a global batch that this process's devices hold, in order; a mesh may leave gaps between them."""
+    pieces = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
+    return np.concatenate([np.arange(*piece) for piece in sorted(pieces)])
 
 
 def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np.ndarray]], dict[str, Any]]:
-    """A function that sends this process's rows to its devices, as pieces of global arrays."""
+    """A function that sends this process's `own_rows` to its devices, as pieces of global arrays."""
+    rows = own_rows(sharding, shape)
 
-    def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.make_array_from_process_local_data(sharding, array, shape) for name, array in batch.items()}
+    def put_one(array: np.ndarray) -> jax.Array:
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(shape[0])
+            first = np.searchsorted(rows, start)
+            return array[first : first + stop - start, index[1]]
 
-    return put
+        return jax.make_array_from_callback(shape, sharding, piece)
+
+    return lambda batch: {name: put_one(array) for name, array in batch.items()}
 
 
-def open_split(settings: Settings, folder: RunFolder, split: str, rows: range | None = None) -> Reader:
+def open_split(settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None) -> Reader:
     """The reader of a split; the corpus is prepared first where it is not yet."""
     vocab = settings.model.vocab or None
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows)

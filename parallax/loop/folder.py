@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 
 from parallax.errors import CheckpointError, ConfigError
+from parallax.loop.processes import is_first
 from parallax.settings import Settings
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -40,11 +40,12 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep every other run out of it; the lock ends with the process."""
-        if jax.process_index() > 0:
+        if not is_first():
             # One process of a job holds the lock for all.
             yield
             return
         try:
+            before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("a+")
         except OSError as error:
@@ -55,13 +56,16 @@ class RunFolder:
             try:
                 yield
             finally:
-                self._remove_if_bare()
+                self._remove_if_bare(before)
 
-    def _remove_if_bare(self) -> None:
-        """Leave nothing behind if the run was refused before it wrote anything."""
-        names = {path.name for path in self.path.iterdir()}
+    def _remove_if_bare(self, before: set[str] | None) -> None:
+        """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
+        names = {path.name for path in self.path.iterdir()} - (before or set())
         if names <= {"lock", self.log.name} and not (self.log.exists() and self.log.stat().st_size):
-            shutil.rmtree(self.path)
+            for name in names:
+                (self.path / name).unlink()
+            if before is None:
+                self.path.rmdir()
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""
@@ -69,6 +73,8 @@ class RunFolder:
 
     def write_metadata(self, **about: Any) -> None:
         """Where, when and with which versions the run was started, the latest start last."""
+        if not is_first():
+            return
         starts = json.loads(self.metadata.read_text())["starts"] if self.metadata.exists() else []
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -110,7 +116,7 @@ def _take(lock: Any, folder: Path) -> None:
 
 
 def _replace(path: Path, content: Any) -> None:
-    if jax.process_index() > 0:
+    if not is_first():
         return
     # Written aside and renamed: a reader sees the old file or the new one, never half of it.
     aside = path.with_suffix(".tmp")

@@ -4,17 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from parallax.errors import ConfigError
 from parallax.loop.folder import RunFolder
+from parallax.loop.processes import is_first
 
 
 class Journal:
     """Lines for people and numbers for programs. Use it as a context: leaving it closes its files."""
 
     def __init__(self, folder: RunFolder, *, tensorboard: bool):
-        self._speaks = jax.process_index() == 0
+        self._speaks = is_first()
         self._metrics_path = folder.metrics
         self._log = folder.log.open("a") if self._speaks else None
         self._metrics: Any = None

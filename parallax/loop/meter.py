@@ -4,20 +4,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from parallax.loop.peak import most_memory
+from parallax.loop.summary import in_units
+
 
 @dataclass
 class Meter:
     """Turns steps and the time between them into numbers and a line.
 
-    `peak_flops` is that of all devices together, None where it is unknown. The first step is left out of all
-    averages: it compiles.
+    `step_flops` and `peak_flops` are those of all devices together, the latter None where it is unknown. The first
+    step is left out of all averages: it compiles.
     """
 
     steps: int
     step_tokens: int
     step_flops: float
     peak_flops: float | None
+    devices: int
     clock: Callable[[], float] = time.perf_counter
+    memory: Callable[[], int | None] = most_memory
     _last: float = field(init=False)
     _window: list[tuple[float, float]] = field(init=False, default_factory=list)
     _measured: tuple[int, float] = field(init=False, default=(0, 0.0))
@@ -40,7 +45,9 @@ class Meter:
             "perf/step_secs": secs,
             "perf/tokens_per_second": self.step_tokens / secs,
             "perf/data_wait_secs": waited_secs,
+            "perf/flops_per_second_per_device": self.step_flops / secs / self.devices,
             **({} if self.peak_flops is None else {"perf/mfu": self.step_flops / secs / self.peak_flops}),
+            **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
         }
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
@@ -55,21 +62,33 @@ class Meter:
             f"lr {values['train/learning_rate']:.1e}",
         ]
         if secs:
-            parts += self._speed(step, secs, waited)
+            parts += self._speed(step, secs, waited, values)
         if "eval/loss" in values:
             parts.append(f"eval {values['eval/loss']:.4f}")
         return "  ".join(parts)
 
-    def _speed(self, step: int, secs: float, waited: float) -> list[str]:
+    def _speed(self, step: int, secs: float, waited: float, values: Mapping[str, float]) -> list[str]:
         mfu = "n/a" if self.peak_flops is None else f"{self.step_flops / secs / self.peak_flops:.0%}"
         count, total = self._measured
         return [
             f"{secs:.2f} s",
             f"{self.step_tokens / secs:,.0f} tok/s",
+            f"{flops(self.step_flops / secs / self.devices)}/s/dev",
             f"mfu {mfu}",
+            *([f"mem {in_units(values['perf/memory_bytes'])}"] if "perf/memory_bytes" in values else []),
             f"wait {waited / secs:.1%}",
             f"left {duration((self.steps - step) * total / count)}",
         ]
+
+
+def flops(count: float) -> str:
+    """FLOPs in a unit that people read with ease.
+
+    >>> [flops(count) for count in (2e6, 4.56e10, 1.234e13)]
+    ['2.0 MFLOP', '45.6 GFLOP', '12.3 TFLOP']
+    """
+    size, unit = next(((size, unit) for size, unit in ((1e12, "T"), (1e9, "G")) if count >= size), (1e6, "M"))
+    return f"{count / size:.1f} {unit}FLOP"
 
 
 def duration(secs: float) -> str:

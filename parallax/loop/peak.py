@@ -1,5 +1,7 @@
-"""How many FLOPs a second the devices could do: from data sheets, or measured where there is none."""
+"""What the devices could do a second, from data sheets or measured where there is none, and what they hold."""
 
+import resource
+import sys
 import time
 
 import jax
@@ -36,6 +38,19 @@ def peak_flops(dtype: str) -> tuple[float | None, str]:
         return None, f"unknown for {device.device_kind}"
     name = max(known, key=len)
     return CHIPS[name] * jax.device_count(), f"{jax.device_count()} x {name}, bfloat16"
+
+
+def most_memory() -> int | None:
+    """Bytes that any of this process's devices has held at most, None where the backend does not say.
+
+    Simulated devices share the process, whose own peak it is.
+    """
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        # Linux counts in KiB, macOS in bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def measure_matmul(dtype: str) -> float:

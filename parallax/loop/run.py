@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from parallax.checkpoint import Checkpoints, restore, set_unfinished_aside
@@ -20,6 +21,7 @@ from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import peak_flops
+from parallax.loop.processes import is_first, wait_for_all
 from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
@@ -27,7 +29,7 @@ from parallax.loop.summary import render
 from parallax.mesh import make_mesh, simulate_devices
 from parallax.optimizer import learning_rate, make_optimizer
 from parallax.plan import flops_per_token, memory, parameters_by_component
-from parallax.settings import Settings, with_vocab
+from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
 
@@ -82,11 +84,12 @@ def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> O
 def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
+    # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
+    model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = open_split(settings, folder, "train")
     settings = with_vocab(settings, train_data.tokenizer.vocab)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model, tx = model_of(settings, mesh)
     shape = (settings.data.global_batch, settings.data.seq)
-    model.check_batch(*shape)
     rows = own_rows(model.batch_sharding, shape)
     if len(rows) < shape[0]:
         train_data = open_split(settings, folder, "train", rows)
@@ -94,21 +97,30 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     if settings.train.eval_batches:
         eval_data = open_split(settings, folder, "eval", rows)
         check_eval(eval_data, settings)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     return Parts(settings, model, tx, train_data, eval_data)
+
+
+def model_of(settings: Settings, mesh: Mesh) -> tuple[ShardedModel, optax.GradientTransformation]:
+    """The model and its optimizer; ConfigError where they do not fit the mesh, the batch or the steps."""
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 
 
 def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        for path in set_unfinished_aside(folder.checkpoints):
-            journal.say(f"set aside a checkpoint that was never finished: {path}")
+        if is_first():
+            for path in set_unfinished_aside(folder.checkpoints):
+                journal.say(f"set aside a checkpoint that was never finished: {path}")
+        wait_for_all("checkpoints are in order")
         saved = Checkpoints(folder.checkpoints, settings.checkpoint, settings=about(parts))
         checkpoints = stack.enter_context(saved)
         folder.write_config(settings)
         folder.write_metadata(mesh=model.axis_sizes, start=start)
-        parts.train_data.tokenizer.save(folder.path)
+        if is_first():
+            parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
         state = begin(parts, folder, start)
         journal.begin(start)
@@ -153,7 +165,7 @@ def end(
     if eval_loss is not None:
         journal.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
-    if sample.prompt and not stop.signal:
+    if sample.prompt:
         text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
@@ -190,10 +202,11 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        *said_of_evaluation(parts),
         "",
     ]
     journal.say("\n".join(lines))
-    return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak)
+    return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
 
 
 def evaluation(parts: Parts) -> Callable[[Any], float] | None:
@@ -201,15 +214,30 @@ def evaluation(parts: Parts) -> Callable[[Any], float] | None:
     reader, put = parts.eval_data, put_in(parts)
     if reader is None:
         return None
-    step = make_eval_step(parts.model)
+    step, count = make_eval_step(parts.model), eval_count(parts)
 
     def evaluate(params: Any) -> float:
-        count = min(parts.settings.train.eval_batches, reader.batches)
         measured = [jax.device_get(step(params, put(reader.batch(index)))) for index in range(count)]
         tokens = sum(float(metrics["tokens"]) for metrics in measured)
         return sum(float(metrics["loss"]) * float(metrics["tokens"]) for metrics in measured) / tokens
 
     return evaluate
+
+
+def eval_count(parts: Parts) -> int:
+    """Batches of an evaluation: no more than hold every window once."""
+    return min(parts.settings.train.eval_batches, parts.eval_data.batches)
+
+
+def said_of_evaluation(parts: Parts) -> list[str]:
+    """A line where the evaluation is smaller than the config asks for."""
+    wanted = parts.settings.train.eval_batches
+    if parts.eval_data is None or eval_count(parts) == wanted:
+        return []
+    count = eval_count(parts)
+    return [
+        f"evaluating on {count} batch{'es' * (count > 1)}, all that are held out: fewer than train.eval_batches={wanted}"
+    ]
 
 
 def about(parts: Parts) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Steps:
                 self._report(pending, self._read(pending, first=pending.step == start + 1))
             pending = Ended(done, metrics, waited)
             self.checkpoints.check()
-            # Asked once: a signal that comes later is for the next step.
-            stopping = self.stop.signal is not None
+            # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
+            stopping = self.stop.signal is not None and done < self.settings.train.steps
             if stopping or self._evaluates_after(done) or self._saves_after(done):
                 self._pause(pending, state, first=done == start + 1, stopping=stopping)
                 pending = None
@@ -98,6 +98,8 @@ class Steps:
             "train/grad_norm": metrics["grad_norm"],
             "train/learning_rate": float(self.rates[ended.step - 1]),
         }
+        if "z_loss" in metrics:
+            values["train/z_loss"] = metrics["z_loss"]
         self._check_finite(ended.step, values)
         return values | self.meter.measure(ended.waited_secs, compiled=first)
 
