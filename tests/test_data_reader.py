@@ -232,9 +232,7 @@ def test_a_split_that_is_not_held_out_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("rows", [range(0), range(2, 5), range(-1, 2), [4, 0]])
 def test_rows_outside_of_the_batch_are_refused(folder, rows):
-    with pytest.raises(
-        ConfigError, match=r"rows (range\(.*\)|\[4, 0\]) are not rows of data.global_batch=4; use 0 to 3"
-    ):
+    with pytest.raises(ConfigError, match=r"rows .* are not rows of data.global_batch=4; use 0 to 3"):
         prepared_reader(folder, rows=rows)
 
 

@@ -234,10 +234,7 @@ def said_of_evaluation(parts: Parts) -> list[str]:
     wanted = parts.settings.train.eval_batches
     if parts.eval_data is None or eval_count(parts) == wanted:
         return []
-    count = eval_count(parts)
-    return [
-        f"evaluating on {count} batch{'es' * (count > 1)}, all that are held out: fewer than train.eval_batches={wanted}"
-    ]
+    return [f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"]
 
 
 def about(parts: Parts) -> dict[str, Any]:
