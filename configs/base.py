@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     config.model.rope_scaling = "none"  # "none" | "linear" | "yarn"
     config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
     config.model.rope_original_seq = 2048  # tokens; yarn: the context that was trained before
-    config.model.qkv_bias = False  # biases on the query, key and value projections
+    config.model.qkv_bias = False  # biases on the projections to heads: of q, k and v; in mla of q alone
     config.model.norm_eps = 1e-6
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches

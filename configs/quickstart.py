@@ -32,7 +32,8 @@ def get_config() -> ConfigDict:
     config.pipeline.microbatches = 4
     config.pipeline.remat = "none"  # memory is no concern at this size, time is
 
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.name = "muon"
+    config.optimizer.learning_rate = 6e-3
     config.optimizer.warmup_steps = 20
 
     config.data.source = "stdlib"

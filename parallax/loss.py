@@ -30,7 +30,7 @@ class LossConfig:
 
 
 def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float) -> Array:
-    """Sum over tokens of `-log p(label) + z_coefficient * logsumexp^2`; ignored labels count nothing.
+    """Sums over tokens of `-log p(label)` and of `z_coefficient * logsumexp^2`, [2]; ignored labels count nothing.
 
     `table` says how the vocab is cut; each rank gives its columns, and all get the same sum.
     Communication: forward an all-reduce of three numbers a token over the axes that cut the vocab; backward nothing.
@@ -42,21 +42,21 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
     columns_V = offset(table, "vocab", logits_CV.shape[1]) + jnp.arange(logits_CV.shape[1])
     is_label_CV = columns_V[None, :] == labels_C[:, None]
     label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
-    losses_C = logsumexp_C - label_logit_C + z_coefficient * jnp.square(logsumexp_C)
-    return jnp.where(labels_C == IGNORED, 0, losses_C).sum()
+    losses_2C = jnp.stack([logsumexp_C - label_logit_C, z_coefficient * jnp.square(logsumexp_C)])
+    return jnp.where(labels_C[None] == IGNORED, 0, losses_2C).sum(axis=1)
 
 
 def chunked_loss(config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array) -> Array:
-    """The sum of `cross_entropy` over N tokens, forward only."""
+    """The sums [2] of `cross_entropy` over N tokens, forward only."""
     loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient)
     _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))
-    return losses.sum()
+    return losses.sum(axis=0)
 
 
 def chunked_loss_and_grads(
     config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, weight: Array
 ) -> tuple[Array, Array, Array]:
-    """Loss sum, and `weight` times its gradients in table (float32) and hidden, made chunk by chunk.
+    """The sums [2], and `weight` times the gradients of both in table (float32) and hidden, chunk by chunk.
 
     Forward and backward of a chunk run together, so that no logits are kept or made twice. `table_VD` must vary
     over every bound axis: its gradient is this device's share, for the caller to sum once.
@@ -66,12 +66,12 @@ def chunked_loss_and_grads(
         hidden_CD, labels_C = chunk
         loss_of = partial(_chunk_loss, labels_C=labels_C, layout=table, z_coefficient=config.z_coefficient)
         loss, pull = jax.vjp(loss_of, table_VD, hidden_CD)
-        table_grad, hidden_grad = pull(as_varying(weight, varying_axes(loss)))
+        table_grad, hidden_grad = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         return grad_VD + table_grad.astype(jnp.float32), (loss, hidden_grad)
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32))
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
-    return losses.sum(), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
+    return losses.sum(axis=0), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
 
 
 def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, check_choice, divisors
 from parallax.layers.attention import GQA
 from parallax.layers.context import Context, training_context
 from parallax.layers.dropout import Dropout
@@ -97,7 +97,7 @@ class ModelConfig:
 
     def _check_floats(self) -> None:
         ranges = {
-            "rope_theta": (1, math.inf),
+            "rope_theta": (1 + 1e-6, math.inf),
             "rope_factor": (1, math.inf),
             "norm_eps": (0, 1),
             "dropout": (0, 1),
@@ -106,6 +106,11 @@ class ModelConfig:
             value = getattr(self, key)
             if not least <= value < below:  # also refuses NaN
                 raise ConfigError(f"model.{key}={value!r} must be at least {least} and below {below}.")
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise ConfigError(
+                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
+                "use rope_factor=1, or rope_scaling='linear' or 'yarn'."
+            )
 
     def _check_mla(self) -> None:
         self._check_at_least("d_latent", 1)
@@ -115,9 +120,9 @@ class ModelConfig:
     def _check_gqa(self) -> None:
         self._check_even("d_head")
         if self.heads % self.kv_heads:
-            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ConfigError(
-                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; kv_heads in {legal} do."
+                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
+                f"use kv_heads in {{{', '.join(map(str, divisors(self.heads)))}}}."
             )
 
     def _check_even(self, key: str) -> None:

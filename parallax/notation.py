@@ -6,8 +6,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from parallax.errors import NotationError, divisors, nearest
@@ -162,6 +164,15 @@ def _local_size(layout, name, axes, sizes, axis_sizes) -> int:
             f"cut it in one of {{{legal}}} pieces, or use {name}={other}."
         )
     return size // pieces
+
+
+def map_layouts(function: Callable, layouts: Any, *trees: Any) -> Any:
+    """Map over a tree of layouts, and over trees of the same structure beside it.
+
+    >>> map_layouts(str, {"kernel": Layout.parse("d_model/dp d_ff/tp")})
+    {'kernel': 'd_model/dp d_ff/tp'}
+    """
+    return jax.tree.map(function, layouts, *trees, is_leaf=lambda leaf: isinstance(leaf, Layout))
 
 
 def parse_move(pattern: str) -> tuple[Layout, Layout]:

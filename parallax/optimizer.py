@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from parallax.errors import ConfigError, check_choice
-from parallax.notation import Layout
+from parallax.notation import Layout, map_layouts
 
 INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
 
@@ -55,7 +55,9 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate at each step, counted from 0: linear warm-up to the peak, then the schedule to its last value.
+    """The learning rate at each step, counted from 0: linear warm-up to the peak, then the schedule.
+
+    The last step, `steps - 1`, has the schedule's last value.
 
     Raises ConfigError when warm-up does not end before `steps` do.
     """
@@ -64,11 +66,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             f"optimizer.warmup_steps={config.warmup_steps} must be below train.steps={steps}; "
             f"use warmup_steps={steps // 10}."
         )
-    peak, last, rest = (
-        config.learning_rate,
-        config.learning_rate * config.final_ratio,
-        steps - config.warmup_steps,
-    )
+    top = max(config.warmup_steps - 1, 0)  # the step at the peak
+    peak, last, rest = config.learning_rate, config.learning_rate * config.final_ratio, max(steps - 1 - top, 1)
     falling = max(round(rest * config.decay_fraction), 1)
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, config.final_ratio),
@@ -77,8 +76,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
     }[config.schedule]()
     # The first step has 1/warmup of the peak, not 0: a step that changes nothing is a step lost.
-    rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1))
-    return optax.join_schedules([rising, after], [config.warmup_steps])
+    rising = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, max(top, 1))
+    return optax.join_schedules([rising, after], [top])
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
@@ -87,7 +86,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims.
     """
     rate = learning_rate(config, steps)
-    decays = jax.tree.map(is_matrix, layouts, is_leaf=_is_layout)
+    decays = map_layouts(is_matrix, layouts)
     adamw = {"b1": config.b1, "b2": config.b2, "eps": config.eps, "weight_decay": config.weight_decay}
     if config.name == "adamw":
         update = optax.adamw(rate, **adamw, mask=decays)
@@ -98,7 +97,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
             eps=config.eps,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            muon_weight_dimension_numbers=jax.tree.map(muon_dims, layouts, is_leaf=_is_layout),
+            muon_weight_dimension_numbers=map_layouts(muon_dims, layouts),
             consistent_rms=0.2,  # the update's size is AdamW's, so that one learning rate serves both
         )
         # Not by Muon's own settings: it would decay every norm and bias that it leaves to AdamW.
@@ -134,7 +133,3 @@ def muon_dims(layout: Layout) -> Any:
 def global_norm(grads: Any) -> Array:
     """The norm of the whole gradient, over the whole mesh, in float32."""
     return optax.global_norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-
-
-def _is_layout(leaf: Any) -> bool:
-    return isinstance(leaf, Layout)

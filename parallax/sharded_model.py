@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.collectives import all_gather, as_varying, offset, reduce_scatter, sum_over
@@ -18,12 +18,13 @@ from parallax.layers.parameter import layouts_of
 from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
-from parallax.notation import Layout
+from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, PipelineConfig, Stage
 from parallax.pipeline.ends import InsideEnds, SpreadEnds, Tokens, Work
 from parallax.schedules import by_name, gpipe
 
 BATCH = Layout.parse("batch/dp seq")
+DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
@@ -35,15 +36,11 @@ class ShardedModel:
     """
 
     def __init__(self, model: ModelConfig, layout: LayoutConfig, pipeline: PipelineConfig, loss: LossConfig, mesh: Any):
-        self.model, self.layout, self.pipeline, self.loss_config, self.mesh = (
-            model,
-            layout,
-            pipeline,
-            loss,
-            mesh,
-        )
+        self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
+        self.mesh = mesh
         self.axis_sizes: dict[str, int] = {axis: mesh.shape[axis] for axis in AXES}
         check_divides(model, self.axis_sizes)
+        check_kernel(model, mesh)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches)
         declared = jax.eval_shape(self._declare, jax.random.key(0))
         self.layouts = layouts_of(declared)
@@ -63,13 +60,13 @@ class ShardedModel:
         return declare(jax.random.key(seed))
 
     def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
-        """({"loss", "tokens"}, gradients): mean loss over the global batch's labels that are not ignored.
+        """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are
+        not ignored; "tokens", their number; with a z-coefficient "z_loss", which the gradients include.
 
         `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions. `noise` is
         int32 [2], (seed, step) of dropout; None drops nothing. Gradients are float32, cut as their parameters.
         """
         self.check_batch(*batch["tokens"].shape)
-        noise = jnp.zeros(2, jnp.int32) if noise is None or self.model.dropout == 0 else noise
         return self._mapped(self._loss_and_grad, (P(), self._specs))(params, dict(batch), noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
@@ -77,10 +74,18 @@ class ShardedModel:
         self.check_batch(*batch["tokens"].shape)
         return self._mapped(self._loss, P())(params, dict(batch), None)
 
-    def logits(self, params: Any, batch: Mapping[str, Array]) -> Array:
-        """Logits [global_batch, seq, vocab] in float32; forward only, as one microbatch; `labels` are not read."""
-        self.check_batch(*batch["tokens"].shape, microbatches=1)
-        batch = {**batch, "labels": batch["tokens"]}
+    def logits(
+        self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; forward only.
+
+        Without `segments` each row is one document; without `positions` they count from 0 in each row.
+        """
+        self.check_batch(*tokens.shape, microbatches=1)
+        segments = jnp.ones_like(tokens) if segments is None else segments
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
+        batch = {"tokens": tokens, "labels": tokens, "segments": segments, "positions": positions}
         return self._mapped(self._logits, self._logits_layout.spec())(params, batch, None)
 
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
@@ -115,8 +120,7 @@ class ShardedModel:
         return self._parts("batch/dp", gathered=False).declare(key)
 
     def _check_layouts(self) -> None:
-        for layout in jax.tree.leaves(self.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout)):
-            layout.local_shape(self.model.sizes, self.axis_sizes)
+        map_layouts(lambda layout: layout.local_shape(self.model.sizes, self.axis_sizes), self.layouts)
 
     @property
     def _specs(self) -> Any:
@@ -166,15 +170,10 @@ class ShardedModel:
         rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
         key = None
         if noise is not None and self.model.dropout > 0:
-            key = as_varying(jax.random.fold_in(jax.random.key(noise[0]), noise[1]))
-        return Tokens(
-            cut["tokens"],
-            cut["labels"],
-            cut["segments"],
-            cut["positions"],
-            rows.reshape(microbatches, -1),
-            key,
-        )
+            root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
+            key = as_varying(jax.random.fold_in(root, noise[1]))
+        arrays = (cut[name] for name in ("tokens", "labels", "segments", "positions"))
+        return Tokens(*arrays, rows.reshape(microbatches, -1), key)
 
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
         at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
@@ -191,7 +190,7 @@ class ShardedModel:
         if self.pipeline.gather == "step":
             same = lambda weights: weights  # noqa: E731
             return self._gather(self.layouts["blocks"], blocks), Stage(layer, same, same, self.pipeline.remat)
-        one = jax.tree.map(_of_one_layer, self.layouts["blocks"], is_leaf=_is_layout)
+        one = map_layouts(_of_one_layer, self.layouts["blocks"])
         return blocks, Stage(layer, partial(self._gather, one), partial(scatter, one), self.pipeline.remat)
 
     def _scatter_step(self, grads: Any) -> Any:
@@ -215,7 +214,7 @@ class ShardedModel:
             whole = layout.without("dp")
             return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.model.dtype))
 
-        return jax.tree.map(gathered, layouts, weights, is_leaf=_is_layout)
+        return map_layouts(gathered, layouts, weights)
 
     def _sum_grads(self, grads: Any) -> Any:
         """Gradients of parameters that several ranks hold, summed over them once, after all microbatches."""
@@ -223,11 +222,13 @@ class ShardedModel:
         def summed(layout: Layout, grad: Array) -> Array:
             return sum_over(grad, [axis for axis in AXES if axis not in layout.used_axes()])
 
-        return jax.tree.map(summed, self.layouts, grads, is_leaf=_is_layout)
+        return map_layouts(summed, self.layouts, grads)
 
     def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()
-        return {"loss": sum_over(loss_sum, work.loss_axes) / jnp.maximum(count, 1), "tokens": count}
+        loss, z_loss = sum_over(loss_sum, work.loss_axes) / jnp.maximum(count, 1)
+        metrics = {"loss": loss, "tokens": count}
+        return metrics | {"z_loss": z_loss} if self.loss_config.z_coefficient else metrics
 
     @property
     def _logits_layout(self) -> Layout:
@@ -242,7 +243,7 @@ def scatter(layouts: Any, grads: Any) -> Any:
     def scattered(layout: Layout, grad: Array) -> Array:
         return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
 
-    return jax.tree.map(scattered, layouts, grads, is_leaf=_is_layout)
+    return map_layouts(scattered, layouts, grads)
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
@@ -265,8 +266,17 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
         )
 
 
-def _is_layout(leaf: Any) -> bool:
-    return isinstance(leaf, Layout)
+def check_kernel(model: ModelConfig, mesh: Any) -> None:
+    """Raise ConfigError where the mesh's devices do not have the attention kernel."""
+    if model.kernel != "cudnn":
+        return
+    if model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
+        )
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
+    if platform != "gpu":
+        raise ConfigError(f"model.kernel='cudnn' needs GPUs, the mesh has devices of {platform!r}; use kernel='xla'.")
 
 
 def _of_one_layer(layout: Layout) -> Layout:

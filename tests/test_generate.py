@@ -101,8 +101,8 @@ def full_forward(name: str):
     slot_S = np.arange(SEQ, dtype=np.int32)
     filled_BS = slot_S[None] >= empty_B[:, None]
     positions_BS = np.maximum(slot_S[None] - empty_B[:, None], 0)
-    batch = {"tokens": ids_BS, "segments": filled_BS.astype(np.int32), "positions": positions_BS}
-    logits_BSV = jax.jit(model_on(name).logits)(params_on(name, model_on(name)), batch)
+    batch = ids_BS, filled_BS.astype(np.int32), positions_BS
+    logits_BSV = jax.jit(model_on(name).logits)(params_on(name, model_on(name)), *batch)
     return Prompts(ids_BS, empty_B), np.asarray(logits_BSV), filled_BS
 
 

@@ -63,8 +63,9 @@ def on_mesh(config, text):
 def check(found, z_coefficient):
     loss, d_table, d_hidden = oracle(z_coefficient)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    close(found[0], loss)
-    close(found[1], loss)
+    close(found[0].sum(), loss)
+    close(found[1].sum(), loss)
+    close(found[0][0], oracle(0.0)[0])  # cross-entropy apart from the z-loss
     close(found[2], WEIGHT * d_table)
     close(found[3], WEIGHT * d_hidden)
 
@@ -98,7 +99,7 @@ def test_bfloat16_activations_have_a_float32_loss():
     )
     assert (loss.dtype, d_table.dtype, d_hidden.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
     logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
-    np.testing.assert_allclose(loss, oracles.cross_entropy(logits, labels, 0.0), rtol=1e-5)
+    np.testing.assert_allclose(loss[0], oracles.cross_entropy(logits, labels, 0.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
@@ -106,7 +107,8 @@ def test_the_loss_is_the_mean_over_real_tokens_of_the_whole_batch(embedding):
     """Rows have few labels or many, so a mean of the means of rows, microbatches or devices would differ."""
     model, batch = build((2, 2, 2), embedding=embedding, layers=2), make_batch()
     params = params_of(model)
-    logits = np.asarray(jax.jit(model.logits)(params, batch), np.float64)
+    arrays = (batch[name] for name in ("tokens", "segments", "positions"))
+    logits = np.asarray(jax.jit(model.logits)(params, *arrays), np.float64)
     by_row = [oracles.cross_entropy(*row, 0.0) for row in zip(logits, batch["labels"])]
     counts = (batch["labels"] != IGNORED).sum(1)
     metrics = jax.jit(model.loss)(params, batch)
@@ -152,3 +154,14 @@ def test_wrong_settings_are_refused(fields, message):
     with pytest.raises(ConfigError) as caught:
         LossConfig(**fields)
     assert message in str(caught.value)
+
+
+def test_the_metrics_hold_cross_entropy_and_z_loss_apart():
+    plain, weighed = (build((1, 1, 1), layers=2, z_coefficient=z) for z in (0.0, 0.1))
+    batch, params = make_batch(), params_of(plain)
+    cross_entropy, both = (jax.jit(model.loss)(params, batch) for model in (plain, weighed))
+    trained, _ = jax.jit(weighed.loss_and_grad)(params, batch)
+    assert "z_loss" not in cross_entropy
+    np.testing.assert_allclose(both["loss"], cross_entropy["loss"], rtol=1e-6)
+    np.testing.assert_allclose([trained["loss"], trained["z_loss"]], [both["loss"], both["z_loss"]], rtol=1e-6)
+    assert float(both["z_loss"]) > 0.1

@@ -26,7 +26,6 @@ def rate(step, **changes):
 def test_the_rate_rises_to_its_peak_from_a_first_step_that_is_not_zero(schedule):
     rates = [rate(step, schedule=schedule) for step in range(WARMUP)]
     np.testing.assert_allclose(rates, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
-    assert rate(WARMUP, schedule=schedule) == pytest.approx(PEAK, rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
@@ -38,15 +37,15 @@ def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
 @pytest.mark.parametrize(
     ("schedule", "step", "expected"),
     [
-        ("cosine", 55, 0.1 + 0.9 * 0.5),
-        ("cosine", 100, 0.1),
-        ("linear", 55, 0.1 + 0.9 * 0.5),
-        ("linear", 100, 0.1),
-        ("wsd", 81, 1.0),  # the last fifth of the 90 steps after warm-up falls, from step 82
-        ("wsd", 82, 1.0),
-        ("wsd", 91, 0.1 + 0.9 * 0.5),
-        ("wsd", 100, 0.1),
-        ("constant", 100, 1.0),
+        ("cosine", 54, 0.1 + 0.9 * 0.5),
+        ("cosine", 99, 0.1),  # the last of 100 steps
+        ("linear", 54, 0.1 + 0.9 * 0.5),
+        ("linear", 99, 0.1),
+        ("wsd", 80, 1.0),  # the last fifth of the 90 steps after the peak falls, from step 81
+        ("wsd", 81, 1.0),
+        ("wsd", 90, 0.1 + 0.9 * 0.5),
+        ("wsd", 99, 0.1),
+        ("constant", 99, 1.0),
     ],
 )
 def test_the_rate_has_these_values(schedule, step, expected):
@@ -55,7 +54,7 @@ def test_the_rate_has_these_values(schedule, step, expected):
 
 def test_cosine_follows_its_formula():
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 90)) / 2 for done in range(91)]
-    np.testing.assert_allclose([rate(WARMUP + done) for done in range(91)], expected, rtol=1e-4)
+    np.testing.assert_allclose([rate(WARMUP - 1 + done) for done in range(91)], expected, rtol=1e-4)
 
 
 def test_warm_up_that_does_not_end_is_refused():

@@ -89,7 +89,7 @@ class Embedding(nn.Module):
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
         x = reshard(f"{partial} -> {residual}", found)
-        return Dropout(str(residual), self.sizes, self.dropout, site=2)(x, rows_B, key)
+        return Dropout(str(residual), self.sizes, self.dropout, site=0)(x, rows_B, key)
 
 
 class Head(nn.Module):

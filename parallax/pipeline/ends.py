@@ -54,13 +54,13 @@ class Work:
         return {"embedding": self.scatter["embedding"](grads), "head": self._zeros("head")}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
-        """The loss summed over this device's tokens."""
+        """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered("head")
         hidden = self._hidden(weights, y)
         return chunked_loss(self.loss, self._form.gathered, self._table(weights), *self._tokens(hidden, labels_BS))
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array) -> tuple[Array, Any, Array]:
-        """The loss summed over this device's tokens, the gradients of what is stored, and that of y."""
+        """The losses summed over this device's tokens, the gradients of what is stored, and that of y."""
         weights = self._gathered("head")
         hidden, pull = jax.vjp(self._hidden, weights, y)
         tokens = self._tokens(hidden, labels_BS)
@@ -86,7 +86,9 @@ class Work:
         return self.parts.head.form
 
     def _embed(self, weights, ids_BS, rows_B):
-        return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, self.key)
+        # Layers fold in 1, 2, ...: see Stage.
+        key = None if self.key is None else jax.random.fold_in(self.key, 0)
+        return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
 
     def _hidden(self, weights, y):
         return self.parts.head.apply({"params": weights}, y)
@@ -108,7 +110,7 @@ class Work:
         return {part: self._zeros(part) for part in self.weights}
 
     def zero_loss(self) -> Array:
-        return as_varying(jnp.float32(0), self.loss_axes)
+        return as_varying(jnp.zeros(2, jnp.float32), self.loss_axes)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ def _at(context: Context, number: Array) -> Context:
     """The context with a dropout key of this layer's own."""
     if context.key is None:
         return context
-    return context._replace(key=jax.random.fold_in(context.key, context.first_layer + number))
+    return context._replace(key=jax.random.fold_in(context.key, 1 + context.first_layer + number))
 
 
 def _entry(stacked: Any, number: Array) -> Any:
