@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from parallax.model import ModelConfig
 from parallax.notation import Layout
+from parallax.schedules import Schedule
 from parallax.sharded_model import ShardedModel
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
@@ -16,13 +17,18 @@ FLOPS_PER_WEIGHT = 6
 
 
 class Memory(NamedTuple):
-    """Bytes on each device; `gathered_weights` are those collected over dp: a layer's at a time, or a whole stage's."""
+    """Bytes on each device.
+
+    `gathered_weights` are those collected over dp: a layer's at a time, or a whole stage's;
+    `recomputed_activations` those of one layer, or of the whole stage, during its backward pass.
+    """
 
     parameters: int
     gathered_weights: int
     gradients: int
     optimizer: int
     saved_activations: int
+    recomputed_activations: int
 
 
 def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:
@@ -30,7 +36,7 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     parameters = bytes_on_device(model.shapes, model.shardings)
     once = model.pipeline.gather == "step"
     whole = stage_weights(model)
-    gathered = whole if once else whole // (model.model.layers // model.axis_sizes["pp"])
+    gathered = whole if once else whole // layers_of_stage(model)
     # Gradients are summed in float32, and cut as the weights that they are of: stored or gathered.
     blocks = bytes_on_device(model.shapes["blocks"], model.shardings["blocks"])
     return Memory(
@@ -39,6 +45,7 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
         gradients=parameters - blocks + whole * 4 if once else parameters,
         optimizer=bytes_on_device(opt_state, jax.tree.map(lambda leaf: leaf.sharding, opt_state)),
         saved_activations=activation_bytes(model, global_batch=global_batch, seq=seq),
+        recomputed_activations=recomputed_bytes(model, global_batch=global_batch, seq=seq),
     )
 
 
@@ -82,22 +89,49 @@ def bytes_on_device(shapes: Any, shardings: Any) -> int:
 
 
 def activation_bytes(model: ShardedModel, *, global_batch: int, seq: int) -> int:
-    """Activations that a device keeps between a microbatch's forward and backward pass, in all slots.
+    """Activations that a device keeps from tick to tick, for all microbatches in flight.
 
-    slots x tokens of a microbatch on the device x what one token keeps in the layers of a stage. With remat
-    "stage" a token keeps the stage's input, with "layer" the input of each layer, with "none" what
-    `layer_residuals` says. What a backward pass recomputes, and what embedding and head use, is not in it.
+    Slots x tokens of a microbatch on the device x what one token keeps in the layers of a stage: with remat
+    "stage" the stage's input, with "layer" the input of each layer, with "none" what `layer_residuals` says.
+    And buffers as wide as a stage's input, see `boundary_buffers`. What a backward pass recomputes, and what
+    embedding and head use, is not in it.
     """
-    sizes, itemsize = model.axis_sizes, jnp.dtype(model.model.dtype).itemsize
-    tokens = global_batch * seq // (sizes["dp"] * model.pipeline.microbatches)
-    layers = model.model.layers // sizes["pp"]
-    layer_input = model.model.d_model // sizes["tp"] * itemsize
+    layers, layer_input = layers_of_stage(model), model.model.d_model // model.axis_sizes["tp"]
+    layer_input *= jnp.dtype(model.model.dtype).itemsize
     kept = {
         "stage": layer_input,
         "layer": layers * layer_input,
-        "none": layers * layer_residuals(model.model, seq=seq, tp=sizes["tp"]),
+        "none": layers * layer_residuals(model.model, seq=seq, tp=model.axis_sizes["tp"]),
     }
-    return model.schedule.slots * tokens * kept[model.pipeline.remat]
+    of_token = model.schedule.slots * kept[model.pipeline.remat] + boundary_buffers(model.schedule) * layer_input
+    return microbatch_tokens(model, global_batch=global_batch, seq=seq) * of_token
+
+
+def boundary_buffers(schedule: Schedule) -> int:
+    """Microbatches' worth of what stages pass on, as every rank holds it.
+
+    Messages that have arrived, forward and backward; and at the ends of the pipeline the gradients of the last
+    stage's outputs, or, where ranks share embedding and head, all inputs of the first and outputs of the last.
+    """
+    ends = 2 * schedule.microbatches if schedule.head == "between" else schedule.slots
+    return 2 * schedule.input_slots + ends
+
+
+def recomputed_bytes(model: ShardedModel, *, global_batch: int, seq: int) -> int:
+    """Activations that the backward pass of a microbatch makes again: of a layer, or of all in the stage."""
+    layers = {"none": 0, "layer": 1, "stage": layers_of_stage(model)}[model.pipeline.remat]
+    of_token = layer_residuals(model.model, seq=seq, tp=model.axis_sizes["tp"])
+    return layers * microbatch_tokens(model, global_batch=global_batch, seq=seq) * of_token
+
+
+def microbatch_tokens(model: ShardedModel, *, global_batch: int, seq: int) -> int:
+    """Tokens of a microbatch on one device."""
+    return global_batch * seq // (model.axis_sizes["dp"] * model.pipeline.microbatches)
+
+
+def layers_of_stage(model: ShardedModel) -> int:
+    """Layers that a device holds its share of."""
+    return model.model.layers // model.axis_sizes["pp"]
 
 
 def layer_residuals(model: ModelConfig, *, seq: int, tp: int) -> int:

@@ -15,7 +15,14 @@ from parallax.mesh import MeshConfig, make_mesh
 from parallax.model import Parts
 from parallax.optimizer import make_optimizer
 from parallax.pipeline import Stage
-from parallax.plan import activation_bytes, flops_per_token, layer_residuals, memory, parameters_by_component
+from parallax.plan import (
+    activation_bytes,
+    flops_per_token,
+    layer_residuals,
+    memory,
+    parameters_by_component,
+    recomputed_bytes,
+)
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state, init_state
 
@@ -81,12 +88,34 @@ def test_the_formula_of_a_layers_residuals_is_near_what_is_kept(attention, dtype
     assert layer_residuals(settings.model, seq=256, tp=1) == pytest.approx(kept, rel=0.03)
 
 
-@pytest.mark.parametrize(("remat", "inputs"), [("stage", 1), ("layer", 2)])
-def test_recomputing_keeps_inputs_alone(remat, inputs):
-    settings, model, _ = build(1, 2, 2, **{"pipeline.remat": remat})
-    tokens, slots = 8 * 32 // (2 * 2), model.schedule.slots
-    one = tokens * settings.model.d_model // 2 * 4
-    assert activation_bytes(model, global_batch=8, seq=32) == slots * inputs * one
+class Carried(Exception):
+    """Bytes of activations that the executor carries from tick to tick."""
+
+
+@pytest.mark.parametrize("remat", ["stage", "layer"])
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2), (4, 2, 1)], ids=str)
+def test_saved_activations_are_those_that_the_executor_carries(mesh, remat, monkeypatch):
+    def start(self, ends_state):
+        state = self._start(ends_state)
+        ends = state.ends._replace(loss=None, grads=None)
+        carried = (state.arrived_forward, state.arrived_backward, state.kept, ends)
+        raise Carried(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carried)))
+
+    monkeypatch.setattr("parallax.pipeline.Executor.run", start)
+    _, model, _ = build(*mesh, **{"model.layers": 4, "pipeline.remat": remat, "pipeline.microbatches": 4})
+    batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((16, 32), jnp.int32))
+    with pytest.raises(Carried) as carried:
+        jax.eval_shape(model.loss_and_grad, model.shapes, batch)
+    assert activation_bytes(model, global_batch=16, seq=32) == carried.value.args[0]
+
+
+def test_recomputing_costs_a_layer_or_a_stage_for_as_long_as_it_lasts():
+    plans = {}
+    for remat in ("none", "layer", "stage"):
+        _, model, _ = build(1, 2, 2, **{"pipeline.remat": remat})
+        plans[remat] = recomputed_bytes(model, global_batch=8, seq=32)
+    one_layer = 8 * 32 // (2 * 2) * layer_residuals(model.model, seq=32, tp=2)
+    assert plans == {"none": 0, "layer": one_layer, "stage": 2 * one_layer}
 
 
 def test_an_untied_head_costs_parameters_but_no_flops():
