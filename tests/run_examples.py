@@ -1,10 +1,13 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
+import os
 import pathlib
+import signal
 
 from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
+from parallax.loop.journal import Journal
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
 
@@ -32,6 +35,18 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
         section, name = key.split(".")
         config[section][name] = value
     return config
+
+
+def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Have a signal sent when a step is recorded."""
+    record = Journal.record
+
+    def record_and_signal(self, at, values):
+        record(self, at, values)
+        if at == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Journal, "record", record_and_signal)
 
 
 def as_flags(changes: dict) -> list[str]:

@@ -2,24 +2,18 @@
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
-from run_examples import tiny_config, write_corpus
+from run_examples import stop_at, tiny_config, write_corpus
 
 from parallax.checkpoint import latest_step
 from parallax.errors import CheckpointError, ConfigError
 from parallax.loop import DivergenceError, load_config, settings_of, train
 from parallax.loop.folder import RunFolder
-from parallax.loop.journal import Journal, drop_after, read_metrics
+from parallax.loop.journal import drop_after, read_metrics
 from parallax.loop.meter import Meter
-from parallax.loop.peak import CHIPS, measure_matmul, most_memory, peak_flops
 from parallax.loop.steps import Steps
 from parallax.settings import load_settings
 
@@ -35,23 +29,6 @@ def never_stopped(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert train(tiny_config(corpus), folder).reason == "finished"
     return folder
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Have a signal sent when a step is recorded."""
-
-    def arrange(step, number=signal.SIGTERM):
-        record = Journal.record
-
-        def record_and_signal(self, at, values):
-            record(self, at, values)
-            if at == step:
-                os.kill(os.getpid(), number)
-
-        monkeypatch.setattr(Journal, "record", record_and_signal)
-
-    yield arrange
 
 
 def losses(folder):
@@ -71,9 +48,9 @@ def halfway(never_stopped, tmp_path):
 
 
 def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped(
-    corpus, tmp_path, never_stopped, stop_at, monkeypatch
+    corpus, tmp_path, never_stopped, monkeypatch
 ):
-    stop_at(2)
+    stop_at(monkeypatch, 2)
     outcome = train(tiny_config(corpus), tmp_path)
     monkeypatch.undo()
     assert outcome.reason == "stopped" and 2 <= outcome.step < 8
@@ -138,58 +115,6 @@ def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch
     monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: next(judged))
     train(tiny_config(corpus, **changes), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
-
-
-def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, stop_at, capsys):
-    stop_at(2, signal.SIGINT)
-    outcome = train(tiny_config(corpus), tmp_path)
-    assert outcome.reason == "stopped" and f"stopped by SIGINT: step {outcome.step} is saved" in capsys.readouterr().out
-    assert latest_step(tmp_path / "checkpoints") == outcome.step
-
-
-def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
-    def begin_then_signal(parts, folder, start):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return begin(parts, folder, start)
-
-    from parallax.loop.run import begin
-
-    monkeypatch.setattr("parallax.loop.run.begin", begin_then_signal)
-    assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
-
-
-def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, stop_at, capsys):
-    stop_at(7)
-    outcome = train(tiny_config(corpus, **{"sample.prompt": "Document", "sample.tokens": 5}), tmp_path)
-    assert outcome.reason == "finished" and outcome.eval_loss is not None
-    assert "sample of 5 tokens" in capsys.readouterr().out
-
-
-def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_path, monkeypatch):
-    def evaluation(parts):
-        return lambda params: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2) or 1.0
-
-    monkeypatch.setattr("parallax.loop.run.evaluation", evaluation)
-    assert train(tiny_config(corpus), tmp_path) == ("stopped", 5, None)
-    assert latest_step(tmp_path / "checkpoints") == 5
-
-
-def test_a_second_signal_ends_the_process_at_once():
-    code = (
-        "import time\n"
-        "from parallax.loop.signals import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    print('ready', flush=True)\n"
-        "    while stop.signal is None: time.sleep(0.01)\n"
-        "    print(stop.signal, flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "SIGTERM\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 75
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(corpus, tmp_path):
@@ -333,52 +258,3 @@ def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):
     drop_after(path, 1)
     assert path.read_text() == '{"step": 1, "train/loss": 2.0}\n'
     drop_after(tmp_path / "absent", 1)
-
-
-def test_the_line_of_a_step_has_what_people_look_for():
-    now = iter([0.0, 10.0, 10.5, 11.0])
-    fixed = {"clock": lambda: next(now), "memory": lambda: 1.3 * 2**30}
-    meter = Meter(steps=1000, step_tokens=16_000, step_flops=4.92e13, peak_flops=4.92e14, devices=8, **fixed)
-    values = {"train/loss": 4.12344, "train/grad_norm": 1.234, "train/learning_rate": 3e-4}
-    meter.measure(5.0, compiled=True)
-    for _ in range(2):
-        values |= meter.measure(0.0, compiled=False)
-    assert meter.line(10, values) == (
-        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-04  0.50 s  32,000 tok/s  12.3 TFLOP/s/dev  mfu 20%  "
-        "mem 1.3 GiB  wait 0.0%  left 8m15s"
-    )
-    assert values["perf/flops_per_second_per_device"] == 1.23e13 and values["perf/memory_bytes"] == 1.3 * 2**30
-
-
-def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
-    class Chip:
-        platform, device_kind = "tpu", "TPU v5 lite"
-
-    monkeypatch.setattr("parallax.loop.peak.jax.devices", lambda: [Chip] * 8)
-    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5 lite"]
-    Chip.device_kind = "TPU v5p"
-    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"]
-    Chip.device_kind = "Abacus"
-    assert peak_flops("bfloat16") == (None, "unknown for Abacus")
-    meter = Meter(steps=2, step_tokens=1, step_flops=1.0, peak_flops=None, devices=1, memory=lambda: None)
-    values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
-    line = meter.line(1, values | meter.measure(0.0, compiled=False))
-    assert "mfu n/a" in line and " mem " not in line
-
-
-def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(monkeypatch):
-    assert 2**26 < most_memory() < 2**40
-
-    class Chip:
-        platform = "gpu"
-
-        def __init__(self, stats):
-            self.memory_stats = lambda: stats
-
-    for stats, most in (([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}], 7), ([None, {}], None)):
-        monkeypatch.setattr("parallax.loop.peak.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
-        assert most_memory() == most
-
-
-def test_the_peak_of_a_cpu_is_measured_in_under_two_seconds():
-    assert measure_matmul("float32") > 1e8

@@ -1,0 +1,69 @@
+"""A run that is told to stop saves the step that it is in; told twice, it ends at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from run_examples import stop_at, tiny_config, write_corpus
+
+from parallax.checkpoint import latest_step
+from parallax.loop import train
+from parallax.loop.run import begin
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
+    stop_at(monkeypatch, 2, signal.SIGINT)
+    outcome = train(tiny_config(corpus), tmp_path)
+    assert outcome.reason == "stopped" and f"stopped by SIGINT: step {outcome.step} is saved" in capsys.readouterr().out
+    assert latest_step(tmp_path / "checkpoints") == outcome.step
+
+
+def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
+    def begin_then_signal(parts, folder, start):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begin(parts, folder, start)
+
+    monkeypatch.setattr("parallax.loop.run.begin", begin_then_signal)
+    assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, monkeypatch, capsys):
+    stop_at(monkeypatch, 7)
+    outcome = train(tiny_config(corpus, **{"sample.prompt": "Document", "sample.tokens": 5}), tmp_path)
+    assert outcome.reason == "finished" and outcome.eval_loss is not None
+    assert "sample of 5 tokens" in capsys.readouterr().out
+
+
+def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_path, monkeypatch):
+    def evaluation(parts):
+        return lambda params: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2) or 1.0
+
+    monkeypatch.setattr("parallax.loop.run.evaluation", evaluation)
+    assert train(tiny_config(corpus), tmp_path) == ("stopped", 5, None)
+    assert latest_step(tmp_path / "checkpoints") == 5
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import time\n"
+        "from parallax.loop.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+        "    print(stop.signal, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
