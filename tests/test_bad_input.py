@@ -172,7 +172,7 @@ def test_what_does_not_depend_on_data_is_named_before_any_is_prepared(
 def test_an_empty_corpus_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.txt").write_text("")
-    with pytest.raises(ParallaxError, match="the corpus is empty: 0 documents, none with text; give it some text"):
+    with pytest.raises(ParallaxError, match="the corpus is empty: 0 documents, none with text; give it some"):
         train(tiny_config(tmp_path / "empty"), tmp_path / "run")
 
 

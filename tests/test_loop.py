@@ -14,7 +14,7 @@ from parallax.loop import DivergenceError, load_config, settings_of, train
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import drop_after, read_metrics
 from parallax.loop.meter import Meter
-from parallax.loop.steps import Steps
+from parallax.loop.steps import Ended, Steps
 from parallax.settings import load_settings
 
 
@@ -249,6 +249,17 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
     assert events == [
         "dispatch 0", "dispatch 1", "read 0", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("metrics", [{}, {"z_loss": np.float32(0.5)}], ids=str)
+def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
+    stub = Stub()
+    meter = Meter(4, 1, 1.0, None, 1)
+    steps = Steps(settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, np.zeros(4))
+    ended = Ended(1, {"loss": np.float32(1), "grad_norm": np.float32(1), **metrics}, 0.0)
+    assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
+        f"train/{k}": v for k, v in metrics.items()
+    }
 
 
 def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):

@@ -201,7 +201,7 @@ def _describe(
         for name in ("documents", "empty_documents", "tokens", "text_bytes")
     }
     if not totals["documents"]:
-        raise DataError(f"the corpus is empty: {totals['empty_documents']} documents, none with text; give it some text")
+        raise DataError(f"the corpus is empty: {totals['empty_documents']} documents, none with text; give it some")
     return Manifest(
         format=manifests.FORMAT,
         request=request,
