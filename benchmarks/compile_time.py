@@ -18,8 +18,11 @@ def main() -> None:
     parser.add_argument("--mesh", default="2,2,2", metavar="PP,DP,TP")
     parser.add_argument("--counts", nargs="+", type=int, default=[4, 16, 64])
     args = parser.parse_args()
+    import jax
+
     import parallax as px
 
+    jax.config.update("jax_enable_compilation_cache", False)
     sizes = tuple(map(int, args.mesh.split(",")))
     px.simulate_devices(8)
     seconds(sizes, layers=args.counts[0], microbatches=args.counts[0])  # the first compile also loads the compiler
@@ -41,6 +44,7 @@ def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> f
     pp, dp, tp = sizes
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, 8
+    config.model.attention = "mla"
     config.model.layers, config.pipeline.microbatches = layers, microbatches
     config.model.vocab, config.data.global_batch = 256, microbatches * dp
     settings = px.read_settings(config.to_dict())

@@ -41,15 +41,15 @@ def main() -> None:
     if args.child:
         print(json.dumps(measure(args)))
         return
-    print("mesh     share of matmul peak  CPU s/step  / first mesh  wall s/step  compile s  peak RSS")
+    print("mesh     share of matmul peak  CPU s/step  / first  in matmuls / first  wall s/step  compile s  peak RSS")
     first = None
     for mesh in args.meshes:
         row = run_child(mesh, args)
         first = first or row
-        # Both in units of the same process's matmul, so that a machine that slowed between them does not show.
-        ratio = first["share"] / row["share"]
+        # In units of the same process's matmul, a machine that slowed between two meshes does not show.
+        ratio, matmuls = row["cpu_secs"] / first["cpu_secs"], first["share"] / row["share"]
         print(
-            f"{mesh:8}{row['share']:21.1%}{row['cpu_secs']:12.2f}{ratio:14.2f}{row['wall_secs']:13.2f}"
+            f"{mesh:8}{row['share']:21.1%}{row['cpu_secs']:12.2f}{ratio:9.2f}{matmuls:20.2f}{row['wall_secs']:13.2f}"
             f"{row['compile_secs']:11.1f}{row['peak_bytes'] / 2**30:7.2f} GiB",
             flush=True,
         )

@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     config.data.seq = 256
     config.data.global_batch = 16
 
-    config.train.steps = 400
+    config.train.steps = 300
     config.train.eval_every_steps = 100
 
     config.checkpoint.every_steps = 200
