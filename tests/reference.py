@@ -28,15 +28,22 @@ def plain_logits(model, params, batch):
     return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
 
 
-def plain_loss(model, params, batch, z_coefficient=0.0):
-    """Mean over the labels that are not ignored."""
+def plain_losses(model, params, batch, z_coefficient):
+    """(cross-entropy, z-loss), each the mean over the labels that are not ignored."""
     logits, labels = plain_logits(model, params, batch), batch["labels"]
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     label_logits = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    losses = logsumexp - label_logits + z_coefficient * logsumexp**2
     real = labels != IGNORED
-    return jnp.sum(losses * real) / jnp.sum(real)
+    mean = lambda losses: jnp.sum(losses * real) / jnp.sum(real)  # noqa: E731
+    return mean(logsumexp - label_logits), mean(z_coefficient * logsumexp**2)
 
 
-def plain_loss_and_grad(model, params, batch, z_coefficient=0.0):
-    return jax.jit(jax.value_and_grad(lambda p: plain_loss(model, p, batch, z_coefficient)))(params)
+def plain_losses_and_grad(model, params, batch, z_coefficient=0.0):
+    """Both losses, and the gradient of their sum."""
+
+    def total(params):
+        losses = plain_losses(model, params, batch, z_coefficient)
+        return sum(losses), losses
+
+    (_, losses), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    return losses, grads

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from pairwise import pairs_of, pairwise_cases
-from reference import plain_loss_and_grad
+from reference import plain_losses_and_grad
 from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.optimizer import make_optimizer
@@ -76,11 +76,11 @@ def one_update(tx, params, grads):
 
 @functools.cache
 def reference(attention, tied):
-    """Loss, gradients and updated parameters of the plain model; how it is cut is no part of it."""
+    """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
     model = build((1, 1, 1), attention=attention, tied=tied)
     params = params_of(model)
-    loss, grads = plain_loss_and_grad(model.model, params, batch(), Z_COEFFICIENT)
-    return jax.tree.map(np.asarray, (loss, grads, one_update(optimizer(model.layouts), params, grads)))
+    losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
+    return jax.tree.map(np.asarray, (losses, grads, one_update(optimizer(model.layouts), params, grads)))
 
 
 def check_parity(case, record_property):
@@ -89,7 +89,7 @@ def check_parity(case, record_property):
 
     def step(params, batch):
         metrics, grads = model.loss_and_grad(params, batch)
-        return metrics["loss"], grads, one_update(tx, params, grads)
+        return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
 
     actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
     expected = reference(case["attention"], case["tied"])
