@@ -91,6 +91,7 @@ def get_config() -> ConfigDict:
     config.train = ConfigDict()
     config.train.steps = 1000
     config.train.seed = 0  # of initial values and dropout
+    config.train.init_from = ""  # a run folder whose weights, and nothing else of it, a fresh run starts from
     config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off

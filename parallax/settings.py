@@ -30,6 +30,7 @@ class TrainConfig:
 
     steps: int
     seed: int
+    init_from: str
     log_every_steps: int
     eval_every_steps: int
     eval_batches: int

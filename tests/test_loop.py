@@ -76,6 +76,22 @@ def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpu
     assert losses(halfway) == losses(never_stopped)
 
 
+def test_a_fresh_run_can_start_from_the_weights_of_another(corpus, never_stopped, tmp_path):
+    config = tiny_config(corpus, **{"train.init_from": str(never_stopped), "model.dropout": 0.0})
+    config.optimizer.learning_rate = 0.0
+    train(config, tmp_path)
+    here, there = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, never_stopped))
+    assert [row["step"] for row in here] == list(range(1, 9))
+    assert here[-1]["eval/loss"] == pytest.approx(there[-1]["eval/loss"], rel=1e-6)
+
+
+def test_weights_of_a_folder_without_checkpoints_are_refused(corpus, tmp_path):
+    with pytest.raises(
+        CheckpointError, match="train.init_from='nowhere' holds no checkpoint; name the folder of a run"
+    ):
+        train(tiny_config(corpus, **{"train.init_from": "nowhere"}), tmp_path)
+
+
 def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
     before = losses(never_stopped)
     outcome = train(tiny_config(corpus), never_stopped)

@@ -12,8 +12,9 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from parallax.checkpoint import Checkpoints, restore, set_unfinished_aside
+from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
 from parallax.data import Prefetcher, Reader
+from parallax.errors import CheckpointError
 from parallax.generate import complete
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
@@ -84,6 +85,8 @@ def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> O
 def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
+    if settings.train.init_from:
+        newest_step_of(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = open_split(settings, folder, "train")
@@ -143,9 +146,29 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
 def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
     """The state of step `start`: fresh at 0, else loaded from the checkpoint onto this mesh."""
     if start == 0:
-        return init_state(parts.model, parts.tx, parts.settings.train.seed)
+        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
+        source = parts.settings.train.init_from
+        return state._replace(params=weights_from(source, parts)) if source else state
     wanted = parts_of(abstract_state(parts.model, parts.tx))
     return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+
+
+def weights_from(source: str, parts: Parts) -> Any:
+    """The parameters of another run's newest checkpoint, on this run's mesh."""
+    params = abstract_state(parts.model, parts.tx).params
+    step = newest_step_of(source)
+    return restore(Path(source) / "checkpoints", step, {"params": params}, settings=about(parts))["params"]
+
+
+def newest_step_of(source: str) -> int:
+    """The newest checkpoint of the run that train.init_from names."""
+    checkpoints = Path(source) / "checkpoints"
+    newest = latest_step(checkpoints) if checkpoints.is_dir() else None
+    if newest is None:
+        raise CheckpointError(
+            f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
+        )
+    return newest
 
 
 def end(
