@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
 
     config.checkpoint.every_steps = 200
 
-    config.sample.prompt = "def "
+    config.sample.prompt = "import os\n\n\ndef main(args):\n    "
     config.sample.tokens = 200
 
     return config

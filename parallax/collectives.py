@@ -36,7 +36,7 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
     """Let `x` vary over `axes`: sends nothing forward; backward its gradient is summed over them."""
-    missing = tuple(a for a in axes if is_bound(a) and a not in varying_axes(x))
+    missing = tuple(a for a in _bound(axes) if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -47,6 +47,12 @@ def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
         if is_bound(axis):
             rank = rank * lax.axis_size(axis) + lax.axis_index(axis)
     return rank * local_size
+
+
+def _bound(axes: Iterable[str]) -> tuple[str, ...]:
+    """The bound ones, in mesh order: the order of a sum's axes is the order of its terms, and must not be a set's."""
+    wanted = set(axes)
+    return tuple(axis for axis in AXES if axis in wanted and is_bound(axis))
 
 
 def all_gather(pattern: str, x: Array) -> Array:
@@ -102,13 +108,13 @@ def all_reduce(pattern: str, x: Array) -> Array:
 
 def sum_over(x: Array, axes: Iterable[str]) -> Array:
     """Add the copies of `x` over `axes`; every device gets the whole sum."""
-    bound = tuple(a for a in axes if is_bound(a))
+    bound = _bound(axes)
     return lax.psum(as_varying(x, bound), bound) if bound else x
 
 
 def max_over(x: Array, axes: Iterable[str]) -> Array:
     """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first."""
-    bound = tuple(a for a in axes if is_bound(a))
+    bound = _bound(axes)
     return lax.pmax(as_varying(x, bound), bound) if bound else x
 
 

@@ -1,6 +1,7 @@
 """The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
 
 import functools
+import itertools
 import os
 import pathlib
 import signal
@@ -29,11 +30,21 @@ def flags(tmp_path_factory):
     return ["--config=configs/tiny_gqa.py", *as_flags(changes | sizes)]
 
 
+HASH_SEEDS = itertools.count(1)  # another one for each process: no order of a set may reach the numbers
+
+
 def start(*arguments):
     command = [sys.executable, "-u", "train.py", *arguments]
+    environment = os.environ | {"PYTHONHASHSEED": str(next(HASH_SEEDS))}
     # In a group of its own: a signal to it is no signal to us.
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

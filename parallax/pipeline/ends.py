@@ -11,6 +11,7 @@ from jax import Array, lax
 from parallax.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.layers.embedding import logits, with_rows
 from parallax.loss import IGNORED, LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.mesh import AXES
 from parallax.model import Parts
 
 
@@ -115,7 +116,8 @@ class Work:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which a device's loss is one summand."""
-        return tuple({*self._form.ids(self.parts.head.rows).used_axes(), "pp"})
+        used = self._form.ids(self.parts.head.rows).used_axes()
+        return tuple(axis for axis in AXES if axis in used or axis == "pp")
 
 
 class InsideState(NamedTuple):
