@@ -4,8 +4,8 @@ For:      seeing everything work on a laptop: latent attention, a pipeline of tw
 Numbers:  ours, chosen so that two CPU cores suffice.
 Command:  python train.py --config=configs/quickstart.py
 Hardware: any CPU, 2 cores or more.
-Time:     about 5 minutes on 2 cores; not yet run to the end.
-Loss:     not yet run to the end.
+Time:     4.5 minutes on 2 cores, after the set-up.
+Loss:     eval 3.94 nats a token, 1.44 a byte, after 240 steps; unigram entropy 5.97 a token, 3.15 a byte.
 """
 
 from ml_collections import ConfigDict
@@ -43,10 +43,10 @@ def get_config() -> ConfigDict:
     config.data.seq = 256
     config.data.global_batch = 16
 
-    config.train.steps = 300
-    config.train.eval_every_steps = 100
+    config.train.steps = 240
+    config.train.eval_every_steps = 120
 
-    config.checkpoint.every_steps = 200
+    config.checkpoint.every_steps = 120
 
     config.sample.prompt = "import os\n\n\ndef main(args):\n    "
     config.sample.tokens = 200
