@@ -148,8 +148,10 @@ class Executor(NamedTuple):
                 lambda: self.ends.enter_backward(state.ends, microbatch, slot),
                 lambda: read(state.arrived_backward, row["use_slot_backward"]),
             )
-            kept = read(state.kept, slot)
-            dx, grads = self.stage.backward(self.weights, kept, self.context(microbatch), dy, state.grads)
+            # One slot is read as it is, so that XLA sees that what F wrote in this tick is what B reads.
+            kept, at = (read(state.kept, slot), None) if self.schedule.slots == 1 else (state.kept, slot)
+            context = self.context(microbatch)
+            dx, grads = self.stage.backward(self.weights, kept, context, dy, state.grads, at)
             ends = at_rank(
                 0,
                 self._ranks,

@@ -39,15 +39,22 @@ class Stage:
         )
         return y, (x if self.remat == "stage" else inputs)
 
-    def backward(self, weights: Any, kept: Any, context: Context, dy: Array, grads: Any) -> tuple[Array, Any]:
-        """The gradient in the stage's input, and `grads` with this microbatch's share added."""
+    def backward(
+        self, weights: Any, kept: Any, context: Context, dy: Array, grads: Any, slot: Array | None = None
+    ) -> tuple[Array, Any]:
+        """The gradient in the stage's input, and `grads` with this microbatch's share added.
+
+        With `slot`, `kept` is what several microbatches kept; each layer reads its own entry, nothing is copied whole.
+        """
         if self.remat == "stage":
+            kept = kept if slot is None else _entry(kept, slot)
             _, kept = self._forward_keeping_residuals(weights, kept, context)
+        at = () if slot is None or self.remat == "stage" else (slot,)
 
         def step(carry, layer):
             dy, grads = carry
             stored, number = layer
-            dw, dx = self._layer_backward(self.gather(stored), _entry(kept, number), _at(context, number), dy)
+            dw, dx = self._layer_backward(self.gather(stored), _entry(kept, *at, number), _at(context, number), dy)
             return (dx, _add_at(grads, number, self.scatter(dw))), None
 
         (dx, grads), _ = lax.scan(step, (dy, grads), _numbered(weights), reverse=True)
@@ -77,8 +84,15 @@ def _at(context: Context, number: Array) -> Context:
     return context._replace(key=jax.random.fold_in(context.key, 1 + context.first_layer + number))
 
 
-def _entry(stacked: Any, number: Array) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), stacked)
+def _entry(stacked: Any, *numbers: Array) -> Any:
+    """The entry at these indices of the leading dims."""
+
+    def entry(leaf: Array) -> Array:
+        rest = leaf.shape[len(numbers) :]
+        piece = lax.dynamic_slice(leaf, (*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))
+        return piece.reshape(rest)
+
+    return jax.tree.map(entry, stacked)
 
 
 def _add_at(total: Any, number: Array, share: Any) -> Any:
