@@ -1,24 +1,23 @@
-"""An order of actions per rank, and the ticks, the price and the picture that follow from it."""
+"""An order of actions for each rank, and the ticks that follow from it."""
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from parallax.errors import ParallaxError
 
-KINDS = ("F", "B")  # in the order in which they run inside a tick
+KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
 
 
 class ScheduleError(ParallaxError):
-    """An order of actions repeats or forgets one, or waits for ever."""
+    """An order of actions repeats or forgets one, or one stands before what it needs."""
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one stage.
+    """One pass of one microbatch through one stage: F forward, B backward, W the weights' gradients.
 
     >>> str(Action(stage=2, kind="F", microbatch=0))
     '2F0'
@@ -35,77 +34,71 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        match = re.fullmatch(r"([0-9]+)([FBW])([0-9]+)", text)
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action; write stage, F or B, microbatch, as in '2F0'.")
+            raise ScheduleError(f"{text!r} is not an action; write stage, F, B or W, and microbatch, as in '2F0'.")
         return cls(int(match[1]), match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What each rank does, in which order; stage s runs on rank s % ranks.
+    """What each rank does, in which order. `placement[s]` is the rank that holds stage s.
 
-    `head` says where the loss is computed: "inside" the ticks of the last stage, one microbatch at a time, or
-    once "between" the last forward and the first backward. Raises ScheduleError when the orders cannot run.
+    With W among the actions, B is the gradient of a stage's input alone and W that of its weights; without, B is
+    both. `head` says where the loss is computed: "inside" the ticks, one microbatch at a time when the last stage
+    has run it, or once "between" the last forward and the first backward. `starts` are the actions' ticks; without
+    them each runs as soon as it can. Raises ScheduleError when the orders cannot run.
     """
 
     name: str
-    stages: int
+    placement: tuple[int, ...]
     microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     head: str = "inside"
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
-        self.check()
+        self._check_sizes()
+        self._check_actions()
+        self._check_starts() if self.starts else self._check_deadlock()
 
     @property
     def ranks(self) -> int:
         return len(self.orders)
 
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def virtual(self) -> int:
+        """Stages that each rank holds."""
+        return self.stages // self.ranks
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether W is an action of its own."""
+        return any(action.kind == "W" for order in self.orders for action in order)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS if self.split else KINDS[:2]
+
     def rank_of(self, stage: int) -> int:
-        return stage % self.ranks
+        return self.placement[stage]
 
-    def check(self) -> None:
-        """Raise ScheduleError unless each action stands once, on its rank, and none waits for ever."""
-        if self.stages < 1 or self.microbatches < 1 or not self.orders or self.stages % self.ranks:
-            self._refuse(f"{self.stages} stages and {self.microbatches} microbatches do not fit {self.ranks} ranks")
-        if self.head not in ("inside", "between"):
-            self._refuse(f"head={self.head!r}: write 'inside' or 'between'")
-        count = Counter((rank, action) for rank, order in enumerate(self.orders) for action in order)
-        wanted = {
-            (self.rank_of(stage), Action(stage, kind, microbatch))
-            for stage in range(self.stages)
-            for kind in KINDS
-            for microbatch in range(self.microbatches)
-        }
-        self._refuse_any("missing", wanted - set(count))
-        self._refuse_any("not of this schedule, or on another rank than its stage", set(count) - wanted)
-        self._refuse_any("repeated", {key for key in count if count[key] > 1})
-        if len(self.tick_of) < len(wanted):
-            self._refuse(f"deadlock: {self._waits()}")
-
-    def _refuse_any(self, what: str, found: set[tuple[int, Action]]) -> None:
-        if found:
-            self._refuse(f"{what}: {', '.join(f'{action} on rank {rank}' for rank, action in sorted(found))}")
-
-    def _refuse(self, why: str) -> None:
-        rows = [f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(self.orders)]
-        raise ScheduleError("\n".join([f"schedule {self.name!r}: {why}.", *rows]))
-
-    def _waits(self) -> str:
-        """For each rank that cannot go on: the action it is at, and what that needs."""
-        left = [[action for action in order if action not in self.tick_of] for order in self.orders]
-        waits = []
-        for action, *_ in filter(None, left):
-            lacking = [str(need) for need in self.needs(action) if need not in self.tick_of]
-            waits.append(f"{action} waits for {' '.join(lacking)}")
-        return ", ".join(waits)
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """For each stage, which of its rank's stages it is."""
+        return tuple(self.placement[:stage].count(rank) for stage, rank in enumerate(self.placement))
 
     def needs(self, action: Action) -> list[Action]:
         """The actions whose results `action` reads."""
         stage, kind, microbatch = action
         if kind == "F":
             return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+        if kind == "W":
+            return [Action(stage, "B", microbatch)]
         if stage < self.stages - 1:
             return [Action(stage, "F", microbatch), Action(stage + 1, "B", microbatch)]
         read_by_head = range(self.microbatches) if self.head == "between" else [microbatch]
@@ -114,12 +107,16 @@ class Orders:
     def _soonest(self, action: Action, tick: int, earlier: Action) -> int:
         """The first tick in which `action` can run after `earlier`, which ran in `tick`."""
         same_rank = self.rank_of(action.stage) == self.rank_of(earlier.stage)
-        together = same_rank and (earlier.kind, action.kind) == KINDS and self.head == "inside"
-        return tick if together else tick + 1
+        in_turn = KINDS.index(earlier.kind) < KINDS.index(action.kind)
+        waits_for_head = self.head == "between" and (earlier.kind, action.kind) == ("F", "B")
+        return tick if same_rank and in_turn and not waits_for_head else tick + 1
 
     @cached_property
     def tick_of(self) -> dict[Action, int]:
-        """The earliest tick that order and needs allow each action; without those that are stuck."""
+        """The tick of each action; where none are given the earliest, without those that are stuck."""
+        if self.starts:
+            rows = zip(self.orders, self.starts, strict=True)
+            return {action: tick for order, ticks in rows for action, tick in zip(order, ticks, strict=True)}
         ticks: dict[Action, int] = {}
         done = [0] * self.ranks
         placed = -1
@@ -138,39 +135,93 @@ class Orders:
     def ticks(self) -> int:
         return 1 + max(self.tick_of.values())
 
-    def _costs(self, tf: float, tb: float) -> np.ndarray:
-        """`[tick, rank]` cost of what runs there."""
-        costs = np.zeros((self.ticks, self.ranks))
+    # ---- what cannot run is refused, with the grid
+
+    def _check_sizes(self) -> None:
+        counts = {self.placement.count(rank) for rank in range(self.ranks)}
+        if self.microbatches < 1 or len(counts) != 1 or 0 in counts or max(self.placement) >= self.ranks:
+            self._refuse(
+                f"{self.stages} stages and {self.microbatches} microbatches do not fit {self.ranks} ranks: "
+                "each rank holds as many stages as the others, and there is at least one microbatch"
+            )
+        if self.head not in ("inside", "between"):
+            self._refuse(f"head={self.head!r}: write 'inside' or 'between'")
+
+    def _check_actions(self) -> None:
+        count = Counter((rank, action) for rank, order in enumerate(self.orders) for action in order)
+        wanted = {
+            (self.rank_of(stage), Action(stage, kind, microbatch))
+            for stage in range(self.stages)
+            for kind in self.kinds
+            for microbatch in range(self.microbatches)
+        }
+        self._refuse_any("not of this schedule, or on another rank than its stage", set(count) - wanted)
+        self._refuse_any("repeated", {key for key in count if count[key] > 1})
+        self._refuse_any("missing", wanted - set(count))
+
+    def _check_starts(self) -> None:
+        at: dict[tuple[int, int, str], Action] = {}
         for action, tick in self.tick_of.items():
-            costs[tick, self.rank_of(action.stage)] += tf if action.kind == "F" else tb
-        return costs
+            cell = (self.rank_of(action.stage), tick, action.kind)
+            if cell in at:
+                both = f"{at[cell]} and {action} are both in tick {tick} of rank {cell[0]}"
+                self._refuse(f"slot clash: {both}, which holds one action of each kind", {at[cell], action})
+            at[cell] = action
+        for action, tick in self.tick_of.items():
+            for need in self.needs(action):
+                soonest = self._soonest(action, self.tick_of[need], need)
+                if tick < soonest:
+                    reads = f"{action} in tick {tick} reads {need} of tick {self.tick_of[need]}"
+                    self._refuse(f"dependency broken: {reads}, so tick {soonest} is its soonest", {action})
 
-    def price(self, *, tf: float = 1, tb: float = 2) -> float:
-        """Time of all ticks, each as long as its dearest rank; one F takes `tf`, one B `tb`."""
-        return float(self._costs(tf, tb).max(axis=1).sum())
+    def _check_deadlock(self) -> None:
+        left = [[action for action in order if action not in self.tick_of] for order in self.orders]
+        stuck = [actions[0] for actions in left if actions]
+        if stuck:
+            lacking = ((action, [str(n) for n in self.needs(action) if n not in self.tick_of]) for action in stuck)
+            waits = ", ".join(f"{action} waits for {' '.join(needs)}" for action, needs in lacking)
+            self._refuse(f"deadlock: {waits}", set(stuck))
 
-    def bubble(self, *, tf: float = 1, tb: float = 2) -> float:
-        """Share of that time in which an average rank waits."""
-        return 1 - float(self._costs(tf, tb).mean(axis=1).sum()) / self.price(tf=tf, tb=tb)
+    def _refuse_any(self, what: str, found: set[tuple[int, Action]]) -> None:
+        if found:
+            listed = ", ".join(f"{action} on rank {rank}" for rank, action in sorted(found))
+            self._refuse(f"{what}: {listed}", {action for _, action in found})
 
-    def asynchronous_price(self, *, tf: float = 1, tb: float = 2) -> float:
-        """Time if ranks waited for what they need, not for ticks: the figure that papers quote."""
-        ended: dict[Action, float] = {}
-        free = [0.0] * self.ranks
-        for action in sorted(self.tick_of, key=lambda a: (self.tick_of[a], KINDS.index(a.kind))):
-            rank = self.rank_of(action.stage)
-            start = max(free[rank], *(ended[need] for need in self.needs(action)), 0.0)
-            free[rank] = ended[action] = start + (tf if action.kind == "F" else tb)
-        return max(free)
+    def _refuse(self, why: str, marked: Iterable[Action] = ()) -> None:
+        """Raise ScheduleError with the grid as it was written, the marked actions between > and <."""
+        marked = set(marked)
+        rows = [
+            [[f">{action}<" if action in marked else str(action) for action in cell] for cell in row]
+            for row in self._written()
+        ]
+        raise ScheduleError(f"schedule {self.name!r}: {why}.\n{grid_text(rows)}")
 
-    def __str__(self) -> str:
+    def _written(self) -> list[list[list[Action]]]:
+        """Cells by rank and tick where ticks are given, else by rank and place in the order."""
+        if not self.starts:
+            return [[[action] for action in order] for order in self.orders]
+        last = max((tick for ticks in self.starts for tick in ticks), default=0)
+        rows = [[[] for _ in range(last + 1)] for _ in self.orders]
+        for row, order, ticks in zip(rows, self.orders, self.starts, strict=True):
+            for action, tick in zip(order, ticks, strict=True):
+                row[tick].append(action)
+        return rows
+
+    def grid(self) -> list[list[list[Action]]]:
+        """The actions of each rank in each tick: `[rank][tick]`, in the order in which they run."""
         cells = [[[] for _ in range(self.ticks)] for _ in range(self.ranks)]
         for action in sorted(self.tick_of, key=lambda a: KINDS.index(a.kind)):
-            cells[self.rank_of(action.stage)][self.tick_of[action]].append(str(action))
-        grid = [["+".join(cell) or "." for cell in row] for row in cells]
-        width = max(len(text) for row in grid for text in row)
-        labels = ["tick  ", *(f"rank {rank}" for rank in range(self.ranks))]
-        rows = zip(labels, [map(str, range(self.ticks)), *grid])
-        sizes = f"stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
-        lines = [" ".join([label, *(text.rjust(width) for text in row)]) for label, row in rows]
-        return "\n".join([f"{self.name} {sizes} bubble={100 * self.bubble():.1f}%", *lines])
+            cells[self.rank_of(action.stage)][self.tick_of[action]].append(action)
+        return cells
+
+
+def grid_text(rows: list[list[list[str]]]) -> str:
+    """Ranks down, ticks along, what shares a tick joined by +."""
+    cells = [["+".join(cell) or "." for cell in row] for row in rows]
+    columns = max(map(len, cells))
+    cells = [row + ["."] * (columns - len(row)) for row in cells]
+    width = max((len(text) for row in cells for text in row), default=1)
+    width = max(width, len(str(columns - 1)))
+    labels = ["tick  ", *(f"rank {rank}" for rank in range(len(rows)))]
+    lines = zip(labels, [[str(tick) for tick in range(columns)], *cells])
+    return "\n".join(" ".join([label, *(text.rjust(width) for text in row)]) for label, row in lines)

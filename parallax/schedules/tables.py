@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallax.schedules.order import KINDS, Action, Orders
+from parallax.schedules.order import KINDS, Action, Orders, grid_text
+from parallax.schedules.pricing import figures
 
 
 class Segment(NamedTuple):
-    """Ticks `start <= tick < stop` in which the same kinds of action occur: "F", "B" or "FB"."""
+    """Ticks `start <= tick < stop`, in which no other kinds of action occur than these: "F", "FB", "FBW", ..."""
 
     start: int
     stop: int
@@ -26,11 +27,18 @@ class Span(NamedTuple):
     last: int
 
 
+# What one action makes and a later one on the same rank reads, and until when it is kept.
+POOLS = ("FB", "FW", "BW")
+
+
 class Schedule(Orders):
     """Orders with the tables of the executor, each int32 `[tick, rank]`, -1 where nothing happens.
 
-    A slot holds what F saved until its B has run. An input slot holds a message from its arrival, at the
-    end of a tick, to the tick that reads it.
+    `microbatch["F"]` is whose forward pass runs, `chunk["F"]` in which of the rank's stages; likewise "B" and "W".
+    A slot of pool "FB" is taken by F and free when B has run; of "FW" from F to W, of "BW" from B to W;
+    `slot["FB"]["F"]` is where F writes and `slot["FB"]["B"]` where B reads. A message waits in a slot, too:
+    `message["F"]` is the one that F reads, and `arrival["F", 1]` where one that comes from the rank before is put
+    at the end of the tick.
     """
 
     def _table(self, cells: Iterable[tuple[int, Action, int]]) -> np.ndarray:
@@ -44,125 +52,170 @@ class Schedule(Orders):
     def _when_run(self, kind: str, value: Callable[[Action], int]) -> np.ndarray:
         return self._table((tick, a, value(a)) for a, tick in self.tick_of.items() if a.kind == kind)
 
-    def _when_received(self, kind: str, value: Callable[[Action], int]) -> np.ndarray:
-        return self._table((tick, a, value(a)) for a, tick in self._arrivals(kind).items())
+    @cached_property
+    def microbatch(self) -> dict[str, np.ndarray]:
+        """Microbatch of which each kind of action runs."""
+        return {kind: self._when_run(kind, lambda action: action.microbatch) for kind in self.kinds}
 
     @cached_property
-    def forward(self) -> np.ndarray:
-        """Microbatch whose forward pass runs."""
-        return self._when_run("F", lambda action: action.microbatch)
+    def chunk(self) -> dict[str, np.ndarray]:
+        """Which of the rank's stages runs; 0 where a rank has one."""
+        return {kind: self._when_run(kind, lambda action: self.chunks[action.stage]) for kind in self.kinds}
+
+    # ---- what is kept on a rank
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Which of POOLS the schedule has: without W, the first alone."""
+        return POOLS if self.split else POOLS[:1]
 
     @cached_property
-    def backward(self) -> np.ndarray:
-        """Microbatch whose backward pass runs."""
-        return self._when_run("B", lambda action: action.microbatch)
+    def _slot_of(self) -> dict[str, dict[tuple[int, int], int]]:
+        """By pool, the slot of each pass (stage, microbatch)."""
+        found = {}
+        for pool in self.pools:
+            spans = {}
+            for action, tick in self.tick_of.items():
+                if action.kind == pool[0]:
+                    until = self.tick_of[action._replace(kind=pool[1])]
+                    spans[action.stage, action.microbatch] = Span(self.rank_of(action.stage), tick, until)
+            found[pool] = assign_slots(spans)
+        return found
 
     @cached_property
-    def forward_chunk(self) -> np.ndarray:
-        """Which of the rank's stages runs F; always 0 where a rank has one stage."""
-        return self._when_run("F", lambda action: action.stage // self.ranks)
+    def slots(self) -> dict[str, int]:
+        """By pool, how many slots each rank must have."""
+        return {pool: 1 + max(slots.values()) for pool, slots in self._slot_of.items()}
 
     @cached_property
-    def backward_chunk(self) -> np.ndarray:
-        """Which of the rank's stages runs B."""
-        return self._when_run("B", lambda action: action.stage // self.ranks)
+    def slot(self) -> dict[str, dict[str, np.ndarray]]:
+        """By pool and kind of action, the slot that it writes or reads."""
+
+        def table(pool: str, kind: str) -> np.ndarray:
+            return self._when_run(kind, lambda action: self._slot_of[pool][action.stage, action.microbatch])
+
+        users = {pool: [k for k in self.kinds if KINDS.index(pool[0]) <= KINDS.index(k)] for pool in self.pools}
+        return {
+            pool: {kind: table(pool, kind) for kind in kinds if KINDS.index(kind) <= KINDS.index(pool[1])}
+            for pool, kinds in users.items()
+        }
+
+    # ---- what is sent
+
+    def sender(self, action: Action) -> Action | None:
+        """The action of another stage whose output F or B reads; none at the pipeline's ends."""
+        stage = action.stage + (-1 if action.kind == "F" else 1)
+        return action._replace(stage=stage) if 0 <= stage < self.stages and action.kind != "W" else None
 
     @cached_property
-    def _slots(self) -> dict[Action, int]:
-        """Slot of the activations that each F writes and each B reads."""
-        ticks = self.tick_of
-        ends = {a: a._replace(kind="B") for a in ticks if a.kind == "F"}
-        slots = assign_slots({f: Span(self.rank_of(f.stage), ticks[f], ticks[b]) for f, b in ends.items()})
-        return slots | {ends[f]: slot for f, slot in slots.items()}
+    def _message_slot_of(self) -> dict[Action, int]:
+        """Slot in which the message that each action reads waits; F and B have slots of their own."""
+        found: dict[Action, int] = {}
+        for kind in "FB":
+            readers = {a: self.sender(a) for a in self.tick_of if a.kind == kind and self.sender(a)}
+            found |= assign_slots(
+                {a: Span(self.rank_of(a.stage), self.tick_of[s] + 1, self.tick_of[a]) for a, s in readers.items()}
+            )
+        return found
 
     @cached_property
-    def slots(self) -> int:
-        """Microbatches whose activations a rank must be able to hold at once."""
-        return 1 + max(self._slots.values())
+    def message_slots(self) -> dict[str, int]:
+        """Messages for F, and for B, that a rank must be able to hold at once; at least 1."""
+        return {
+            kind: 1 + max((slot for a, slot in self._message_slot_of.items() if a.kind == kind), default=0)
+            for kind in "FB"
+        }
 
     @cached_property
-    def forward_slot(self) -> np.ndarray:
-        """Slot into which F saves its activations."""
-        return self._when_run("F", self._slots.__getitem__)
+    def message(self) -> dict[str, np.ndarray]:
+        """Slot of the message that F and B read; -1 at the pipeline's ends, which read embedding and loss."""
+        return {kind: self._when_run(kind, lambda a: self._message_slot_of.get(a, -1)) for kind in "FB"}
 
     @cached_property
-    def backward_slot(self) -> np.ndarray:
-        """Slot in which B finds the activations of its F."""
-        return self._when_run("B", self._slots.__getitem__)
+    def arrival(self) -> dict[tuple[str, int], np.ndarray]:
+        """By kind of the reader and by how many ranks a message moves: its slot, in the tick at whose end it comes."""
+        cells: dict[tuple[str, int], list] = {}
+        for action, slot in self._message_slot_of.items():
+            sender = self.sender(action)
+            shift = (self.rank_of(action.stage) - self.rank_of(sender.stage)) % self.ranks
+            shift -= self.ranks * (2 * shift > self.ranks)  # the shorter way round
+            cells.setdefault((action.kind, shift), []).append((self.tick_of[sender], action, slot))
+        return {route: self._table(cells[route]) for route in sorted(cells)}
 
-    def _arrivals(self, kind: str) -> dict[Action, int]:
-        """The tick at whose end each action's message arrives; the ends of the pipeline receive none."""
-        step = -1 if kind == "F" else 1
-        senders = {a: a._replace(stage=a.stage + step) for a in self.tick_of if a.kind == kind}
-        return {a: self.tick_of[sender] for a, sender in senders.items() if sender in self.tick_of}
-
-    @cached_property
-    def _input_slots(self) -> dict[Action, int]:
-        """Input slot of the message that each action reads; F and B have slots of their own."""
-        slots: dict[Action, int] = {}
-        for kind in KINDS:
-            arrivals = self._arrivals(kind).items()
-            slots |= assign_slots({a: Span(self.rank_of(a.stage), t + 1, self.tick_of[a]) for a, t in arrivals})
-        return slots
+    # ---- the head
 
     @cached_property
-    def input_slots(self) -> int:
-        """Messages of one kind that a rank must be able to hold at once; at least 1."""
-        return 1 + max(self._input_slots.values(), default=0)
+    def exit_microbatch(self) -> np.ndarray:
+        """int32 `[tick]`: the microbatch that the last stage has run forward, -1 where none."""
+        return self.microbatch["F"].max(axis=1, where=self._in_last_stage("F"), initial=-1)
 
     @cached_property
-    def receive_forward(self) -> np.ndarray:
-        """Microbatch whose activations arrive from the stage before, at the end of the tick."""
-        return self._when_received("F", lambda action: action.microbatch)
+    def _exit_slot_of(self) -> dict[Action, int]:
+        last = self.stages - 1
+        spans = {
+            a: Span(0, tick, self.tick_of[a._replace(kind="B")])
+            for a, tick in self.tick_of.items()
+            if a.kind == "F" and a.stage == last
+        }
+        return assign_slots(spans)
 
     @cached_property
-    def receive_backward(self) -> np.ndarray:
-        """Microbatch whose gradient arrives from the stage after, at the end of the tick."""
-        return self._when_received("B", lambda action: action.microbatch)
+    def exit_slots(self) -> int:
+        """Microbatches whose output or its gradient waits between the last stage's F and its B."""
+        return 1 + max(self._exit_slot_of.values())
 
     @cached_property
-    def arrive_slot_forward(self) -> np.ndarray:
-        """Input slot for the activations that arrive at the end of the tick."""
-        return self._when_received("F", self._input_slots.__getitem__)
+    def exit_slot(self) -> dict[str, np.ndarray]:
+        """int32 `[tick]`: where the last stage's output or its gradient is put ("F") and found ("B")."""
+        found = {kind: np.full(self.ticks, -1, np.int32) for kind in "FB"}
+        for action, slot in self._exit_slot_of.items():
+            for kind in "FB":
+                found[kind][self.tick_of[action._replace(kind=kind)]] = slot
+        return found
 
-    @cached_property
-    def arrive_slot_backward(self) -> np.ndarray:
-        """Input slot for the gradient that arrives at the end of the tick."""
-        return self._when_received("B", self._input_slots.__getitem__)
+    def _in_last_stage(self, kind: str) -> np.ndarray:
+        last = self.stages - 1
+        return self._when_run(kind, lambda action: int(action.stage == last)) == 1
 
-    @cached_property
-    def use_slot_forward(self) -> np.ndarray:
-        """Input slot that F reads; -1 in the first stage, which reads the embedding."""
-        return self._when_run("F", lambda action: self._input_slots.get(action, -1))
-
-    @cached_property
-    def use_slot_backward(self) -> np.ndarray:
-        """Input slot that B reads; -1 in the last stage, which reads the gradient of the head."""
-        return self._when_run("B", lambda action: self._input_slots.get(action, -1))
+    # ---- what is compiled
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Maximal runs of ticks with the same kinds of action: what no rank runs need not be compiled."""
-        kinds = [
-            "".join(kind for kind, table in zip(KINDS, (self.forward, self.backward)) if table[tick].max() >= 0)
-            for tick in range(self.ticks)
+        """Runs of ticks, cut where no kind of action occurs on both sides: each kind is compiled once."""
+        used = {kind: np.flatnonzero(self.microbatch[kind].max(axis=1) >= 0) for kind in self.kinds}
+        open_in = [
+            "".join(kind for kind, ticks in used.items() if ticks[0] <= tick <= ticks[-1]) for tick in range(self.ticks)
         ]
-        runs = [(name, list(ticks)) for name, ticks in groupby(range(self.ticks), kinds.__getitem__)]
-        return [Segment(ticks[0], ticks[-1] + 1, name) for name, ticks in runs]
+        parts: list[Segment] = []
+        for kinds, ticks in groupby(range(self.ticks), open_in.__getitem__):
+            start, *_, stop = [*ticks, self.ticks]
+            parts.append(Segment(start, stop, kinds))
+        starts = [part.start for part in parts] + [self.ticks]
+        segments: list[Segment] = []
+        for (start, _, kinds), stop in zip(parts, starts[1:]):
+            if segments and set(segments[-1].kinds) & set(kinds):
+                start, _, before = segments.pop()
+                kinds = "".join(kind for kind in KINDS if kind in before + kinds)
+            segments.append(Segment(start, stop, kinds))
+        return segments
+
+    def __str__(self) -> str:
+        sizes = f"ranks={self.ranks} stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
+        rows = [[list(map(str, cell)) for cell in row] for row in self.grid()]
+        return f"{self.name} {sizes} lockstep bubble={figures(self).lockstep_bubble:.1%}\n{grid_text(rows)}"
 
 
-def assign_slots(spans: Mapping[Action, Span]) -> dict[Action, int]:
+def assign_slots(spans: Mapping) -> dict:
     """For each span the lowest slot that no overlapping span of its rank holds.
 
-    >>> a, b, c = (Action(0, "F", m) for m in range(3))
-    >>> list(assign_slots({a: Span(0, 0, 3), b: Span(0, 1, 2), c: Span(0, 3, 5)}).values())
-    [0, 1, 1]
+    >>> assign_slots({"a": Span(0, 0, 3), "b": Span(0, 1, 2), "c": Span(0, 3, 5)})
+    {'a': 0, 'b': 1, 'c': 1}
     """
-    slots: dict[Action, int] = {}
+    slots = {}
     held_until: dict[int, list[int]] = {}
-    for action, (rank, first, last) in sorted(spans.items(), key=lambda item: item[1].first):
+    for key, (rank, first, last) in sorted(spans.items(), key=lambda item: item[1].first):
         lasts = held_until.setdefault(rank, [])
         slot = next((i for i, until in enumerate(lasts) if until < first), len(lasts))
         lasts[slot : slot + 1] = [last]
-        slots[action] = slot
+        slots[key] = slot
     return slots

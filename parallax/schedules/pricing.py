@@ -1,0 +1,99 @@
+"""What a schedule costs: time in lockstep and asynchronous, bubbles, activations held, messages sent."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from parallax.schedules.order import KINDS, Orders
+
+
+class Costs(NamedTuple):
+    """Time of one microbatch in all stages of a rank, in any unit; a rank of v stages takes 1/v of it for each.
+
+    `backward` is the whole backward pass, `weights` the part of it that W takes where a schedule splits it off;
+    `send` is the time of a message from rank to rank.
+    """
+
+    forward: float = 1
+    backward: float = 2
+    weights: float = 1
+    send: float = 0
+
+    def of(self, schedule: Orders) -> dict[str, float]:
+        """Time of one action of each kind."""
+        backward = self.backward - (self.weights if schedule.split else 0)
+        whole = {"F": self.forward, "B": backward, "W": self.weights}
+        return {kind: time / schedule.virtual for kind, time in whole.items()}
+
+
+class Figures(NamedTuple):
+    """A schedule's price. Bubbles are the share of the time in which an average rank does nothing."""
+
+    ticks: int
+    lockstep_time: float
+    lockstep_bubble: float
+    asynchronous_time: float
+    asynchronous_bubble: float
+    activations: tuple[float, ...]  # per rank, at the worst moment, in microbatches of all the rank's layers
+    sends: tuple[int, ...]  # per rank, messages to another
+
+
+def figures(schedule: Orders, costs: Costs = Costs()) -> Figures:
+    """The price of a schedule in both ways of running it.
+
+    In lockstep, as the executor runs, a tick lasts as long as its dearest rank and ends in a message. Asynchronous,
+    as papers count, a rank waits for what it needs alone.
+    """
+    work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
+    lockstep, free = lockstep_time(schedule, costs), asynchronous_time(schedule, costs)
+    return Figures(
+        schedule.ticks,
+        lockstep,
+        1 - work / lockstep,
+        free,
+        1 - work / free,
+        tuple(float(held) for held in activations(schedule)),
+        sends(schedule),
+    )
+
+
+def lockstep_time(schedule: Orders, costs: Costs = Costs()) -> float:
+    """Time of all ticks, each as long as its dearest rank, and a message after each."""
+    time_of = costs.of(schedule)
+    busy = np.zeros((schedule.ticks, schedule.ranks))
+    for action, tick in schedule.tick_of.items():
+        busy[tick, schedule.rank_of(action.stage)] += time_of[action.kind]
+    return float(busy.max(axis=1).sum() + schedule.ticks * costs.send * (schedule.ranks > 1))
+
+
+def asynchronous_time(schedule: Orders, costs: Costs = Costs()) -> float:
+    """Time until the last action has ended, if ranks waited for what they need, not for ticks."""
+    time_of = costs.of(schedule)
+    ended = {}
+    free = [0.0] * schedule.ranks
+    for action in sorted(schedule.tick_of, key=lambda a: (schedule.tick_of[a], KINDS.index(a.kind))):
+        rank = schedule.rank_of(action.stage)
+        arrivals = (ended[n] + costs.send * (schedule.rank_of(n.stage) != rank) for n in schedule.needs(action))
+        free[rank] = ended[action] = max(free[rank], *arrivals, 0.0) + time_of[action.kind]
+    return max(free)
+
+
+def activations(schedule: Orders) -> np.ndarray:
+    """`[rank]`: most activations held at once, from F until the last action that reads them, in full microbatches."""
+    last = schedule.kinds[-1]
+    held = np.zeros((schedule.ticks, schedule.ranks))
+    for action, tick in schedule.tick_of.items():
+        if action.kind == "F":
+            until = schedule.tick_of[action._replace(kind=last)]
+            held[tick : until + 1, schedule.rank_of(action.stage)] += 1 / schedule.virtual
+    return held.max(axis=0)
+
+
+def sends(schedule: Orders) -> tuple[int, ...]:
+    """Messages that each rank sends to others: outputs forward, their gradients back."""
+    counts = [0] * schedule.ranks
+    for stage, rank in enumerate(schedule.placement):
+        for neighbour in (stage - 1, stage + 1):
+            if 0 <= neighbour < schedule.stages and schedule.placement[neighbour] != rank:
+                counts[rank] += schedule.microbatches
+    return tuple(counts)
