@@ -11,12 +11,15 @@ weights' gradients, where a schedule splits it off. A tick holds at most one act
 order. When it ends, every rank passes on what it made, so it lasts as long as its dearest rank.
 """
 
+from parallax.schedules.files import load_csv, save_csv
 from parallax.schedules.named import (
     SCHEDULES,
     accumulate,
     by_name,
+    check_name,
     check_virtual,
     gpipe,
+    in_turn,
     interleaved,
     one_f_one_b,
     zero_bubble,
@@ -37,11 +40,15 @@ __all__ = [
     "Segment",
     "accumulate",
     "by_name",
+    "check_name",
     "check_virtual",
     "figures",
     "gpipe",
+    "in_turn",
     "interleaved",
+    "load_csv",
     "one_f_one_b",
+    "save_csv",
     "zero_bubble",
     "zero_bubble_v",
 ]

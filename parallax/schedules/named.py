@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from parallax.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, nearest
+from parallax.schedules.files import load_csv
 from parallax.schedules.order import KINDS, Action
 from parallax.schedules.tables import Schedule
 
@@ -13,8 +14,17 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     The head's work lies between the two, where all ranks can share it.
     """
-    orders = [[Action(stage, kind, m) for kind in "FB" for m in range(microbatches)] for stage in range(ranks)]
-    return Schedule("gpipe", tuple(range(ranks)), microbatches, tuple(map(tuple, orders)), head="between")
+    return in_turn(tuple(range(ranks)), microbatches)
+
+
+def in_turn(placement: Sequence[int], microbatches: int) -> Schedule:
+    """GPipe for any placement: all microbatches forward through a rank's first stage, then its next, then backward."""
+    orders = []
+    for rank in range(max(placement) + 1):
+        own = [stage for stage, at in enumerate(placement) if at == rank]
+        passes = [(kind, stage) for kind, stages in (("F", own), ("B", own[::-1])) for stage in stages]
+        orders.append(tuple(Action(stage, kind, m) for kind, stage in passes for m in range(microbatches)))
+    return Schedule("gpipe", tuple(placement), microbatches, tuple(orders), head="between")
 
 
 def accumulate(microbatches: int) -> Schedule:
@@ -137,14 +147,44 @@ def check_virtual(name: str, virtual: int) -> None:
         )
 
 
-def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The schedule called `name`; on one rank each of them is gradient accumulation.
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is that of a schedule, or of a file of one."""
+    if name not in SCHEDULES and not is_file(name):
+        advice = f"{nearest(str(name), SCHEDULES)}, or the path of a .csv file"
+        raise ConfigError(f"pipeline.schedule={name!r} is unknown; {advice}.")
 
-    `virtual` is the number of stages on each rank, for "interleaved" alone. Raises ConfigError for an unknown name.
+
+def is_file(name: str) -> bool:
+    """Whether a schedule of this name is one that a user wrote to a file."""
+    return isinstance(name, str) and name.endswith(".csv")
+
+
+def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The schedule called `name`, or that of the file `name`; on one rank each of them is gradient accumulation.
+
+    `virtual` is the number of stages on each rank, for "interleaved" alone. Raises ConfigError for an unknown name
+    and for a file of other sizes, ScheduleError for a file that is no schedule.
     """
-    check_choice("pipeline.schedule", name, SCHEDULES)
+    check_name(name)
     check_virtual(name, virtual)
+    if is_file(name):
+        written = load_csv(name)
+        _check_fits(name, written, ranks, microbatches)
+        return written if ranks > 1 else accumulate(microbatches)
     if ranks == 1:
         return accumulate(microbatches)
     more = {"virtual": virtual} if name == "interleaved" else {}
     return SCHEDULES[name](ranks, microbatches, **more)
+
+
+def _check_fits(name: str, written: Schedule, ranks: int, microbatches: int) -> None:
+    sizes = {
+        "mesh.pp": (written.ranks, ranks, "ranks"),
+        "pipeline.microbatches": (written.microbatches, microbatches, "microbatches"),
+    }
+    for key, (has, given, what) in sizes.items():
+        if has != given and not (key == "mesh.pp" and ranks == 1):
+            raise ConfigError(
+                f"pipeline.schedule={name!r} is of {has} {what}, and {key}={given}; "
+                f"use {key}={has}, or a schedule of {given} {what}."
+            )

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from parallax.errors import ParallaxError
 
 KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
+LISTED = 8  # actions that an error names
 
 
 class ScheduleError(ParallaxError):
-    """An order of actions repeats or forgets one, or one stands before what it needs."""
+    """An order of actions repeats or forgets one, or one stands before what it needs; or its file cannot be used."""
 
 
 class Action(NamedTuple):
@@ -135,6 +136,11 @@ class Orders:
     def ticks(self) -> int:
         return 1 + max(self.tick_of.values())
 
+    @cached_property
+    def in_turn(self) -> list[Action]:
+        """All actions as they run: by tick, F, B and W of a tick in this order."""
+        return sorted(self.tick_of, key=lambda action: (self.tick_of[action], KINDS.index(action.kind)))
+
     # ---- what cannot run is refused, with the grid
 
     def _check_sizes(self) -> None:
@@ -184,7 +190,8 @@ class Orders:
 
     def _refuse_any(self, what: str, found: set[tuple[int, Action]]) -> None:
         if found:
-            listed = ", ".join(f"{action} on rank {rank}" for rank, action in sorted(found))
+            listed = ", ".join(f"{action} on rank {rank}" for rank, action in sorted(found)[:LISTED])
+            listed += f" and {len(found) - LISTED} more" * (len(found) > LISTED)
             self._refuse(f"{what}: {listed}", {action for _, action in found})
 
     def _refuse(self, why: str, marked: Iterable[Action] = ()) -> None:
@@ -194,7 +201,7 @@ class Orders:
             [[f">{action}<" if action in marked else str(action) for action in cell] for cell in row]
             for row in self._written()
         ]
-        raise ScheduleError(f"schedule {self.name!r}: {why}.\n{grid_text(rows)}")
+        raise refusal(self.name, why, rows)
 
     def _written(self) -> list[list[list[Action]]]:
         """Cells by rank and tick where ticks are given, else by rank and place in the order."""
@@ -210,18 +217,25 @@ class Orders:
     def grid(self) -> list[list[list[Action]]]:
         """The actions of each rank in each tick: `[rank][tick]`, in the order in which they run."""
         cells = [[[] for _ in range(self.ticks)] for _ in range(self.ranks)]
-        for action in sorted(self.tick_of, key=lambda a: KINDS.index(a.kind)):
+        for action in self.in_turn:
             cells[self.rank_of(action.stage)][self.tick_of[action]].append(action)
         return cells
 
 
-def grid_text(rows: list[list[list[str]]]) -> str:
-    """Ranks down, ticks along, what shares a tick joined by +."""
+def refusal(name: str, why: str, rows: list[list[list[str]]]) -> ScheduleError:
+    """The error for a grid, which it shows, that cannot run."""
+    return ScheduleError(f"schedule {name!r}: {why}.\n{grid_text(rows)}")
+
+
+def grid_text(rows: list[list[list[str]]], first: int = 0) -> str:
+    """Ranks down, ticks along from `first`, what shares a tick joined by +."""
     cells = [["+".join(cell) or "." for cell in row] for row in rows]
-    columns = max(map(len, cells))
+    columns = max(map(len, cells), default=0)
     cells = [row + ["."] * (columns - len(row)) for row in cells]
     width = max((len(text) for row in cells for text in row), default=1)
-    width = max(width, len(str(columns - 1)))
-    labels = ["tick  ", *(f"rank {rank}" for rank in range(len(rows)))]
-    lines = zip(labels, [[str(tick) for tick in range(columns)], *cells])
+    width = max(width, len(str(first + columns - 1)))
+    labels = ["tick", *(f"rank {rank}" for rank in range(len(rows)))]
+    labels = [label.ljust(max(map(len, labels))) for label in labels]
+    ticks = [str(tick) for tick in range(first, first + columns)]
+    lines = zip(labels, [ticks, *cells])
     return "\n".join(" ".join([label, *(text.rjust(width) for text in row)]) for label, row in lines)

@@ -1,10 +1,12 @@
 """What a schedule costs: time in lockstep and asynchronous, bubbles, activations held, messages sent."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from parallax.schedules.order import KINDS, Orders
+from parallax.errors import ConfigError
+from parallax.schedules.order import Action, Orders
 
 
 class Costs(NamedTuple):
@@ -20,10 +22,24 @@ class Costs(NamedTuple):
     send: float = 0
 
     def of(self, schedule: Orders) -> dict[str, float]:
-        """Time of one action of each kind."""
+        """Time of one action of each kind. Raises ConfigError for costs that cannot be."""
+        self._check()
         backward = self.backward - (self.weights if schedule.split else 0)
         whole = {"F": self.forward, "B": backward, "W": self.weights}
         return {kind: time / schedule.virtual for kind, time in whole.items()}
+
+    def _check(self) -> None:
+        for name, time in self._asdict().items():
+            if not 0 <= time < math.inf:
+                raise ConfigError(f"{name}={time:g} is no time of an action; write a number of 0 or more.")
+        if self.weights > self.backward:
+            larger = f"weights={self.weights:g} is more than backward={self.backward:g}"
+            raise ConfigError(f"{larger}, of which it is a part; use weights of {self.backward:g} or less.")
+        if self.forward + self.backward == 0:
+            raise ConfigError("forward=0 and backward=0: there is no work to take a share of; make one more than 0.")
+
+
+USUAL = Costs()
 
 
 class Figures(NamedTuple):
@@ -38,7 +54,7 @@ class Figures(NamedTuple):
     sends: tuple[int, ...]  # per rank, messages to another
 
 
-def figures(schedule: Orders, costs: Costs = Costs()) -> Figures:
+def figures(schedule: Orders, costs: Costs = USUAL) -> Figures:
     """The price of a schedule in both ways of running it.
 
     In lockstep, as the executor runs, a tick lasts as long as its dearest rank and ends in a message. Asynchronous,
@@ -57,25 +73,58 @@ def figures(schedule: Orders, costs: Costs = Costs()) -> Figures:
     )
 
 
-def lockstep_time(schedule: Orders, costs: Costs = Costs()) -> float:
-    """Time of all ticks, each as long as its dearest rank, and a message after each."""
+def tick_times(schedule: Orders, costs: Costs = USUAL) -> np.ndarray:
+    """`[tick]`: how long each tick lasts in lockstep, without the message after it."""
     time_of = costs.of(schedule)
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():
         busy[tick, schedule.rank_of(action.stage)] += time_of[action.kind]
-    return float(busy.max(axis=1).sum() + schedule.ticks * costs.send * (schedule.ranks > 1))
+    return busy.max(axis=1)
 
 
-def asynchronous_time(schedule: Orders, costs: Costs = Costs()) -> float:
+def send_time(schedule: Orders, costs: Costs = USUAL) -> float:
+    """Time of the messages that end a tick."""
+    return costs.send * (schedule.ranks > 1)
+
+
+def lockstep_time(schedule: Orders, costs: Costs = USUAL) -> float:
+    """Time of all ticks, each as long as its dearest rank, and a message after each."""
+    return float(tick_times(schedule, costs).sum() + schedule.ticks * send_time(schedule, costs))
+
+
+def lockstep_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, float]:
+    """When each action begins in lockstep; in a tick, a rank runs F, B and W one after the other."""
+    time_of = costs.of(schedule)
+    begins = np.cumsum([0, *(tick_times(schedule, costs) + send_time(schedule, costs))])
+    free: dict[tuple[int, int], float] = {}
+    starts = {}
+    for action in schedule.in_turn:
+        cell = (schedule.rank_of(action.stage), schedule.tick_of[action])
+        starts[action] = free.get(cell, float(begins[cell[1]]))
+        free[cell] = starts[action] + time_of[action.kind]
+    return starts
+
+
+def asynchronous_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, float]:
+    """When each action begins, if a rank, in its order, waited for what it needs, not for ticks."""
+    time_of = costs.of(schedule)
+    starts: dict[Action, float] = {}
+    free = [0.0] * schedule.ranks
+    for action in schedule.in_turn:
+        rank = schedule.rank_of(action.stage)
+        arrivals = (
+            starts[n] + time_of[n.kind] + costs.send * (schedule.rank_of(n.stage) != rank)
+            for n in schedule.needs(action)
+        )
+        starts[action] = max(free[rank], *arrivals, 0.0)
+        free[rank] = starts[action] + time_of[action.kind]
+    return starts
+
+
+def asynchronous_time(schedule: Orders, costs: Costs = USUAL) -> float:
     """Time until the last action has ended, if ranks waited for what they need, not for ticks."""
     time_of = costs.of(schedule)
-    ended = {}
-    free = [0.0] * schedule.ranks
-    for action in sorted(schedule.tick_of, key=lambda a: (schedule.tick_of[a], KINDS.index(a.kind))):
-        rank = schedule.rank_of(action.stage)
-        arrivals = (ended[n] + costs.send * (schedule.rank_of(n.stage) != rank) for n in schedule.needs(action))
-        free[rank] = ended[action] = max(free[rank], *arrivals, 0.0) + time_of[action.kind]
-    return max(free)
+    return max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
 
 
 def activations(schedule: Orders) -> np.ndarray:
