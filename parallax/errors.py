@@ -49,6 +49,12 @@ def check_choice(key: str, written: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{key}={written!r} is unknown; {nearest(str(written), known)}")
 
 
+def check_whole(key: str, written: object, *, least: int) -> None:
+    """Raise ConfigError unless `written` is a whole number of `least` or more."""
+    if isinstance(written, bool) or not isinstance(written, int) or written < least:
+        raise ConfigError(f"{key}={written!r} must be a whole number of {least} or more.")
+
+
 def divisors(number: int) -> list[int]:
     """All divisors in order.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.errors import ConfigError, check_choice, divisors
+from parallax.errors import ConfigError, check_choice, check_whole, divisors
 from parallax.layers.attention import GQA
 from parallax.layers.context import Context, training_context
 from parallax.layers.dropout import Dropout
@@ -91,9 +91,7 @@ class ModelConfig:
         return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
 
     def _check_at_least(self, key: str, least: int) -> None:
-        value = getattr(self, key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"model.{key}={value!r} must be a whole number of {least} or more.")
+        check_whole(f"model.{key}", getattr(self, key), least=least)
 
     def _check_floats(self) -> None:
         ranges = {
@@ -221,7 +219,7 @@ class Parts(NamedTuple):
         embedding, blocks, head = jax.random.split(key, 3)
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
-        context = training_context(model.rope, ids, ids, ids[0], None, 0)
+        context = training_context(model.rope, ids, ids, ids[0], None)
         stacked = jax.vmap(lambda key: self.block.init(key, x, context)["params"])(
             jax.random.split(blocks, model.layers)
         )

@@ -20,8 +20,9 @@ from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, PipelineConfig, Stage
-from parallax.pipeline.ends import InsideEnds, SpreadEnds, Tokens, Work
-from parallax.schedules import by_name, gpipe
+from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.ends import InsideEnds, SpreadEnds, Tokens, Work, folds
+from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
@@ -41,9 +42,12 @@ class ShardedModel:
         self.axis_sizes: dict[str, int] = {axis: mesh.shape[axis] for axis in AXES}
         check_divides(model, self.axis_sizes)
         check_kernel(model, mesh)
-        self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches)
+        self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
+        check_stages(model, self.schedule)
+        self.arrangement = Arrangement(self.schedule.placement, model.layers)
         declared = jax.eval_shape(self._declare, jax.random.key(0))
-        self.layouts = layouts_of(declared)
+        self.stage_layouts = layouts_of(declared)["blocks"]  # of the layers that a rank runs
+        self.layouts = layouts_of(declared) | {"blocks": map_layouts(self._stored, self.stage_layouts)}
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec())
@@ -102,12 +106,26 @@ class ShardedModel:
                 f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x mesh.pp={sizes['pp']}, "
                 f"which share embedding and head by rows; use a multiple of {sizes['dp'] * sizes['pp']}."
             )
+        self._check_folds(global_batch // pieces, seq)
         if seq % sizes["tp"]:
             raise ConfigError(
                 f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
             )
 
+    def _check_folds(self, rows: int, seq: int) -> None:
+        """The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them."""
+        pieces = folds(rows, self.axis_sizes["pp"]) * self.axis_sizes["tp"]
+        if self.schedule.head == "inside" and seq % pieces:
+            raise ConfigError(
+                f"data.seq={seq} does not divide over {pieces}: mesh.pp={self.axis_sizes['pp']} ranks and "
+                f"mesh.tp={self.axis_sizes['tp']} share the head of a microbatch, which has {rows} rows on a device; "
+                f"use a multiple of {pieces}, or more rows."
+            )
+
     # ---- parameters
+
+    def _stored(self, layout: Layout) -> Layout:
+        return self.arrangement.stored(layout, self.model.sizes, self.axis_sizes)
 
     def _parts(self, rows: str, *, gathered: bool) -> Parts:
         family, form = self.layout.family, self.layout.form
@@ -138,13 +156,14 @@ class ShardedModel:
         weights = jax.tree.map(as_varying, params)
         blocks, stage = self._stage(weights["blocks"])
         spread = self.schedule.head == "between"
-        work = self._work(SPREAD if spread else "batch/dp", weights, tokens.key)
-        ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight)
-        context = partial(self._context, tokens)
-        executor = Executor(self.schedule, stage, blocks, context, ends, self.layout.residual)
-        state = executor.run(ends.start() if spread else ends.start(self.schedule.slots))
+        work = self._work(weights, tokens.key, rows=SPREAD if spread else "batch/dp")
+        ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight, self.schedule.placement[-1])
+        state = self._executor(self.schedule, stage, blocks, tokens, ends).run(
+            ends.start() if spread else ends.start(self.schedule.exit_slots)
+        )
         ended = ends.finish(state.ends) if spread else state.ends
-        grads = self._sum_grads(ended.grads | {"blocks": self._scatter_step(state.grads)})
+        blocks_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
+        grads = self._sum_grads(self._scatter_ends(ended.grads) | {"blocks": self._to_model(blocks_grads)})
         return self._metrics(ended.loss, work, tokens), grads
 
     def _loss(self, params, batch, noise):
@@ -160,10 +179,17 @@ class ShardedModel:
         tokens = self._tokens(batch, None, microbatches)
         weights = jax.tree.map(as_varying, params)
         blocks, stage = self._stage(weights["blocks"])
-        ends = SpreadEnds(self._work(SPREAD, weights, None), tokens, jnp.float32(1))
-        schedule = gpipe(self.axis_sizes["pp"], microbatches)
-        executor = Executor(schedule, stage, blocks, partial(self._context, tokens), ends, self.layout.residual)
+        schedule = in_turn(self.schedule.placement, microbatches)
+        ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
+        executor = self._executor(schedule, stage, blocks, tokens, ends)
         return ends.from_last(executor.run_forward(ends.start()).exits), ends, tokens
+
+    def _executor(self, schedule, stage, blocks, tokens, ends) -> Executor:
+        context = partial(self._context, tokens)
+        simulated = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return Executor(
+            schedule, stage, blocks, context, ends, self.layout.residual, self.pipeline.branches, messages_last=simulated
+        )
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
         cut = {name: array.reshape(microbatches, -1, array.shape[-1]) for name, array in batch.items()}
@@ -177,32 +203,65 @@ class ShardedModel:
 
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
         at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
-        layers = self.model.layers // self.axis_sizes["pp"]
-        first = as_varying(jax.lax.axis_index("pp") * layers)
         positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
-        return training_context(self.model.rope, positions, segments, rows, tokens.key, first)
+        return training_context(self.model.rope, positions, segments, rows, tokens.key)
 
     # ---- FSDP: what is stored, what is gathered
+
+    @property
+    def _once(self) -> bool:
+        return self.pipeline.gather == "step"
 
     def _stage(self, blocks: Any) -> tuple[Any, Stage]:
         block = self._parts(SPREAD, gathered=True).block
         layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-        if self.pipeline.gather == "step":
-            same = lambda weights: weights  # noqa: E731
-            return self._gather(self.layouts["blocks"], blocks), Stage(layer, same, same, self.pipeline.remat)
-        one = map_layouts(_of_one_layer, self.layouts["blocks"])
-        return blocks, Stage(layer, partial(self._gather, one), partial(scatter, one), self.pipeline.remat)
+        blocks = map_layouts(self._to_stages, self.layouts["blocks"], self.stage_layouts, blocks)
+        one = map_layouts(_of_one_layer, self.stage_layouts)
+        gather, scatters = self._gather_and_scatters(one)
+        stage = Stage(
+            layer,
+            gather,
+            scatters,
+            self.pipeline.remat,
+            self.arrangement.stage_layers,
+            as_varying(self.arrangement.own_numbers()),
+            uneven=self.arrangement.uneven,
+            split=self.schedule.split,
+        )
+        return (self._gather(self.stage_layouts, blocks) if self._once else blocks), stage
 
-    def _scatter_step(self, grads: Any) -> Any:
-        return scatter(self.layouts["blocks"], grads) if self.pipeline.gather == "step" else grads
+    def _gather_and_scatters(self, layouts: Any) -> tuple[Callable, list[Callable]]:
+        """What gathers stored weights in the ticks, and for each leaf what scatters its gradient."""
+        leaves = jax.tree.leaves(layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+        if self._once:
+            return _unchanged, [_unchanged for _ in leaves]
+        return partial(self._gather, layouts), [partial(scatter, layout) for layout in leaves]
 
-    def _work(self, rows: str, weights: Any, key: Array | None) -> Work:
+    def _to_stages(self, stored: Layout, layout: Layout, weight: Array) -> Array:
+        # As in `_gather`, what is gathered later is cast before it is sent.
+        cast = weight.astype(self.model.dtype) if "dp" in layout.used_axes() else weight
+        return self.arrangement.to_stages(stored, layout, weight if self.arrangement.in_order else cast)
+
+    def _to_model(self, grads: Any) -> Any:
+        if self._once:
+            grads = map_layouts(scatter, self.stage_layouts, grads)
+        return map_layouts(self.arrangement.to_model, self.layouts["blocks"], self.stage_layouts, grads)
+
+    def _scatter_ends(self, grads: Any) -> Any:
+        return {part: map_layouts(scatter, self.layouts[part], grads[part]) for part in grads} if self._once else grads
+
+    def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
+        """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
+        parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
         ends = {part: weights[part] for part in ("embedding", "head")}
+        both = {part: self._gather_and_scatters(self.layouts[part]) for part in ends}
+        if self._once:
+            ends = {part: self._gather(self.layouts[part], ends[part]) for part in ends}
         return Work(
-            self._parts(rows, gathered=True),
+            parts,
             self.loss_config,
-            {part: partial(self._gather, self.layouts[part]) for part in ends},
-            {part: partial(scatter, self.layouts[part]) for part in ends},
+            {part: gather for part, (gather, _) in both.items()},
+            {part: _each(scatters) for part, (_, scatters) in both.items()},
             ends,
             key,
         )
@@ -237,20 +296,30 @@ class ShardedModel:
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
 
 
-def scatter(layouts: Any, grads: Any) -> Any:
-    """Gradients of gathered weights, reduce-scattered over dp in float32 to what is stored."""
+def scatter(layout: Layout, grad: Array) -> Array:
+    """The gradient of a gathered weight, reduce-scattered over dp in float32 to what is stored."""
+    return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
 
-    def scattered(layout: Layout, grad: Array) -> Array:
-        return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
 
-    return map_layouts(scattered, layouts, grads)
+def _each(functions: list[Callable]) -> Callable:
+    """A function of trees, from one for each leaf."""
+
+    def mapped(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, [f(leaf) for f, leaf in zip(functions, leaves, strict=True)])
+
+    return mapped
+
+
+def _unchanged(weights: Any) -> Any:
+    return weights
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where a model's counts do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    for key, axis in (("layers", "pp"), ("heads", "tp"), ("d_ff", "tp"), ("d_model", "tp"), ("vocab", "tp")):
+    for key, axis in (("heads", "tp"), ("d_ff", "tp"), ("d_model", "tp"), ("vocab", "tp")):
         size, ranks = getattr(model, key), axis_sizes[axis]
         if size % ranks:
             near = -(-size // ranks) * ranks
@@ -263,6 +332,16 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
         raise ConfigError(
             f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
             f"use kv_heads in {{{', '.join(map(str, divisors(axis_sizes['tp'])))}}} or a multiple of tp."
+        )
+
+
+def check_stages(model: ModelConfig, schedule: Schedule) -> None:
+    """Raise ConfigError where there are more stages than layers."""
+    if model.layers < schedule.stages:
+        virtual = f" x {schedule.virtual} stages on each" if schedule.virtual > 1 else ""
+        raise ConfigError(
+            f"model.layers={model.layers} is less than mesh.pp={schedule.ranks}{virtual}; "
+            f"use layers={schedule.stages} or more, or pp={model.layers // schedule.virtual} or less."
         )
 
 

@@ -69,7 +69,7 @@ def call(layer, rope):
             return logits(layer.form, layer.rows, layer.apply(weights, x), params["table"])
         if isinstance(layer, RMSNorm | GatedMLP | Dense):
             return layer.apply(weights, x)
-        return layer.apply(weights, x, training_context(rope, positions, segments, rows, None, 0))
+        return layer.apply(weights, x, training_context(rope, positions, segments, rows, None))
 
     return function
 
@@ -84,7 +84,7 @@ def declared(layer, rope):
             return layer.init(key, ids, rows, None)
         if isinstance(layer, RMSNorm | GatedMLP | Dense | Head):
             return layer.init(key, x)
-        return layer.init(key, x, training_context(rope, positions, segments, rows, None, 0))
+        return layer.init(key, x, training_context(rope, positions, segments, rows, None))
 
     boxed = jax.eval_shape(init, jax.random.key(0))["params"]
     shapes, rng = nn.meta.unbox(boxed), np.random.default_rng(2)

@@ -70,7 +70,7 @@ def residuals_of_one_layer(settings, model):
     layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
     same = lambda weights: weights  # noqa: E731
     ids = jnp.zeros((1, settings.data.seq), jnp.int32)
-    context = training_context(m.rope, ids, ids, ids[0, :1], None, 0)
+    context = training_context(m.rope, ids, ids, ids[0, :1], None)
     x = jax.ShapeDtypeStruct((1, settings.data.seq, m.d_model), m.dtype)
     forward = functools.partial(Stage(layer, same, same, "none").forward, context=context)
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), m.dtype), model.shapes["blocks"])

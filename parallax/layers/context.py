@@ -15,7 +15,6 @@ class Context(NamedTuple):
     mask_B1ST: Array  # True where query S may see key T
     rows_B: Array  # index of each row in the global batch
     key: Array | None  # of dropout; None drops nothing
-    first_layer: Array | int = 0  # index of the stage's first layer in the model
     cursor: Array | int = 0  # cached decoding: entries that the cache holds already
 
 
@@ -27,7 +26,7 @@ def causal_mask(segments_BS: Array) -> Array:
     return (causal_ST[None] & same_BST)[:, None]
 
 
-def training_context(rope: Rope, positions_BS: Array, segments_BS: Array, rows_B: Array, key, first_layer) -> Context:
+def training_context(rope: Rope, positions_BS: Array, segments_BS: Array, rows_B: Array, key) -> Context:
     """The context of whole windows: causal inside each document."""
     tables = rope.tables(positions_BS)
-    return Context(tables, causal_mask(segments_BS), rows_B, key, first_layer)
+    return Context(tables, causal_mask(segments_BS), rows_B, key)

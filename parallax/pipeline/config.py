@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from parallax.errors import ConfigError, check_choice
-from parallax.schedules import SCHEDULES
+from parallax.errors import check_choice, check_whole
+from parallax.schedules import SCHEDULES, check_virtual
 
 REMAT = ("none", "layer", "stage")
 GATHER = ("microbatch", "step")
+BRANCHES = ("skip", "mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,16 +17,26 @@ class PipelineConfig:
     Kept per microbatch in flight: "none" all that the backward pass reads; "layer" each layer's input; "stage"
     the stage's input. Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the
     whole stage's exist all the time, and their gradients too, but they are sent once.
+
+    `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
+    collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
+    Hardware or a compiler that wants every device to reach every collective, in the same order, would hang: "mask"
+    computes on whatever is in the buffers and throws the result away, which takes the time of the work that it is.
     """
 
-    schedule: str
+    schedule: str  # a name, or the path of a CSV file
+    virtual: int  # stages on each rank, for "interleaved"
     microbatches: int
     remat: str
     gather: str
+    branches: str
 
     def __post_init__(self):
-        check_choice("pipeline.schedule", self.schedule, SCHEDULES)
+        if not str(self.schedule).endswith(".csv"):
+            check_choice("pipeline.schedule", self.schedule, SCHEDULES)
         check_choice("pipeline.remat", self.remat, REMAT)
         check_choice("pipeline.gather", self.gather, GATHER)
-        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise ConfigError(f"pipeline.microbatches={self.microbatches!r} must be a whole number of 1 or more.")
+        check_choice("pipeline.branches", self.branches, BRANCHES)
+        for key in ("microbatches", "virtual"):
+            check_whole(f"pipeline.{key}", getattr(self, key), least=1)
+        check_virtual(self.schedule, self.virtual)

@@ -1,6 +1,12 @@
-"""What stands before the first stage and behind the last: embedding, final norm, logits and loss."""
+"""What stands before the first stage and behind the last: embedding, final norm, logits and loss.
+
+No rank does the head's work for another: under each schedule all of them share it by tokens. The last stage alone
+would make every tick of a 1F1B schedule longer by the whole head, where all ranks make it longer by a P-th; stages of
+uneven layers could balance whole layers only. It costs two messages more per microbatch.
+"""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +19,7 @@ from parallax.layers.embedding import logits, with_rows
 from parallax.loss import IGNORED, LossConfig, chunked_loss, chunked_loss_and_grads
 from parallax.mesh import AXES
 from parallax.model import Parts
+from parallax.notation import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Work:
         """The gradient of what is stored of the embedding."""
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), self._gathered("embedding"))
         (grads,) = pull(dx)
-        return {"embedding": self.scatter["embedding"](grads), "head": self._zeros("head")}
+        return {"embedding": self.scatter["embedding"](grads)}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
@@ -70,7 +77,7 @@ class Work:
         grads, dy = pull(d_hidden.reshape(hidden.shape))
         if "table" in grads:
             grads = grads | {"table": d_table}
-            return loss, {"embedding": self._zeros("embedding"), "head": self.scatter["head"](grads)}, dy
+            return loss, {"head": self.scatter["head"](grads)}, dy
         embedding = self.scatter["embedding"]({"table": d_table})
         return loss, {"embedding": embedding, "head": self.scatter["head"](grads)}, dy
 
@@ -121,42 +128,74 @@ class Work:
 
 
 class InsideState(NamedTuple):
-    gradients_of_outputs: Array  # [slots, ...]
+    exits: Array  # [exit slots, ...] gradients of the last stage's outputs
     loss: Array
     grads: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class InsideEnds:
-    """Embedding and head run in the ticks, one microbatch at a time, on the first and the last stage."""
+    """Embedding and head in the ticks, one microbatch at a time: the embedding on the first stage's rank, the head
+    on all ranks, each with its share of tokens, when the last stage, on rank `last`, has run.
+
+    Communication over pp, once a microbatch: reduce_scatter of the last stage's output to all ranks, all_gather of
+    its gradient back.
+    """
 
     work: Work
     tokens: Tokens
     weight: Array
+    last: int
 
     def start(self, slots: int) -> InsideState:
         x = jax.eval_shape(lambda: self.enter(None, jnp.int32(0)))
-        gradients = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
-        return InsideState(gradients, self.work.zero_loss(), self.work.zero_grads())
+        exits = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
+        return InsideState(exits, self.work.zero_loss(), self.work.zero_grads())
 
     def enter(self, state, microbatch):
         return self.work.embed(_take(self.tokens.ids, microbatch), _take(self.tokens.rows, microbatch))
 
     def leave(self, state, microbatch, slot, y):
-        labels = _take(self.tokens.labels, microbatch)
-        loss, grads, dy = self.work.head_loss_and_grads(y, labels, self.weight)
-        kept = lax.dynamic_update_index_in_dim(state.gradients_of_outputs, as_varying(dy), slot, 0)
-        return InsideState(kept, state.loss + loss, _add(state.grads, grads))
+        whole, own = _residuals(self.work)
+        mine = jnp.where(lax.axis_index("pp") == self.last, y, 0)
+        share = reduce_scatter(f"{whole} -> {own}", self._folded(mine))
+        labels = self._own_labels(_take(self.tokens.labels, microbatch))
+        loss, grads, d_share = self.work.head_loss_and_grads(share, labels, self.weight)
+        dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
+        exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
+        return InsideState(exits, state.loss + loss, _add(state.grads, grads))
 
     def between(self, state):
         return state
 
     def enter_backward(self, state, microbatch, slot):
-        return _take(state.gradients_of_outputs, slot)
+        return _take(state.exits, slot)
 
     def leave_backward(self, state, microbatch, dx):
         ids, rows = _take(self.tokens.ids, microbatch), _take(self.tokens.rows, microbatch)
         return state._replace(grads=_add(state.grads, self.work.embed_grads(ids, rows, dx)))
+
+    # Rows that are too few for all ranks are folded: pieces of a row become rows, for the head works by tokens.
+
+    def _folded(self, y_BSD: Array) -> Array:
+        fold = folds(len(y_BSD), lax.axis_size("pp"))
+        return y_BSD.reshape(len(y_BSD) * fold, -1, y_BSD.shape[-1])
+
+    def _own_labels(self, labels_BS: Array) -> Array:
+        """Labels of this rank's share, folded as every tp rank folds its own piece of seq."""
+        fold = folds(len(labels_BS), lax.axis_size("pp"))
+        pieces = math.prod(map(lax.axis_size, _residuals(self.work)[0].cut_of("seq")))
+        labels = labels_BS.reshape(len(labels_BS), pieces, fold, -1).swapaxes(1, 2)
+        return cut("batch/dp seq -> batch/dp/pp seq", labels.reshape(len(labels_BS) * fold, -1))
+
+
+def folds(rows: int, ranks: int) -> int:
+    """Into how many pieces of seq each row must be cut so that ranks can share the pieces evenly.
+
+    >>> folds(rows=2, ranks=8)
+    4
+    """
+    return ranks // math.gcd(rows, ranks)
 
 
 class SpreadState(NamedTuple):
@@ -177,6 +216,7 @@ class SpreadEnds:
     work: Work
     tokens: Tokens
     weight: Array
+    last: int  # rank of the last stage; the first is on rank 0
 
     def start(self) -> SpreadState:
         x = self.work.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
@@ -209,7 +249,7 @@ class SpreadEnds:
 
     def from_last(self, exits: Array) -> Array:
         """This rank's rows of the last stage's outputs."""
-        last = lax.axis_index("pp") == lax.axis_size("pp") - 1
+        last = lax.axis_index("pp") == self.last
         return self._scatter_rows(jnp.where(last, exits, 0))
 
     def own_labels(self) -> Array:
@@ -220,19 +260,20 @@ class SpreadEnds:
         rest = " seq" if flat.ndim == 2 else ""
         return cut(f"batch/dp{rest} -> batch/dp/pp{rest}", flat)
 
-    @property
-    def _layouts(self):
-        residual = self.work.parts.embedding.residual
-        return residual, with_rows(residual, "batch/dp/pp")
-
     def _to_first(self, x: Array) -> Array:
-        whole, own = self._layouts
+        whole, own = _residuals(self.work)
         rows = all_gather(f"{own} -> {whole}", x)
         return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
 
     def _scatter_rows(self, x_MB: Array) -> Array:
-        whole, own = self._layouts
+        whole, own = _residuals(self.work)
         return reduce_scatter(f"{whole} -> {own}", x_MB.reshape(-1, *x_MB.shape[2:]))
+
+
+def _residuals(work: Work) -> tuple[Layout, Layout]:
+    """The residual stream's layout, and that of this pipeline rank's share of its rows."""
+    residual = work.parts.head.residual
+    return Layout.parse(residual), with_rows(residual, "batch/dp/pp")
 
 
 def _take(stacked: Array, at: Array) -> Array:
@@ -240,4 +281,6 @@ def _take(stacked: Array, at: Array) -> Array:
 
 
 def _add(total: Any, share: Any) -> Any:
-    return jax.tree.map(lambda a, b: a + as_varying(b), total, share)
+    """Gradients by part of the model; a part that has no share stays as it is."""
+    added = {part: jax.tree.map(lambda a, b: a + as_varying(b), total[part], share[part]) for part in share}
+    return total | added

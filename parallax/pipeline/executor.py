@@ -1,7 +1,8 @@
 """The one executor of schedule tables: a scan over ticks, in each what the table says for this rank.
 
-A tick runs F, then B, where the table has them; then every rank passes its output on and its gradient back. What
-arrives is stored by looking up what the neighbour did in this tick, in the same table.
+A tick runs F, then B, then W, where the table has them; every rank passes its output on and its gradient back. A
+message depends on the pass that made it alone, so that it can travel while the next one computes. What arrives is
+stored by looking up what its sender did in this tick, in the same table.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax import Array, lax
 
 from parallax.collectives import as_varying, permute, varying_axes
 from parallax.layers.context import Context
-from parallax.pipeline.stage import Stage
+from parallax.pipeline.stage import Place, Stage
 from parallax.schedules import Schedule, Segment
 
 
@@ -25,7 +26,7 @@ class Ends(Protocol):
         """The first stage's input."""
 
     def leave(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
-        """Take the last stage's output."""
+        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
 
     def between(self, state: Any) -> Any:
         """Once, after the last F and before the first B, where the schedule has its head between."""
@@ -40,15 +41,18 @@ class Ends(Protocol):
 class State(NamedTuple):
     """What a tick hands to the next."""
 
-    arrived_forward: Array  # [input slots, ...] messages that no F has read yet
-    arrived_backward: Array
-    kept: Any  # [slots, ...] what F kept for B
-    grads: Any
+    messages: dict[str, Array]  # for F and for B, [slots, ...]: what has arrived and was not read yet
+    kept: Any  # what passes leave for later ones, by pool: see Stage
+    grads: list[Array]
     ends: Any
 
 
 class Executor(NamedTuple):
-    """Runs a schedule on the stage that this rank holds."""
+    """Runs a schedule on the stages that this rank holds.
+
+    `branches` is "skip" or "mask": see PipelineConfig. With `messages_last` a tick's messages wait for all of its
+    passes; simulated devices need that, see `after`.
+    """
 
     schedule: Schedule
     stage: Stage
@@ -56,134 +60,137 @@ class Executor(NamedTuple):
     context: Callable[[Array], Context]  # of a microbatch
     ends: Ends
     message: str  # layout of what stages send each other
+    branches: str
+    messages_last: bool
 
     def run(self, ends_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
         state = self._start(ends_state)
-        last_forward = max(s.stop for s in self.schedule.segments if "F" in s.kinds)
         for segment in self.schedule.segments:
-            state, _ = lax.scan(self._tick(segment), state, self._rows(segment))
-            if self.schedule.head == "between" and segment.stop == last_forward:
+            state, _ = lax.scan(self._tick(segment, segment.kinds), state, self._rows(segment))
+            if self.schedule.head == "between" and "F" in segment.kinds:
                 state = state._replace(ends=self.ends.between(state.ends))
         return state
 
     def run_forward(self, ends_state: Any) -> Any:
-        """The forward ticks alone, keeping nothing; returns the state of the ends."""
-        forward = self._replace(stage=ForwardOnly(self.stage))
-        state = forward._start(ends_state)
+        """The forward passes alone, keeping nothing; returns the state of the ends."""
+        state = State(self._empty_messages(ends_state), None, [], ends_state)
         for segment in self.schedule.segments:
-            if segment.kinds == "F":
-                state, _ = lax.scan(forward._tick(segment), state, self._rows(segment))
+            if "F" in segment.kinds:
+                state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
         return state.ends
 
     def _start(self, ends_state: Any) -> State:
+        messages = self._empty_messages(ends_state)
+        # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
+        slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}
+        pools = jax.eval_shape(lambda: self.stage.plan(self.weights, messages["F"][0], self.context(jnp.int32(0))))
+        grads = [as_varying(jnp.zeros(w.shape, jnp.float32)) for w in jax.tree.leaves(self.weights)]
+        return State(messages, self.stage.empty(pools, slots), grads, ends_state)
+
+    def _empty_messages(self, ends_state: Any) -> dict[str, Array]:
         x = jax.eval_shape(lambda: self.ends.enter(ends_state, jnp.int32(0)))
-        _, kept = jax.eval_shape(lambda x: self.stage.forward(self.weights, x, self.context(jnp.int32(0))), x)
-        messages = zeros_of(x, self.schedule.input_slots)
-        grads = jax.tree.map(lambda w: as_varying(jnp.zeros(w.shape, jnp.float32)), self.weights)
-        slots = jax.tree.map(lambda leaf: zeros_of(leaf, self.schedule.slots), kept)
-        return State(messages, messages, slots, grads, ends_state)
+        return {kind: zeros_of(x, count) for kind, count in self.schedule.message_slots.items()}
 
     def _rows(self, segment: Segment) -> dict[str, np.ndarray]:
-        return {name: getattr(self.schedule, name)[segment.start : segment.stop] for name in TABLES}
+        """The tables' rows of these ticks: what is a rank's own `[tick, rank]`, what is everybody's `[tick]`."""
+        s = self.schedule
+        tables = {"exit": s.exit_microbatch} | {f"exit {kind}": table for kind, table in s.exit_slot.items()}
+        tables |= s.microbatch | {f"chunk {kind}": table for kind, table in s.chunk.items()}
+        tables |= {f"{pool} {kind}": table for pool in s.slot for kind, table in s.slot[pool].items()}
+        tables |= {f"message {kind}": table for kind, table in s.message.items()}
+        tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
+        return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
-    def _tick(self, segment: Segment) -> Callable:
+    def _tick(self, segment: Segment, kinds: str) -> Callable:
         rows = self._rows(segment)
-        busy = {name: bool((row >= 0).all()) for name, row in rows.items()}  # no rank ever idle: no branch
+        busy = {name: bool((row >= 0).all()) for name, row in rows.items()}  # nobody ever idle: no branch
         used = {name: bool((row >= 0).any()) for name, row in rows.items()}
 
-        def tick(state: State, row: dict[str, Array]) -> tuple[State, None]:
-            row = Row({name: _own(value) for name, value in row.items()}, busy)
-            if used["forward"]:
-                state, y = self._forward(state, row)
-            if used["backward"]:
-                state, dx = self._backward(state, row)
-            if used["receive_forward"]:
-                arrived = permute(self.message, y, axis="pp", shift=1)
-                state = state._replace(arrived_forward=row.store("arrive_slot_forward", state.arrived_forward, arrived))
-            if used["receive_backward"]:
-                arrived = permute(self.message, dx, axis="pp", shift=-1)
-                state = state._replace(
-                    arrived_backward=row.store("arrive_slot_backward", state.arrived_backward, arrived)
-                )
-            return state, None
+        def tick(state: State, values: dict[str, Array]) -> tuple[State, None]:
+            own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+            row = Row(own, busy, self.branches, alone=self.schedule.stages == 1)
+            outputs = {}
+            if "F" in kinds:
+                state, outputs["F"] = self._forward(state, row)
+                if used["exit"]:
+                    state = self._exit(state, row, outputs["F"])
+            if "B" in kinds:
+                state, outputs["B"] = self._backward(state, row)
+            if "W" in kinds:
+                state = self._weigh(state, row)
+            return self._send(state, row, outputs, used), None
 
         return tick
 
     def _forward(self, state: State, row: "Row") -> tuple[State, Array]:
-        microbatch, slot = row["forward"], row["forward_slot"]
-
-        def run():
-            x = at_rank(
-                0,
-                self._ranks,
-                lambda: self.ends.enter(state.ends, microbatch),
-                lambda: read(state.arrived_forward, row["use_slot_forward"]),
+        def run(active):
+            x = row.at_end(
+                "F",
+                lambda: self.ends.enter(state.ends, row["F"]),
+                lambda: _read(state.messages["F"], row["message F"]),
             )
-            return self.stage.forward(self.weights, x, self.context(microbatch))
+            context, place = self.context(row["F"]), self._place("F", row, active)
+            if state.kept is None:
+                return self.stage.run(self.weights, x, context, place.chunk), None
+            return self.stage.forward(self.weights, x, context, state.kept, place)
 
-        def idle():
-            return jnp.zeros_like(state.arrived_forward[0]), read(state.kept, slot)
+        y, kept = row.when("F", run, lambda: (jnp.zeros_like(state.messages["F"][0]), state.kept))
+        return state._replace(kept=kept), y
 
-        y, kept = row.when("forward", run, idle)
-        ends = row.when(
-            "forward",
-            lambda: at_rank(
-                self._ranks - 1,
-                self._ranks,
-                lambda: self.ends.leave(state.ends, microbatch, slot, y),
-                lambda: state.ends,
-            ),
-            lambda: state.ends,
-        )
-        return state._replace(kept=write(state.kept, slot, kept), ends=ends), y
+    def _exit(self, state: State, row: "Row", y: Array) -> State:
+        leave = lambda: self.ends.leave(state.ends, row["exit"], row["exit F"], y)  # noqa: E731
+        if row.busy["exit"]:
+            return state._replace(ends=leave())
+        # The same on every rank, so that no hardware has a rank wait here for one that takes the other branch.
+        ends = lax.cond(row.values["exit"] >= 0, lambda: vary_all(leave()), lambda: vary_all(state.ends))
+        return state._replace(ends=ends)
 
     def _backward(self, state: State, row: "Row") -> tuple[State, Array]:
-        microbatch, slot = row["backward"], row["backward_slot"]
-
-        def run():
-            dy = at_rank(
-                self._ranks - 1,
-                self._ranks,
-                lambda: self.ends.enter_backward(state.ends, microbatch, slot),
-                lambda: read(state.arrived_backward, row["use_slot_backward"]),
+        def run(active):
+            dy = row.at_end(
+                "B",
+                lambda: self.ends.enter_backward(state.ends, row["B"], row["exit B"]),
+                lambda: _read(state.messages["B"], row["message B"]),
             )
-            # One slot is read as it is, so that XLA sees that what F wrote in this tick is what B reads.
-            kept, at = (read(state.kept, slot), None) if self.schedule.slots == 1 else (state.kept, slot)
-            context = self.context(microbatch)
-            dx, grads = self.stage.backward(self.weights, kept, context, dy, state.grads, at)
-            ends = at_rank(
-                0,
-                self._ranks,
-                lambda: self.ends.leave_backward(state.ends, microbatch, dx),
-                lambda: state.ends,
-            )
-            return dx, grads, ends
+            context, place = self.context(row["B"]), self._place("B", row, active)
+            dx, grads, kept = self.stage.backward(self.weights, state.kept, context, dy, state.grads, place)
+            in_first = (row["chunk B"] == 0) & (row.values["B"] >= 0)
+            first = in_first & (lax.axis_index("pp") == self.schedule.placement[0])
+            ends = row.select(first, lambda: self.ends.leave_backward(state.ends, row["B"], dx), lambda: state.ends)
+            return dx, grads, kept, ends
 
-        def idle():
-            return jnp.zeros_like(state.arrived_backward[0]), state.grads, state.ends
+        dx, grads, kept, ends = row.when(
+            "B", run, lambda: (jnp.zeros_like(state.messages["B"][0]), state.grads, state.kept, state.ends)
+        )
+        return state._replace(grads=grads, kept=kept, ends=ends), dx
 
-        dx, grads, ends = row.when("backward", run, idle)
-        return state._replace(grads=grads, ends=ends), dx
+    def _weigh(self, state: State, row: "Row") -> State:
+        def run(active):
+            return self.stage.weigh(state.kept, state.grads, self._place("W", row, active))
 
-    @property
-    def _ranks(self) -> int:
-        return self.schedule.ranks
+        return state._replace(grads=row.when("W", run, lambda: state.grads))
 
+    def _send(self, state: State, row: "Row", outputs: dict[str, Array], used: dict[str, bool]) -> State:
+        messages = dict(state.messages)
+        for kind, shift in self.schedule.arrival:
+            name = f"arrival {kind} {shift}"
+            if kind in outputs and used[name]:
+                output = outputs[kind]
+                if self.messages_last and "B" in outputs:
+                    output = after(output, state.grads[0])
+                arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
+                messages[kind] = row.store(name, messages[kind], arrived)
+        return state._replace(messages=messages)
 
-class ForwardOnly(NamedTuple):
-    """A stage that keeps nothing for a backward pass."""
-
-    stage: Stage
-
-    def forward(self, weights: Any, x: Array, context: Context) -> tuple[Array, tuple]:
-        return self.stage.forward(weights, x, context)[0], ()
-
-
-TABLES = (
-    "forward", "backward", "forward_slot", "backward_slot", "receive_forward", "receive_backward",
-    "use_slot_forward", "use_slot_backward", "arrive_slot_forward", "arrive_slot_backward",
-)  # fmt: skip
+    def _place(self, kind: str, row: "Row", active: Array | None) -> Place:
+        chunk = row[f"chunk {kind}"] if self.schedule.virtual > 1 else 0
+        slots = {}
+        for pool, tables in self.schedule.slot.items():
+            if kind in tables:
+                slot = row[f"{pool} {kind}"]
+                slots[pool] = slot if active is None else jnp.where(active, slot, self.schedule.slots[pool])
+        return Place(chunk, slots, active)
 
 
 class Row(NamedTuple):
@@ -191,23 +198,38 @@ class Row(NamedTuple):
 
     values: dict[str, Array]
     busy: dict[str, bool]
+    branches: str
+    alone: bool  # one stage is both ends of the pipeline
 
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
 
-    def when(self, name: str, run: Callable, idle: Callable) -> Any:
-        """`run()` where this rank acts, else `idle()`: skipped, not computed and masked."""
-        if self.busy[name]:
-            return run()
-        return lax.cond(self.values[name] >= 0, lambda: vary_all(run()), lambda: vary_all(idle()))
+    def when(self, kind: str, run: Callable[[Array | None], Any], idle: Callable[[], Any]) -> Any:
+        """`run(None)` where this rank acts, else `idle()`; masked, `run(whether it acts)` everywhere."""
+        if self.busy[kind]:
+            return run(None)
+        active = self.values[kind] >= 0
+        if self.branches == "mask":
+            return run(active)
+        return lax.cond(active, lambda: vary_all(run(None)), lambda: vary_all(idle()))
+
+    def at_end(self, kind: str, there: Callable, elsewhere: Callable) -> Any:
+        """`there()` at the end of the pipeline where `kind` reads no message, `elsewhere()` in other stages."""
+        return self.select(self.values[f"message {kind}"] < 0, there, elsewhere)
+
+    def select(self, here: Array, there: Callable, elsewhere: Callable) -> Any:
+        """`there()` on ranks where `here` holds, `elsewhere()` on the others."""
+        if self.alone:
+            return there()
+        if self.branches == "mask":
+            return jax.tree.map(lambda a, b: jnp.where(here, a, b), vary_all(there()), vary_all(elsewhere()))
+        return lax.cond(here, lambda: vary_all(there()), lambda: vary_all(elsewhere()))
 
     def store(self, name: str, slots: Array, message: Array) -> Array:
         """Put what arrived into its slot, if anything did."""
-        return jnp.where(self.values[name] >= 0, write(slots, self[name], message), slots)
-
-
-def _own(row: Array) -> Array:
-    return row[lax.axis_index("pp")]
+        slot = jnp.maximum(self.values[name], 0)
+        kept = jnp.where(self.values[name] >= 0, message, _read(slots, slot))
+        return lax.dynamic_update_index_in_dim(slots, kept, slot, 0)
 
 
 def at_rank(rank: int, ranks: int, there: Callable, elsewhere: Callable) -> Any:
@@ -222,21 +244,20 @@ def vary_all(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
 
 
-def read(slots: Any, slot: Array) -> Any:
-    """The entry of a slot. With one slot the index is static, and XLA sees that nothing is moved."""
-    return jax.tree.map(
-        lambda leaf: leaf[0] if len(leaf) == 1 else lax.dynamic_index_in_dim(leaf, slot, keepdims=False),
-        slots,
-    )
+def after(x: Array, earlier: Array) -> Array:
+    """`x`, but not before `earlier` is known.
+
+    XLA runs collectives of simulated devices in whatever order their operands are ready, and each blocks one of few
+    threads: where one device waits in a message and its neighbour in a pass of this tick, both wait for ever.
+    An optimization_barrier is gone before that order is made, so this is arithmetic that XLA cannot see through:
+    where a gradient is NaN, and the step lost, messages are NaN, too.
+    """
+    probe = earlier.reshape(-1)[0].astype(x.dtype)
+    return jnp.where(jnp.isnan(probe), probe, x)
 
 
-def write(slots: Any, slot: Array, value: Any) -> Any:
-    """Slots with one entry replaced."""
-    return jax.tree.map(
-        lambda leaf, new: new[None] if len(leaf) == 1 else lax.dynamic_update_index_in_dim(leaf, new, slot, 0),
-        slots,
-        value,
-    )
+def _read(slots: Array, slot: Array) -> Array:
+    return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
 
 
 def zeros_of(like: jax.ShapeDtypeStruct, count: int) -> Array:

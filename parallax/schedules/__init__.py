@@ -11,6 +11,7 @@ weights' gradients, where a schedule splits it off. A tick holds at most one act
 order. When it ends, every rank passes on what it made, so it lasts as long as its dearest rank.
 """
 
+from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv
 from parallax.schedules.named import (
     SCHEDULES,
@@ -43,6 +44,7 @@ __all__ = [
     "check_name",
     "check_virtual",
     "figures",
+    "gantt",
     "gpipe",
     "in_turn",
     "interleaved",

@@ -1,0 +1,117 @@
+"""Which layers of the model each rank runs, and the way there from where they are stored."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from parallax.collectives import all_to_all, as_varying
+from parallax.notation import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Layers in stages, stages on ranks: `placement[s]` is the rank of stage s.
+
+    Stages follow one another in the model; where they do not divide it evenly, the first ones have a layer more.
+    Parameters are always stored in model order. Where each rank's layers follow one another and are equally many,
+    their dim is cut over pp, and nothing is sent; otherwise another dim is, and an all-to-all of the weights before
+    the ticks, and of their gradients after them, exchanges that cut for one of layers in the order of the ranks.
+    """
+
+    placement: tuple[int, ...]
+    layers: int
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.placement)
+
+    @property
+    def virtual(self) -> int:
+        """Stages on each rank."""
+        return len(self.placement) // self.ranks
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of the largest stage: as many places has each."""
+        return -(-self.layers // len(self.placement))
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """int32 `[rank, place]`: the model's layer there, -1 where a stage has fewer; a rank's stages in order.
+
+        >>> Arrangement((0, 1, 0, 1), layers=6).numbers.tolist()
+        [[0, 1, 4, -1], [2, 3, 5, -1]]
+        """
+        sizes = [piece.size for piece in np.array_split(np.arange(self.layers), len(self.placement))]
+        found = np.full((self.ranks, self.virtual, self.stage_layers), -1, np.int32)
+        filled = [0] * self.ranks
+        for rank, start, size in zip(self.placement, np.cumsum([0, *sizes]), sizes):
+            found[rank, filled[rank], :size] = np.arange(start, start + size)
+            filled[rank] += 1
+        return found.reshape(self.ranks, -1)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some stage has fewer layers than others."""
+        return self.layers % len(self.placement) != 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each rank runs the layers that a cut of their dim over pp gives it."""
+        return bool((self.numbers.reshape(-1) == np.arange(self.numbers.size)).all())
+
+    def own_numbers(self) -> Array:
+        """This rank's row of `numbers`."""
+        return jnp.asarray(self.numbers)[jax.lax.axis_index("pp")]
+
+    def stored(self, layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Layout:
+        """How a parameter with a leading dim `layers/pp` is stored: not in order, the largest other dim that divides
+        over pp is cut instead, or none."""
+        if self.in_order:
+            return layout
+        whole = layout.without("pp")
+        dims = []
+        for name, axes in zip(whole.names[1:], whole.axes[1:]):
+            cut = math.prod(axis_sizes[axis] for axis in axes)
+            if sizes[name] % (cut * axis_sizes["pp"]) == 0:
+                dims.append((sizes[name], name, axes))
+        if not dims:
+            return whole
+        _, name, axes = max(dims)
+        return whole.with_cut(name, (*axes, "pp"))
+
+    def to_stages(self, stored: Layout, layout: Layout, x: Array) -> Array:
+        """This rank's layers `[place, ...]` of a stored parameter; zeros where a stage has fewer.
+
+        Communication: an all-to-all over pp where another dim than `layers` is cut over it.
+        """
+        if self.in_order:
+            return x
+        if "pp" not in stored.used_axes():
+            return _take(x, self.own_numbers())
+        return all_to_all(f"{stored} -> {layout}", _take(x, jnp.asarray(self.numbers.reshape(-1))))
+
+    def to_model(self, stored: Layout, layout: Layout, x: Array) -> Array:
+        """The inverse for gradients: this device's piece of a stored parameter; where no dim is cut over pp, its share
+        of a sum over pp."""
+        if self.in_order:
+            return x
+        if "pp" not in stored.used_axes():
+            whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
+            numbers = self.own_numbers()
+            # A place without a layer adds its zero to no layer of the model.
+            return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
+        moved = all_to_all(f"{layout} -> {stored}", x)
+        flat = self.numbers.reshape(-1)
+        return moved[np.argsort(flat, stable=True)[flat.size - self.layers :]]
+
+
+def _take(x: Array, numbers: Array) -> Array:
+    there = (numbers >= 0).reshape(-1, *(1 for _ in x.shape[1:]))
+    return jnp.where(there, x[jnp.maximum(numbers, 0)], 0)

@@ -1,0 +1,123 @@
+"""The backward pass of a layer in two: B, all that the gradient of the input needs, and W, the rest."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+# A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
+# whole activations to save a sum.
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
+
+
+class Division(NamedTuple):
+    """Two programs that do together what one did, each equation in one of them.
+
+    `first(*args)` returns `(*outputs, *handed)`, `second(*args at reads, *handed)` the deferred outputs.
+    """
+
+    first: Callable
+    second: Callable
+    deferred: tuple[int, ...]  # outputs of the whole that the second makes
+    reads: tuple[int, ...]  # arguments of the whole that the second reads, too
+
+
+def divide(function: Callable, args: tuple, *, wanted: Iterable[int], readable: Iterable[int]) -> Division:
+    """Divide `function(*args) -> flat list`: the outputs at `wanted` and what is cheap first, matrix products that
+    they do not need second.
+
+    The second reads arguments at `readable` itself; all else that it needs, the first hands to it.
+    """
+    whole = inlined(jax.make_jaxpr(function)(*args))
+    jaxpr = whole.jaxpr
+    wanted, readable = set(wanted), set(readable)
+    first = _ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
+    deferred = []
+    for at, out in enumerate(jaxpr.outvars):
+        if at in wanted:
+            continue
+        own = _ancestors(jaxpr, [out]) - first
+        if any(jaxpr.eqns[number].primitive.name in PRODUCTS for number in own):
+            deferred.append(at)
+        else:
+            first |= own
+    second = _ancestors(jaxpr, [jaxpr.outvars[at] for at in deferred]) - first
+    crossing = _crossing(jaxpr, second, [jaxpr.outvars[at] for at in deferred])
+    place = {var: at for at, var in enumerate(jaxpr.invars)}
+    reads = [var for var in crossing if place.get(var) in readable]
+    handed = [var for var in crossing if place.get(var) not in readable and var not in set(jaxpr.constvars)]
+    now = [out for at, out in enumerate(jaxpr.outvars) if at not in deferred]
+    later = [jaxpr.outvars[at] for at in deferred]
+    return Division(
+        _part(whole, first, jaxpr.invars, [*now, *handed]),
+        _part(whole, second, [*reads, *handed], later),
+        tuple(deferred),
+        tuple(place[var] for var in reads),
+    )
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without calls of jitted functions: an einsum's two gradients are two equations then."""
+
+    def run(jaxpr: Jaxpr, consts: list, args: list) -> list:
+        value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+        for equation in jaxpr.eqns:
+            values = [read(atom) for atom in equation.invars]
+            inner = _callee(equation)
+            outs = run(inner.jaxpr, inner.consts, values) if inner else _one(equation)(*values)
+            value_of |= zip(equation.outvars, outs, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def _callee(equation: JaxprEqn) -> ClosedJaxpr | None:
+    if equation.primitive.name not in CALLS:
+        return None
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+
+
+def _one(equation: JaxprEqn) -> Callable:
+    """One equation as a function, which keeps the name and the source line that it came from."""
+    inputs = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
+    run = jaxpr_as_fun(ClosedJaxpr(_jaxpr([], inputs, equation.outvars, [equation]), []))
+
+    def on_values(*values: Any) -> list:
+        given = dict((var, value) for var, value in zip(equation.invars, values) if not isinstance(var, Literal))
+        return run(*(given[var] for var in inputs))
+
+    return on_values
+
+
+def _ancestors(jaxpr: Jaxpr, outs: Iterable) -> set[int]:
+    """Numbers of the equations that these outputs need."""
+    needed = {out for out in outs if not isinstance(out, Literal)}
+    found = set()
+    for number in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[number]
+        if needed & set(equation.outvars):
+            found.add(number)
+            needed |= {var for var in equation.invars if not isinstance(var, Literal)}
+    return found
+
+
+def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:
+    """What the second part reads and does not make."""
+    made = {var for number in second for var in jaxpr.eqns[number].outvars}
+    read = [var for number in sorted(second) for var in jaxpr.eqns[number].invars] + list(outs)
+    return [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var not in made)]
+
+
+def _part(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
+    """Some of the equations of a program, from `invars` to `outvars`."""
+    equations = [whole.jaxpr.eqns[number] for number in sorted(numbers)]
+    return jaxpr_as_fun(ClosedJaxpr(_jaxpr(whole.jaxpr.constvars, invars, outvars, equations), whole.consts))
+
+
+def _jaxpr(constvars: list, invars: list, outvars: list, equations: list) -> Jaxpr:
+    names = DebugInfo("part", "backward", (None,) * len(invars), (None,) * len(outvars))
+    return Jaxpr(constvars, invars, outvars, equations, debug_info=names)
