@@ -1,0 +1,181 @@
+"""Print, price, compare and draw pipeline schedules.
+
+    python -m parallax.schedules one_f_one_b --stages 4 --microbatches 8
+    python -m parallax.schedules interleaved --stages 4 --microbatches 8 --virtual 2 --svg interleaved.svg
+    python -m parallax.schedules --compare --stages 4 --microbatches 8
+    python -m parallax.schedules mine.csv --tf 1 --tb 2.5 --send 0.1
+
+`--csv` writes a schedule to a file; one of your own is written so, too, and takes the place of the name.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+from parallax.errors import ConfigError, ParallaxError
+from parallax.schedules.draw import gantt
+from parallax.schedules.files import load_csv, save_csv, write_text
+from parallax.schedules.named import SCHEDULES, by_name, is_file
+from parallax.schedules.order import grid_text
+from parallax.schedules.pricing import USUAL, Costs, figures
+from parallax.schedules.tables import Schedule
+
+COLOURS = {"F": 34, "B": 33, "W": 32}  # blue, yellow, green, as terminals number them
+COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name == "interleaved" else (1,))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        run(parsed)
+        sys.stdout.flush()
+    except ParallaxError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # Whoever read has seen enough; what is still in the buffer goes nowhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Print what was asked for, and write the files."""
+    _check_arguments(parsed)
+    weights = parsed.tb / 2 if parsed.tw is None else parsed.tw
+    costs = Costs(parsed.tf, parsed.tb, weights, parsed.send)
+    ranks, microbatches = parsed.stages, parsed.microbatches
+    if parsed.name:
+        schedule = _schedule(parsed)
+        ranks, microbatches = schedule.ranks, schedule.microbatches
+        sizes = f"{schedule.name} ranks={ranks} stages={schedule.stages} microbatches={microbatches}"
+        print(sizes, _coloured(_grid(schedule)), *_figures(schedule, costs), sep="\n")
+        if parsed.csv:
+            save_csv(schedule, parsed.csv)
+        if parsed.svg:
+            write_text(parsed.svg, gantt(schedule, costs, asynchronous=parsed.asynchronous))
+    if parsed.compare:
+        own = [(schedule.name, schedule)] if parsed.name and is_file(parsed.name) else []
+        print("\n" * bool(parsed.name) + _comparison(own + _compared(ranks, microbatches), costs))
+
+
+# ---- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallax.schedules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
+    add("--stages", type=_positive, metavar="P", help="pipeline ranks, each with --virtual stages")
+    add("--microbatches", type=_positive, metavar="M", help="microbatches of a step")
+    add("--virtual", type=_positive, default=1, metavar="V", help="stages on each rank, for interleaved (default: 1)")
+    add("--tf", type=float, default=USUAL.forward, help="time of a forward pass of all a rank's stages (%(default)s)")
+    add("--tb", type=float, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
+    add("--tw", type=float, help="the part of it for the weights' gradients (half of it)")
+    add("--send", type=float, default=USUAL.send, help="time of a message (%(default)s)")
+    add("--csv", metavar="FILE", help="write the schedule there")
+    add("--svg", metavar="FILE", help="draw it there, as it runs in lockstep")
+    add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait for what they need alone")
+    add("--compare", action="store_true", help="a table of all schedules for these stages and microbatches")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
+    return int(text)
+
+
+def _check_arguments(parsed: argparse.Namespace) -> None:
+    if not parsed.name and not parsed.compare:
+        raise ConfigError(f"no schedule was named; write one of {', '.join(SCHEDULES)}, a .csv file, or --compare.")
+    for name in ("csv", "svg"):
+        if getattr(parsed, name) and not parsed.name:
+            raise ConfigError(f"--{name}={getattr(parsed, name)} needs the name of a schedule, too.")
+    if parsed.virtual != 1 and not parsed.name:
+        raise ConfigError(f"--virtual={parsed.virtual} needs the name of a schedule; --compare alone shows 1, 2 and 4.")
+    if parsed.asynchronous and not parsed.svg:
+        raise ConfigError("--asynchronous says how --svg=FILE is drawn, and that is not given.")
+    for name in ("stages", "microbatches"):
+        if getattr(parsed, name) is None and not is_file(parsed.name):
+            raise ConfigError(f"--{name} is missing; a .csv file alone says how many there are.")
+
+
+def _schedule(parsed: argparse.Namespace) -> Schedule:
+    if not is_file(parsed.name):
+        return by_name(parsed.name, parsed.stages, parsed.microbatches, parsed.virtual)
+    schedule = load_csv(parsed.name)
+    written = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "virtual": schedule.virtual}
+    for name, number in written.items():
+        given = getattr(parsed, name)
+        if given not in (None, number) and (name, given) != ("virtual", 1):
+            raise ConfigError(f"--{name}={given}, but {parsed.name} has {number}; leave it out, or write {number}.")
+    return schedule
+
+
+# ---- what is printed
+
+
+def _grid(schedule: Schedule) -> str:
+    """The grid, in blocks of as many ticks as a line of the terminal holds; whole where nobody looks."""
+    rows = [[list(map(str, cell)) for cell in row] for row in schedule.grid()]
+    whole = grid_text(rows)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(whole)
+    line = whole.index("\n")
+    if line <= columns:
+        return whole
+    cell = 1 + max(len("+".join(cell)) for row in rows for cell in row)
+    many = max((columns - len(f"rank {schedule.ranks - 1}")) // max(cell, 1 + len(str(schedule.ticks))), 1)
+    blocks = range(0, schedule.ticks, many)
+    return "\n\n".join(grid_text([row[first : first + many] for row in rows], first) for first in blocks)
+
+
+def _coloured(grid: str) -> str:
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return grid
+    return re.sub(r"\d+([FBW])\d+", lambda found: f"\033[{COLOURS[found[1]]}m{found[0]}\033[0m", grid)
+
+
+def _figures(schedule: Schedule, costs: Costs) -> Iterator[str]:
+    priced = figures(schedule, costs)
+    yield f"ticks {priced.ticks}"
+    yield f"lockstep time {priced.lockstep_time:g}"
+    yield f"lockstep bubble {_percent(priced.lockstep_bubble)}"
+    yield f"asynchronous time {priced.asynchronous_time:g}"
+    yield f"asynchronous bubble {_percent(priced.asynchronous_bubble)}"
+    per_rank = " ".join(f"{held:g}" for held in priced.activations)
+    yield f"activations at most {max(priced.activations):g} microbatches of a rank's layers; by rank {per_rank}"
+    yield f"sends by rank {' '.join(map(str, priced.sends))}"
+    yield f"slots {' '.join(f'{pool} {count}' for pool, count in schedule.slots.items())}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * abs(share):.1f} %"  # abs: 1 - 1.0000000000000002 is no negative bubble
+
+
+def _compared(ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:
+    return [
+        (f"{name} v={virtual}" if virtual > 1 else name, by_name(name, ranks, microbatches, virtual))
+        for name, virtual in COMPARED
+    ]
+
+
+def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
+    """One line for each schedule; the most activations and sends are those of the worst rank."""
+    table = [("schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends")]
+    for label, schedule in schedules:
+        priced = figures(schedule, costs)
+        bubbles = _percent(priced.lockstep_bubble), _percent(priced.asynchronous_bubble)
+        table.append((label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))))
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for label, *cells in table)
+    return "\n".join("  ".join(line) for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
