@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.collectives import all_gather, as_varying, offset, reduce_scatter, sum_over
+from parallax.collectives import as_varying, offset, sum_over
 from parallax.errors import ConfigError, divisors
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
@@ -22,6 +22,7 @@ from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, PipelineConfig, Stage
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import InsideEnds, SpreadEnds, Tokens, Work, folds
+from parallax.pipeline.storage import Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
@@ -48,6 +49,9 @@ class ShardedModel:
         declared = jax.eval_shape(self._declare, jax.random.key(0))
         self.stage_layouts = layouts_of(declared)["blocks"]  # of the layers that a rank runs
         self.layouts = layouts_of(declared) | {"blocks": map_layouts(self._stored, self.stage_layouts)}
+        self.storage = Storage(
+            self.layouts, self.stage_layouts, self.arrangement, model.dtype, once=pipeline.gather == "step"
+        )
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec())
@@ -71,12 +75,12 @@ class ShardedModel:
         int32 [2], (seed, step) of dropout; None drops nothing. Gradients are float32, cut as their parameters.
         """
         self.check_batch(*batch["tokens"].shape)
-        return self._mapped(self._loss_and_grad, (P(), self._specs))(params, dict(batch), noise)
+        return self.mapped(self._loss_and_grad, (P(), self._specs))(params, dict(batch), noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
         self.check_batch(*batch["tokens"].shape)
-        return self._mapped(self._loss, P())(params, dict(batch), None)
+        return self.mapped(self._loss, P())(params, dict(batch), None)
 
     def logits(
         self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
@@ -90,7 +94,7 @@ class ShardedModel:
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
         batch = {"tokens": tokens, "labels": tokens, "segments": segments, "positions": positions}
-        return self._mapped(self._logits, self._logits_layout.spec())(params, batch, None)
+        return self.mapped(self._logits, self._logits_layout.spec())(params, batch, None)
 
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
         """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
@@ -146,25 +150,28 @@ class ShardedModel:
 
     # ---- what runs on each device
 
-    def _mapped(self, local: Callable, out_specs: Any) -> Callable:
+    def mapped(self, local: Callable, out_specs: Any) -> Callable:
         specs = (self._specs, BATCH.spec(), P())
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
 
     def _loss_and_grad(self, params, batch, noise):
+        executor, ends_state, blocks = self.ready(params, batch, noise)
+        ends, state = executor.ends, executor.run(ends_state)
+        ended = ends.finish(state.ends)
+        block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
+        grads = self.storage.end_grads(ended.grads) | {"blocks": self.storage.block_grads(block_grads)}
+        return self._metrics(ended.loss, ends.work, ends.tokens), self.storage.sum_grads(grads)
+
+    def ready(self, params, batch, noise):
+        """The executor of a training step, the first state of its ends, and the weights of this rank's layers."""
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
         weight = 1 / jnp.maximum(tokens.count(), 1)
         weights = jax.tree.map(as_varying, params)
-        blocks, stage = self._stage(weights["blocks"])
         spread = self.schedule.head == "between"
         work = self._work(weights, tokens.key, rows=SPREAD if spread else "batch/dp")
         ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight, self.schedule.placement[-1])
-        state = self._executor(self.schedule, stage, blocks, tokens, ends).run(
-            ends.start() if spread else ends.start(self.schedule.exit_slots)
-        )
-        ended = ends.finish(state.ends) if spread else state.ends
-        blocks_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
-        grads = self._sum_grads(self._scatter_ends(ended.grads) | {"blocks": self._to_model(blocks_grads)})
-        return self._metrics(ended.loss, work, tokens), grads
+        blocks = self.storage.blocks(weights["blocks"])
+        return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
 
     def _loss(self, params, batch, noise):
         y, ends, tokens = self._forward(params, batch, self.pipeline.microbatches)
@@ -178,17 +185,22 @@ class ShardedModel:
         """This rank's rows of the last stage's outputs."""
         tokens = self._tokens(batch, None, microbatches)
         weights = jax.tree.map(as_varying, params)
-        blocks, stage = self._stage(weights["blocks"])
         schedule = in_turn(self.schedule.placement, microbatches)
         ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
-        executor = self._executor(schedule, stage, blocks, tokens, ends)
-        return ends.from_last(executor.run_forward(ends.start()).exits), ends, tokens
+        executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
+        return ends.from_last(executor.run_forward(ends.start(microbatches)).exits), ends, tokens
 
-    def _executor(self, schedule, stage, blocks, tokens, ends) -> Executor:
-        context = partial(self._context, tokens)
+    def _executor(self, schedule: Schedule, blocks: Any, ends: Any) -> Executor:
         simulated = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
         return Executor(
-            schedule, stage, blocks, context, ends, self.layout.residual, self.pipeline.branches, messages_last=simulated
+            schedule,
+            self._stage(),
+            blocks,
+            partial(self._context, ends.tokens),
+            ends,
+            self.layout.residual,
+            self.pipeline.branches,
+            messages_last=simulated,
         )
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
@@ -206,20 +218,11 @@ class ShardedModel:
         positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
         return training_context(self.model.rope, positions, segments, rows, tokens.key)
 
-    # ---- FSDP: what is stored, what is gathered
-
-    @property
-    def _once(self) -> bool:
-        return self.pipeline.gather == "step"
-
-    def _stage(self, blocks: Any) -> tuple[Any, Stage]:
+    def _stage(self) -> Stage:
         block = self._parts(SPREAD, gathered=True).block
-        layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-        blocks = map_layouts(self._to_stages, self.layouts["blocks"], self.stage_layouts, blocks)
-        one = map_layouts(_of_one_layer, self.stage_layouts)
-        gather, scatters = self._gather_and_scatters(one)
-        stage = Stage(
-            layer,
+        gather, scatters = self.storage.layer_moves()
+        return Stage(
+            lambda weights, x, context: block.apply({"params": weights}, x, context),
             gather,
             scatters,
             self.pipeline.remat,
@@ -228,60 +231,13 @@ class ShardedModel:
             uneven=self.arrangement.uneven,
             split=self.schedule.split,
         )
-        return (self._gather(self.stage_layouts, blocks) if self._once else blocks), stage
-
-    def _gather_and_scatters(self, layouts: Any) -> tuple[Callable, list[Callable]]:
-        """What gathers stored weights in the ticks, and for each leaf what scatters its gradient."""
-        leaves = jax.tree.leaves(layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
-        if self._once:
-            return _unchanged, [_unchanged for _ in leaves]
-        return partial(self._gather, layouts), [partial(scatter, layout) for layout in leaves]
-
-    def _to_stages(self, stored: Layout, layout: Layout, weight: Array) -> Array:
-        # As in `_gather`, what is gathered later is cast before it is sent.
-        cast = weight.astype(self.model.dtype) if "dp" in layout.used_axes() else weight
-        return self.arrangement.to_stages(stored, layout, weight if self.arrangement.in_order else cast)
-
-    def _to_model(self, grads: Any) -> Any:
-        if self._once:
-            grads = map_layouts(scatter, self.stage_layouts, grads)
-        return map_layouts(self.arrangement.to_model, self.layouts["blocks"], self.stage_layouts, grads)
-
-    def _scatter_ends(self, grads: Any) -> Any:
-        return {part: map_layouts(scatter, self.layouts[part], grads[part]) for part in grads} if self._once else grads
 
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
         """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
         parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
-        ends = {part: weights[part] for part in ("embedding", "head")}
-        both = {part: self._gather_and_scatters(self.layouts[part]) for part in ends}
-        if self._once:
-            ends = {part: self._gather(self.layouts[part], ends[part]) for part in ends}
-        return Work(
-            parts,
-            self.loss_config,
-            {part: gather for part, (gather, _) in both.items()},
-            {part: _each(scatters) for part, (_, scatters) in both.items()},
-            ends,
-            key,
-        )
-
-    def _gather(self, layouts: Any, weights: Any) -> Any:
-        """Weights gathered over dp, in the compute dtype: cast first, so that fewer bytes are sent."""
-
-        def gathered(layout: Layout, weight: Array) -> Array:
-            whole = layout.without("dp")
-            return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.model.dtype))
-
-        return map_layouts(gathered, layouts, weights)
-
-    def _sum_grads(self, grads: Any) -> Any:
-        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches."""
-
-        def summed(layout: Layout, grad: Array) -> Array:
-            return sum_over(grad, [axis for axis in AXES if axis not in layout.used_axes()])
-
-        return map_layouts(summed, self.layouts, grads)
+        moves = {part: self.storage.end_moves(part) for part in ("embedding", "head")}
+        gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
+        return Work(parts, self.loss_config, gathers, scatters, self.storage.ends(weights), key)
 
     def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()
@@ -294,25 +250,6 @@ class ShardedModel:
         form = self.layout.form
         ids = form.ids(SPREAD)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
-
-
-def scatter(layout: Layout, grad: Array) -> Array:
-    """The gradient of a gathered weight, reduce-scattered over dp in float32 to what is stored."""
-    return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
-
-
-def _each(functions: list[Callable]) -> Callable:
-    """A function of trees, from one for each leaf."""
-
-    def mapped(tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, [f(leaf) for f, leaf in zip(functions, leaves, strict=True)])
-
-    return mapped
-
-
-def _unchanged(weights: Any) -> Any:
-    return weights
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
@@ -356,7 +293,3 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
     if platform != "gpu":
         raise ConfigError(f"model.kernel='cudnn' needs GPUs, the mesh has devices of {platform!r}; use kernel='xla'.")
-
-
-def _of_one_layer(layout: Layout) -> Layout:
-    return Layout(layout.names[1:], layout.axes[1:])

@@ -1,28 +1,18 @@
 """What is computed before a run is what the run then holds."""
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxprs import equations
 from run_examples import tiny_config
 
-from parallax.layers.context import training_context
 from parallax.loop import settings_of
 from parallax.mesh import MeshConfig, make_mesh
-from parallax.model import Parts
 from parallax.optimizer import make_optimizer
-from parallax.pipeline import Stage
-from parallax.plan import (
-    activation_bytes,
-    flops_per_token,
-    layer_residuals,
-    memory,
-    parameters_by_component,
-    recomputed_bytes,
-)
+from parallax.plan import flops_per_token, memory, parameters_by_component
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state, init_state
 
@@ -57,65 +47,65 @@ def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
     for gather in ("microbatch", "step"):
         _, model, tx = build(1, 8, 1, **{"pipeline.gather": gather})
         plans[gather] = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
-    blocks = sum(parameters_by_component(model.shapes)[name] for name in ("attention", "mlp"))
-    assert plans["step"].gathered_weights == 2 * plans["microbatch"].gathered_weights >= 4 * blocks
-    assert plans["step"].gradients > 4 * plans["microbatch"].gradients
-
-
-def residuals_of_one_layer(settings, model):
-    """Bytes that the executor keeps of one layer when nothing is recomputed, on one device."""
-    m, parts = settings.model, Parts
-    family, form = model.layout.family.gathered(), model.layout.form.without_fsdp()
-    block = parts.build(m, model.layout.residual, family, form, "kv_heads/tp", "batch/dp").block
-    layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-    same = lambda weights: weights  # noqa: E731
-    ids = jnp.zeros((1, settings.data.seq), jnp.int32)
-    context = training_context(m.rope, ids, ids, ids[0, :1], None)
-    x = jax.ShapeDtypeStruct((1, settings.data.seq, m.d_model), m.dtype)
-    forward = functools.partial(Stage(layer, same, same, "none").forward, context=context)
-    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), m.dtype), model.shapes["blocks"])
-    _, kept = jax.eval_shape(forward, weights, x)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
-
-
-@pytest.mark.parametrize("attention", ["mla", "gqa"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_formula_of_a_layers_residuals_is_near_what_is_kept(attention, dtype):
-    sizes = {"d_model": 256, "d_ff": 704, "heads": 8, "kv_heads": 8, "d_head": 32, "dropout": 0.0}
-    changes = {f"model.{key}": value for key, value in (sizes | {"attention": attention, "dtype": dtype}).items()}
-    settings, model, _ = build(1, 1, 1, **{**changes, "data.seq": 256})
-    kept = residuals_of_one_layer(settings, model) / settings.data.seq
-    assert layer_residuals(settings.model, seq=256, tp=1) == pytest.approx(kept, rel=0.03)
-
-
-class Carried(Exception):
-    """Bytes of activations that the executor carries from tick to tick."""
+    parts = parameters_by_component(model.shapes)
+    assert plans["step"].gathered_weights == plans["step"].gradients == 4 * sum(parts.values())
+    outside = 4 * (parts["embedding"] + parts["head"] + model.model.d_model)  # the last is the final norm's scale
+    assert plans["microbatch"].gathered_weights == (plans["step"].gathered_weights - outside) / model.model.layers
+    assert plans["microbatch"].gradients == plans["microbatch"].parameters
 
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved"])
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2), (4, 2, 1)], ids=str)
-def test_saved_activations_are_those_that_the_executor_carries(mesh, remat, monkeypatch):
-    def start(self, ends_state):
-        state = self._start(ends_state)
-        ends = state.ends._replace(loss=None, grads=None)
-        carried = (state.arrived_forward, state.arrived_backward, state.kept, ends)
-        raise Carried(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carried)))
+def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh, schedule, remat):
+    virtual = 2 if schedule == "interleaved" else 1
+    pipeline = {"pipeline.remat": remat, "pipeline.microbatches": 4, "pipeline.schedule": schedule}
+    _, model, tx = build(*mesh, **{"model.layers": 8, "pipeline.virtual": virtual, **pipeline})
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
+    s, tokens = model.schedule, 16 * 32 // (4 * mesh[1])
+    of_a_slot = 1 if remat == "stage" else 8 // s.stages
+    ends = 2 * s.microbatches if s.head == "between" else s.exit_slots
+    inputs = of_a_slot * s.slots["FB"] + sum(s.message_slots.values()) + ends
+    assert plan.saved_activations == tokens * inputs * 4 * model.model.d_model // mesh[2]
 
-    monkeypatch.setattr("parallax.pipeline.Executor.run", start)
-    _, model, _ = build(*mesh, **{"model.layers": 4, "pipeline.remat": remat, "pipeline.microbatches": 4})
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+def test_the_plan_is_what_the_loop_over_ticks_carries(schedule, remat):
+    """Read from the traced loop: what enters it and leaves it again."""
+    pipeline = {"pipeline.remat": remat, "pipeline.microbatches": 4, "pipeline.schedule": schedule}
+    _, model, tx = build(2, 2, 2, **{"model.layers": 4, **pipeline})
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((16, 32), jnp.int32))
-    with pytest.raises(Carried) as carried:
-        jax.eval_shape(model.loss_and_grad, model.shapes, batch)
-    assert activation_bytes(model, global_batch=16, seq=32) == carried.value.args[0]
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
+    (mapped,) = (e for e in equations(model.loss_and_grad, model.shapes, batch) if e.primitive.name == "shard_map")
+    ticks = next(e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "scan")
+    assert ticks.params["length"] == model.schedule.ticks
+    first, count = ticks.params["num_consts"], ticks.params["num_carry"]
+    carried = sum(var.aval.size * var.aval.dtype.itemsize for var in ticks.invars[first : first + count])
+    loss = 2 * 4
+    assert plan.saved_activations + plan.gradients == carried - loss
+
+
+def test_1f1b_keeps_as_many_microbatches_however_many_there_are():
+    saved = {}
+    for schedule in ("gpipe", "one_f_one_b"):
+        for microbatches in (8, 16):
+            _, model, tx = build(
+                2, 2, 2, **{"pipeline.schedule": schedule, "pipeline.microbatches": microbatches, "model.layers": 4}
+            )
+            plan = memory(model, abstract_state(model, tx).opt_state, global_batch=4 * microbatches, seq=32)
+            saved[schedule, microbatches] = plan.saved_activations
+    assert saved["gpipe", 16] == pytest.approx(2 * saved["gpipe", 8], rel=0.1)
+    assert saved["one_f_one_b", 16] == saved["one_f_one_b", 8] < saved["gpipe", 8] / 2
 
 
 def test_recomputing_costs_a_layer_or_a_stage_for_as_long_as_it_lasts():
     plans = {}
     for remat in ("none", "layer", "stage"):
-        _, model, _ = build(1, 2, 2, **{"pipeline.remat": remat})
-        plans[remat] = recomputed_bytes(model, global_batch=8, seq=32)
-    one_layer = 8 * 32 // (2 * 2) * layer_residuals(model.model, seq=32, tp=2)
-    assert plans == {"none": 0, "layer": one_layer, "stage": 2 * one_layer}
+        _, model, tx = build(1, 2, 2, **{"pipeline.remat": remat})
+        plan = memory(model, abstract_state(model, tx).opt_state, global_batch=8, seq=32)
+        plans[remat] = plan.recomputed_activations
+    assert plans["none"] == 0 and plans["stage"] == 2 * plans["layer"] > 0
 
 
 def test_an_untied_head_costs_parameters_but_no_flops():

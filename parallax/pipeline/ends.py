@@ -42,13 +42,13 @@ class Tokens:
 class Work:
     """Embedding and head of a model for rows of the batch cut one way, on weights stored with FSDP.
 
-    `gather` and `scatter` are those of Stage. Gradients are this device's share, scaled by `weight`.
+    `gather` and `scatters` are as those of Stage. Gradients are this device's share, scaled by `weight`.
     """
 
     parts: Parts
     loss: LossConfig
     gather: dict[str, Callable[[Any], Any]]
-    scatter: dict[str, Callable[[Any], Any]]
+    scatters: dict[str, list[Callable[[Array], Array]]]  # for each leaf
     weights: Any  # {"embedding": ..., "head": ...}
     key: Array | None
 
@@ -59,7 +59,7 @@ class Work:
         """The gradient of what is stored of the embedding."""
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), self._gathered("embedding"))
         (grads,) = pull(dx)
-        return {"embedding": self.scatter["embedding"](grads)}
+        return {"embedding": self._scattered("embedding", grads)}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
@@ -77,9 +77,9 @@ class Work:
         grads, dy = pull(d_hidden.reshape(hidden.shape))
         if "table" in grads:
             grads = grads | {"table": d_table}
-            return loss, {"head": self.scatter["head"](grads)}, dy
-        embedding = self.scatter["embedding"]({"table": d_table})
-        return loss, {"embedding": embedding, "head": self.scatter["head"](grads)}, dy
+            return loss, {"head": self._scattered("head", grads)}, dy
+        embedding = self._scattered("embedding", {"table": d_table})
+        return loss, {"embedding": embedding, "head": self._scattered("head", grads)}, dy
 
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, cut as the embedding's form says."""
@@ -88,6 +88,10 @@ class Work:
 
     def _gathered(self, part):
         return self.gather[part](self.weights[part])
+
+    def _scattered(self, part, grads):
+        leaves, structure = jax.tree.flatten(grads)
+        return jax.tree.unflatten(structure, [f(leaf) for f, leaf in zip(self.scatters[part], leaves, strict=True)])
 
     @property
     def _form(self):
@@ -175,6 +179,9 @@ class InsideEnds:
         ids, rows = _take(self.tokens.ids, microbatch), _take(self.tokens.rows, microbatch)
         return state._replace(grads=_add(state.grads, self.work.embed_grads(ids, rows, dx)))
 
+    def finish(self, state):
+        return state
+
     # Rows that are too few for all ranks are folded: pieces of a row become rows, for the head works by tokens.
 
     def _folded(self, y_BSD: Array) -> Array:
@@ -218,9 +225,10 @@ class SpreadEnds:
     weight: Array
     last: int  # rank of the last stage; the first is on rank 0
 
-    def start(self) -> SpreadState:
+    def start(self, slots: int) -> SpreadState:
         x = self.work.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
+        assert slots == len(entries), "all microbatches wait for the head together"
         return SpreadState(entries, jnp.zeros_like(entries), self.work.zero_loss(), self.work.zero_grads())
 
     def enter(self, state, microbatch):

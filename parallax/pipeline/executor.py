@@ -22,6 +22,9 @@ from parallax.schedules import Schedule, Segment
 class Ends(Protocol):
     """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
 
+    def start(self, slots: int) -> Any:
+        """The state before the first tick; `slots` are those of outputs of the last stage."""
+
     def enter(self, state: Any, microbatch: Array) -> Array:
         """The first stage's input."""
 
@@ -36,6 +39,9 @@ class Ends(Protocol):
 
     def leave_backward(self, state: Any, microbatch: Array, dx: Array) -> Any:
         """Take the gradient in the first stage's input."""
+
+    def finish(self, state: Any) -> Any:
+        """Once, after the last tick."""
 
 
 class State(NamedTuple):
@@ -65,7 +71,7 @@ class Executor(NamedTuple):
 
     def run(self, ends_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
-        state = self._start(ends_state)
+        state = self.start(ends_state)
         for segment in self.schedule.segments:
             state, _ = lax.scan(self._tick(segment, segment.kinds), state, self._rows(segment))
             if self.schedule.head == "between" and "F" in segment.kinds:
@@ -80,7 +86,7 @@ class Executor(NamedTuple):
                 state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
         return state.ends
 
-    def _start(self, ends_state: Any) -> State:
+    def start(self, ends_state: Any) -> State:
         messages = self._empty_messages(ends_state)
         # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
         slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}

@@ -194,9 +194,7 @@ class Stage:
             share = share.astype(total.dtype)
             return total.at[number].add(share if active is None else jnp.where(active, share, 0))
 
-        return [
-            add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)
-        ]
+        return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
 
 
 def _zeros(like: Any, *leading: int) -> Array:

@@ -1,0 +1,100 @@
+"""How parameters are stored, how the ticks get them, and how gradients come back: FSDP, and the layers' order."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.collectives import all_gather, reduce_scatter, sum_over
+from parallax.mesh import AXES
+from parallax.notation import Layout, map_layouts
+from parallax.pipeline.arrangement import Arrangement
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Of a model's parameters, in local view. `layouts` are those that are stored, `stage_layouts` those of the layers
+    in the order in which ranks run them. With `once` all is gathered before the ticks and scattered after them, else
+    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`, gradients are float32.
+    """
+
+    layouts: Any
+    stage_layouts: Any
+    arrangement: Arrangement
+    dtype: str
+    once: bool
+
+    def blocks(self, stored: Any) -> Any:
+        """The weights of this rank's layers, as the ticks find them."""
+        blocks = map_layouts(self._to_stages, self.layouts["blocks"], self.stage_layouts, stored)
+        return self._gathered(self.stage_layouts, blocks) if self.once else blocks
+
+    def block_grads(self, grads: Any) -> Any:
+        """The inverse, for gradients."""
+        if self.once:
+            grads = map_layouts(scatter, self.stage_layouts, grads)
+        return map_layouts(self.arrangement.to_model, self.layouts["blocks"], self.stage_layouts, grads)
+
+    def ends(self, stored: Any) -> dict[str, Any]:
+        """The weights of embedding and head, as the ticks find them."""
+        ends = {part: stored[part] for part in ("embedding", "head")}
+        return {part: self._gathered(self.layouts[part], ends[part]) for part in ends} if self.once else ends
+
+    def end_grads(self, grads: dict[str, Any]) -> dict[str, Any]:
+        """The inverse, for gradients."""
+        return {part: map_layouts(scatter, self.layouts[part], grads[part]) for part in grads} if self.once else grads
+
+    def layer_moves(self) -> tuple[Callable, list[Callable]]:
+        """In the ticks: what gathers one layer's weights, and for each leaf what scatters its gradient."""
+        return self._moves(map_layouts(_of_one_layer, self.stage_layouts))
+
+    def end_moves(self, part: str) -> tuple[Callable, list[Callable]]:
+        """The same for "embedding" or "head"."""
+        return self._moves(self.layouts[part])
+
+    def sum_grads(self, grads: Any) -> Any:
+        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches."""
+
+        def summed(layout: Layout, grad: Array) -> Array:
+            return sum_over(grad, [axis for axis in AXES if axis not in layout.used_axes()])
+
+        return map_layouts(summed, self.layouts, grads)
+
+    def _to_stages(self, stored: Layout, layout: Layout, weight: Array) -> Array:
+        if self.arrangement.in_order:
+            return weight
+        # What will be gathered is cast before it is sent, as there.
+        cast = weight.astype(self.dtype) if "dp" in layout.used_axes() else weight
+        return self.arrangement.to_stages(stored, layout, cast)
+
+    def _moves(self, layouts: Any) -> tuple[Callable, list[Callable]]:
+        leaves = jax.tree.leaves(layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+        if self.once:
+            return _unchanged, [_unchanged for _ in leaves]
+        return partial(self._gathered, layouts), [partial(scatter, layout) for layout in leaves]
+
+    def _gathered(self, layouts: Any, weights: Any) -> Any:
+        """Weights gathered over dp, in the compute dtype: cast first, so that fewer bytes are sent."""
+
+        def gathered(layout: Layout, weight: Array) -> Array:
+            whole = layout.without("dp")
+            return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.dtype))
+
+        return map_layouts(gathered, layouts, weights)
+
+
+def scatter(layout: Layout, grad: Array) -> Array:
+    """The gradient of a gathered weight, reduce-scattered over dp in float32 to what is stored."""
+    return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
+
+
+def _unchanged(weights: Any) -> Any:
+    return weights
+
+
+def _of_one_layer(layout: Layout) -> Layout:
+    return Layout(layout.names[1:], layout.axes[1:])
