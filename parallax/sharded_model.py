@@ -110,11 +110,11 @@ class ShardedModel:
                 f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x mesh.pp={sizes['pp']}, "
                 f"which share embedding and head by rows; use a multiple of {sizes['dp'] * sizes['pp']}."
             )
-        self._check_folds(global_batch // pieces, seq)
         if seq % sizes["tp"]:
             raise ConfigError(
                 f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
             )
+        self._check_folds(global_batch // pieces, seq)
 
     def _check_folds(self, rows: int, seq: int) -> None:
         """The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them."""

@@ -1,5 +1,6 @@
 """What stages keep, how often weights are gathered, and laws of the executor that hold for any batch."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -12,16 +13,21 @@ from tiny import build, make_batch, params_of
 from parallax.errors import ConfigError
 from parallax.pipeline import PipelineConfig, Stage
 from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.stage import Place
 
 LAYERS, WIDTH = 3, 4
 
 
 def toy_layer(weights, x, context):
-    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+    return x * weights["scale"][None] + jnp.tanh(x @ weights["up"]) @ weights["down"]
 
 
-def toy_stage(remat):
-    return Stage(toy_layer, lambda weights: weights, lambda grads: grads, remat)
+def toy_stage(remat, *, split=False, layers=LAYERS):
+    unchanged = [lambda grad: grad] * 3
+    numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
+    return Stage(
+        toy_layer, lambda weights: weights, unchanged, remat, LAYERS, numbers, uneven=layers < LAYERS, split=split
+    )
 
 
 class NoDropout:
@@ -36,41 +42,109 @@ jax.tree_util.register_static(NoDropout)
 def toy():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return (
-        {"up": normal(LAYERS, WIDTH, WIDTH), "down": normal(LAYERS, WIDTH, WIDTH)},
-        normal(2, WIDTH),
-        normal(2, WIDTH),
-    )
+    weights = {
+        "down": normal(LAYERS, WIDTH, WIDTH),
+        "scale": normal(LAYERS, WIDTH),
+        "up": normal(LAYERS, WIDTH, WIDTH),
+    }
+    return weights, normal(2, WIDTH), normal(2, WIDTH)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
-def test_a_stage_split_in_two_has_the_gradient_of_its_layers(remat):
-    weights, x, dy = toy()
-    stage, earlier = toy_stage(remat), jax.tree.map(jnp.ones_like, weights)
-    y, kept = stage.forward(weights, x, NoDropout())
-    dx, grads = stage.backward(weights, kept, NoDropout(), dy, earlier)
+def plain_passes(weights, x, dy, layers):
+    """Output and gradients of the layers one after the other."""
 
     def plain(weights, x):
-        for layer in range(LAYERS):
+        for layer in range(layers):
             x = toy_layer({name: stacked[layer] for name, stacked in weights.items()}, x, None)
         return x
 
-    expected_y, pull = jax.vjp(plain, weights, x)
-    expected_grads, expected_dx = pull(dy)
+    y, pull = jax.vjp(plain, weights, x)
+    return y, *pull(dy)
+
+
+def two_slots(stage, weights, x):
+    """Empty pools of two slots each, and a place in the second."""
+    pools = stage.plan(weights, x, NoDropout())
+    names = ("FB", "FW", "BW") if stage.split else ("FB",)
+    return stage.empty(pools, dict.fromkeys(names, 2)), Place(chunk=0, slots=dict.fromkeys(names, 1))
+
+
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
+@pytest.mark.parametrize("split", [False, True], ids=["BW together", "BW apart"])
+@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
+def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, split, layers):
+    weights, x, dy = toy()
+    stage, ones = toy_stage(remat, split=split, layers=layers), jax.tree.map(jnp.ones_like, weights)
+    kept, place = two_slots(stage, weights, x)
+    y, kept = stage.forward(weights, x, NoDropout(), kept, place)
+    dx, grads, kept = stage.backward(weights, kept, NoDropout(), dy, jax.tree.leaves(ones), place)
+    if split:
+        grads = stage.weigh(kept, grads, place)
+    expected_y, expected_grads, expected_dx = plain_passes(weights, x, dy, layers)
     np.testing.assert_allclose(y, expected_y, rtol=1e-5)
+    np.testing.assert_allclose(stage.run(weights, x, NoDropout(), 0), y, rtol=1e-5)
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-5, atol=1e-6)
-    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e + 1, rtol=1e-5, atol=1e-5), grads, expected_grads)
+    for grad, expected in zip(grads, jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad, expected + 1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_pass_that_is_not_active_changes_no_gradient(split):
+    weights, x, dy = toy()
+    stage, ones = toy_stage("none", split=split), jax.tree.leaves(jax.tree.map(jnp.ones_like, weights))
+    kept, place = two_slots(stage, weights, x)
+    _, kept = stage.forward(weights, x, NoDropout(), kept, place)
+    idle = dataclasses.replace(place, active=jnp.bool_(False))
+    _, grads, kept = stage.backward(weights, kept, NoDropout(), dy, ones, idle)
+    grads = stage.weigh(kept, grads, idle) if split else grads
+    jax.tree.map(np.testing.assert_array_equal, grads, ones)
 
 
 def test_what_is_kept_is_what_remat_says():
     weights, x, _ = toy()
-    kept = {remat: toy_stage(remat).forward(weights, x, NoDropout())[1] for remat in ("none", "layer", "stage")}
-    np.testing.assert_array_equal(kept["stage"], x)
-    assert kept["layer"].shape == (LAYERS, *x.shape)
-    np.testing.assert_array_equal(kept["layer"][0], x)
-    # Activations of the layer alone: its weights are at hand again in the backward pass.
-    shapes = [leaf.shape for leaf in jax.tree.leaves(kept["none"])]
-    assert all(shape == (LAYERS, *x.shape) for shape in shapes) and len(shapes) >= 2
+    shapes = {}
+    for remat in ("none", "layer", "stage"):
+        stage = toy_stage(remat)
+        kept, place = two_slots(stage, weights, x)
+        _, kept = stage.forward(weights, x, NoDropout(), kept, place)
+        shapes[remat] = [leaf.shape for leaf in kept["FB"]]
+        if remat != "none":
+            np.testing.assert_array_equal(kept["FB"][0][1].reshape(-1, *x.shape)[0], x)
+            np.testing.assert_array_equal(kept["FB"][0][0], 0)
+    assert shapes["stage"] == [(2, *x.shape)] and shapes["layer"] == [(2, LAYERS, *x.shape)]
+    # Activations of the layer alone, and the scale as it was reshaped: weights are at hand again in the backward pass.
+    assert set(shapes["none"]) == {(2, LAYERS, *x.shape), (2, LAYERS, 1, WIDTH)} and len(shapes["none"]) >= 2
+
+
+def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
+    """Not divided, the backward pass keeps all it reads until it has run; divided, B frees what W does not need."""
+    weights, x, _ = toy()
+    whole, apart = toy_stage("none"), toy_stage("none", split=True)
+    all_saved = len(whole.plan(weights, x, NoDropout())["FB"])
+    pools = apart.plan(weights, x, NoDropout())
+    assert len(pools["FB"]) + len(pools["FW"]) == all_saved and len(pools["FB"]) > 0
+    assert len(pools["FW"]) == 2, "the inputs of up and of down"
+    assert len(pools["BW"]) == 2, "the gradients of their outputs"
+    assert set(apart.vjp.division.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
+
+
+def test_b_and_w_do_the_work_of_the_backward_pass_once():
+    weights, x, dy = toy()
+    one = jax.tree.map(lambda w: w[0], weights)
+    split = SplitVjp(toy_layer)
+    _, saved = split.forward(one, x, NoDropout())
+    split.plan_division(one, saved, NoDropout(), dy, saved_is_kept=True)
+    read = [saved[at] for at in split.read_later]
+
+    def apart(saved, dy):
+        dx, few, handed = split.input_backward(one, saved, NoDropout(), dy)
+        return dx, few, handed
+
+    *_, handed = apart(saved, dy)
+    products = lambda f, *args: sum(e.primitive.name == "dot_general" for e in equations(f, *args))  # noqa: E731
+    together = products(lambda saved, dy: split.backward(one, saved, NoDropout(), dy), saved, dy)
+    assert products(apart, saved, dy) == 2 and products(split.weight_backward, read, handed) == 2
+    assert together == 4
 
 
 def test_a_split_layer_saves_neither_weights_nor_context():
@@ -139,10 +213,19 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
         ("gather", "batch", "pipeline.gather='batch' is unknown; "),
         ("microbatches", 0, "pipeline.microbatches=0 must be a whole number of 1 or more."),
         ("microbatches", 2.0, "pipeline.microbatches=2.0 must be a whole number"),
+        ("virtual", 0, "pipeline.virtual=0 must be a whole number of 1 or more."),
+        (
+            "virtual",
+            2,
+            "pipeline.virtual=2 does nothing with pipeline.schedule='gpipe'; use virtual=1, or schedule='int",
+        ),
+        ("branches", "masked", "pipeline.branches='masked' is unknown; did you mean 'mask'?"),
     ],
 )
 def test_wrong_settings_are_refused(field, value, message):
-    fields = dict(schedule="gpipe", microbatches=4, remat="layer", gather="step") | {field: value}
+    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer", gather="step", branches="skip") | {
+        field: value
+    }
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(**fields)
     assert message in str(caught.value)
