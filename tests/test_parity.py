@@ -75,9 +75,9 @@ def one_update(tx, params, grads):
 
 
 @functools.cache
-def reference(attention, tied):
+def reference(attention, tied, layers):
     """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
-    model = build((1, 1, 1), attention=attention, tied=tied)
+    model = build((1, 1, 1), attention=attention, tied=tied, layers=layers)
     params = params_of(model)
     losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
     return jax.tree.map(np.asarray, (losses, grads, one_update(optimizer(model.layouts), params, grads)))
@@ -92,7 +92,7 @@ def check_parity(case, record_property):
         return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
 
     actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
-    expected = reference(case["attention"], case["tied"])
+    expected = reference(case["attention"], case["tied"], model.model.layers)
     np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
     errors = leaf_errors(actual[1], expected[1])
     record_property("largest relative gradient error", max(errors.values()))

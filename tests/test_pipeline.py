@@ -82,7 +82,8 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, split, layer
         grads = stage.weigh(kept, grads, place)
     expected_y, expected_grads, expected_dx = plain_passes(weights, x, dy, layers)
     np.testing.assert_allclose(y, expected_y, rtol=1e-5)
-    np.testing.assert_allclose(stage.run(weights, x, NoDropout(), 0), y, rtol=1e-5)
+    again = stage.run(weights, x, NoDropout(), 0)
+    np.testing.assert_allclose(again, y, rtol=0, atol=1e-6 * np.abs(y).max())
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-5, atol=1e-6)
     for grad, expected in zip(grads, jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(grad, expected + 1, rtol=1e-5, atol=1e-5)

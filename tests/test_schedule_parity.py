@@ -1,0 +1,82 @@
+"""Every schedule gives the loss, gradients and update of the plain model, on every mesh with a pipeline."""
+
+import itertools
+
+import pytest
+from pairwise import pairs_of, pairwise_cases
+from test_parity import check_parity, name_of
+from tiny import HIDDEN_CUT, SEQ_CUT
+
+SCHEDULES = {
+    "gpipe": dict(schedule="gpipe"),
+    "1f1b": dict(schedule="one_f_one_b"),
+    "interleaved1": dict(schedule="interleaved", virtual=1),
+    "interleaved2": dict(schedule="interleaved", virtual=2),
+    "interleaved4": dict(schedule="interleaved", virtual=4),
+    "zero_bubble": dict(schedule="zero_bubble"),
+    "zero_bubble_v": dict(schedule="zero_bubble_v"),
+}
+STAGES = {"interleaved2": 2, "interleaved4": 4, "zero_bubble_v": 2}  # on each rank; else 1
+MESHES = [
+    (1, 1, 1), (1, 2, 4), (2, 1, 1), (2, 4, 1), (2, 1, 4), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (8, 1, 1),
+]  # fmt: skip
+# Microbatches as a share of the pipeline's ranks: fewer, as many, twice, four times.
+SHARES = [0.5, 1, 2, 4]
+# What a schedule has no part in takes turns.
+REST = {
+    "attention": ["mla", "gqa"],
+    "residual": [HIDDEN_CUT, SEQ_CUT],
+    "embedding": ["vocab_parallel", "all_to_all"],
+    "remat": ["none", "layer", "stage"],
+    "tied": [True, False],
+    "uneven": [False, True, False],
+}
+
+
+def case_of(mesh, schedule, share, gather, branches, turn):
+    """The settings of a case; with `uneven` some stages have a layer more than others."""
+    rest = {key: values[turn % len(values)] for key, values in REST.items()}
+    stages = mesh[0] * STAGES.get(schedule, 1)
+    layers = stages + max(stages // 2, 1) if rest.pop("uneven") else stages
+    case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), gather=gather, branches=branches)
+    return case | rest | SCHEDULES[schedule]
+
+
+def whole_grid():
+    cases = itertools.product(MESHES, SCHEDULES, SHARES, ["microbatch", "step"])
+    return [case_of(*case, "skip", turn) for turn, case in enumerate(cases)]
+
+
+def fast():
+    """A case for each pair of the settings that schedules are about; meshes of a size take turns, the rest does."""
+    factors = dict(
+        pp=[2, 4, 8],
+        schedule=["1f1b", "interleaved2", "interleaved4", "zero_bubble", "zero_bubble_v"],
+        share=SHARES,
+        gather=["microbatch", "step"],
+        branches=["skip", "mask"],
+    )
+    grid = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
+    chosen = pairwise_cases(grid)
+    assert {pair for case in grid for pair in pairs_of(case)} == {pair for case in chosen for pair in pairs_of(case)}
+    cases = []
+    for turn, case in enumerate(chosen):
+        meshes = [mesh for mesh in MESHES if mesh[0] == case["pp"] and (mesh[1:] != (1, 1) or mesh[0] == 8)]
+        cases.append(case_of(meshes[turn % len(meshes)], *list(case.values())[1:], turn))
+    return cases
+
+
+def name(case):
+    return name_of({"mesh": case["mesh"], **{key: value for key, value in case.items() if key not in ("mesh", "tied")},
+                    "tied": case["tied"]})  # fmt: skip
+
+
+@pytest.mark.parametrize("case", fast(), ids=name)
+def test_every_schedule_equals_the_plain_model(case, record_property):
+    check_parity(case, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", whole_grid(), ids=name)
+def test_every_schedule_equals_the_plain_model_on_the_whole_grid(case, record_property):
+    check_parity(case, record_property)
