@@ -120,7 +120,7 @@ def decode_all(layer, rope, prefill):
             order = jnp.arange(SEQ)
             mask = jnp.broadcast_to(order[None, :] <= order[start:stop, None], (len(ids), 1, stop - start, SEQ))
             rows = jnp.arange(len(ids))
-            context = Context(rope.tables(positions[:, start:stop]), mask, rows, None, 0, start)
+            context = Context(rope.tables(positions[:, start:stop]), mask, rows, None, start)
             method = type(layer).decode
             y, cache = layer.apply({"params": params}, x[:, start:stop], context, cache, method=method)
             outputs.append(y)
