@@ -123,7 +123,9 @@ def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], frame:
         title = f"<title>{action}: {start:g} to {start + time_of[action.kind]:g}</title>"
         yield f"<rect class='action' {place} fill='{fill}' {edge}>{title}</rect>"
         if width >= DIGIT * len(str(action.microbatch)) + 3:
-            yield _text(x + width / 2, y + ROW / 2 + 4, str(action.microbatch), "text-anchor='middle'", fill=ink)
+            yield _text(
+                x + width / 2, y + ROW / 2 + 4, str(action.microbatch), "class='number' text-anchor='middle'", fill=ink
+            )
 
 
 def _shade(schedule: Schedule, action: Action) -> tuple[str, str]:
