@@ -227,9 +227,10 @@ class ShardedModel:
             scatters,
             self.pipeline.remat,
             self.arrangement.stage_layers,
-            as_varying(self.arrangement.own_numbers()),
+            self.arrangement.own_numbers(),
             uneven=self.arrangement.uneven,
             split=self.schedule.split,
+            masked=self.pipeline.branches == "mask",
         )
 
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:

@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
     {"errors"},
-    {"mesh", "schedules", "tokenizer", "sampling"},
+    {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
     {"notation", "data", "checkpoint", "report", "launch"},
     {"collectives"},
     {"layers", "loss", "optimizer"},

@@ -1,10 +1,12 @@
 """The backward pass of a layer in two: B, all that the gradient of the input needs, and W, the rest."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from parallax.jaxprs import apply, called, part
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
@@ -51,8 +53,8 @@ def divide(function: Callable, args: tuple, *, wanted: Iterable[int], readable: 
     now = [out for at, out in enumerate(jaxpr.outvars) if at not in deferred]
     later = [jaxpr.outvars[at] for at in deferred]
     return Division(
-        _part(whole, first, jaxpr.invars, [*now, *handed]),
-        _part(whole, second, [*reads, *handed], later),
+        _numbered(whole, first, jaxpr.invars, [*now, *handed]),
+        _numbered(whole, second, [*reads, *handed], later),
         tuple(deferred),
         tuple(place[var] for var in reads),
     )
@@ -66,31 +68,12 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
         read = lambda atom: atom.val if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
         for equation in jaxpr.eqns:
             values = [read(atom) for atom in equation.invars]
-            inner = _callee(equation)
-            outs = run(inner.jaxpr, inner.consts, values) if inner else _one(equation)(*values)
+            inner = called(equation) if equation.primitive.name in CALLS else None
+            outs = run(inner.jaxpr, inner.consts, values) if inner else apply(equation, values)
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
-
-
-def _callee(equation: JaxprEqn) -> ClosedJaxpr | None:
-    if equation.primitive.name not in CALLS:
-        return None
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
-
-
-def _one(equation: JaxprEqn) -> Callable:
-    """One equation as a function, which keeps the name and the source line that it came from."""
-    inputs = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
-    run = jaxpr_as_fun(ClosedJaxpr(_jaxpr([], inputs, equation.outvars, [equation]), []))
-
-    def on_values(*values: Any) -> list:
-        given = dict((var, value) for var, value in zip(equation.invars, values) if not isinstance(var, Literal))
-        return run(*(given[var] for var in inputs))
-
-    return on_values
 
 
 def _ancestors(jaxpr: Jaxpr, outs: Iterable) -> set[int]:
@@ -112,12 +95,7 @@ def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:
     return [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var not in made)]
 
 
-def _part(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
+def _numbered(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
     """Some of the equations of a program, from `invars` to `outvars`."""
     equations = [whole.jaxpr.eqns[number] for number in sorted(numbers)]
-    return jaxpr_as_fun(ClosedJaxpr(_jaxpr(whole.jaxpr.constvars, invars, outvars, equations), whole.consts))
-
-
-def _jaxpr(constvars: list, invars: list, outvars: list, equations: list) -> Jaxpr:
-    names = DebugInfo("part", "backward", (None,) * len(invars), (None,) * len(outvars))
-    return Jaxpr(constvars, invars, outvars, equations, debug_info=names)
+    return part(equations, invars, outvars, whole.jaxpr.constvars, whole.consts)

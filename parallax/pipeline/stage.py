@@ -32,8 +32,9 @@ class Stage:
 
     `layer(weights, x, context)` is one layer on gathered weights; `gather` makes those of what is stored, `scatter`
     (one function for each leaf) turns their gradients into those of what is stored. Forward of a layer: gather,
-    compute, release. `numbers` is the model's layer in each place, -1 for none, and `uneven` says whether there are
-    such places. `kept` is what passes leave for later ones: by pool, lists of arrays `[slot, layer of the stage, ...]`.
+    compute, release. `numbers` is the model's layer in each place, -1 for none; `uneven` says whether there are such
+    places, which are skipped, or, if `masked`, computed and thrown away. With `split`, `backward` leaves out what
+    `weigh` does. `kept` is what passes leave for later ones: by pool, lists of arrays `[slot, layer of the stage, ...]`.
     """
 
     layer: Callable[[Any, Array, Context], Array]
@@ -44,6 +45,7 @@ class Stage:
     numbers: Array
     uneven: bool = False
     split: bool = False
+    masked: bool = False
 
     def __post_init__(self):
         self.vjp = SplitVjp(self.layer)
@@ -144,7 +146,10 @@ class Stage:
 
     def _where_layer(self, number: Array, run: Callable, carry: Any) -> Any:
         vary = lambda tree: jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)  # noqa: E731
-        return lax.cond(self.numbers[number] >= 0, lambda: vary(run()), lambda: vary(carry))
+        there = self.numbers[number] >= 0
+        if self.masked:
+            return jax.tree.map(lambda new, old: jnp.where(there, new, old), vary(run()), vary(carry))
+        return lax.cond(there, lambda: vary(run()), lambda: vary(carry))
 
     def _gathered(self, weights: Any, number: Array) -> Any:
         return self.gather(_entry(weights, number))
