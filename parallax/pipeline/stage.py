@@ -34,7 +34,7 @@ class Stage:
     (one function for each leaf) turns their gradients into those of what is stored. Forward of a layer: gather,
     compute, release. `numbers` is the model's layer in each place, -1 for none; `uneven` says whether there are such
     places, which are skipped, or, if `masked`, computed and thrown away. With `split`, `backward` leaves out what
-    `weigh` does. `kept` is what passes leave for later ones: by pool, lists of arrays `[slot, layer of the stage, ...]`.
+    `weigh` does. `kept` is what passes leave for later ones: by pool, lists of arrays `[slot, layer of stage, ...]`.
     """
 
     layer: Callable[[Any, Array, Context], Array]
