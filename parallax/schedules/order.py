@@ -137,7 +137,7 @@ class Orders:
         return 1 + max(self.tick_of.values())
 
     @cached_property
-    def in_turn(self) -> list[Action]:
+    def as_run(self) -> list[Action]:
         """All actions as they run: by tick, F, B and W of a tick in this order."""
         return sorted(self.tick_of, key=lambda action: (self.tick_of[action], KINDS.index(action.kind)))
 
@@ -217,7 +217,7 @@ class Orders:
     def grid(self) -> list[list[list[Action]]]:
         """The actions of each rank in each tick: `[rank][tick]`, in the order in which they run."""
         cells = [[[] for _ in range(self.ticks)] for _ in range(self.ranks)]
-        for action in self.in_turn:
+        for action in self.as_run:
             cells[self.rank_of(action.stage)][self.tick_of[action]].append(action)
         return cells
 

@@ -98,7 +98,7 @@ def lockstep_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, floa
     begins = np.cumsum([0, *(tick_times(schedule, costs) + send_time(schedule, costs))])
     free: dict[tuple[int, int], float] = {}
     starts = {}
-    for action in schedule.in_turn:
+    for action in schedule.as_run:
         cell = (schedule.rank_of(action.stage), schedule.tick_of[action])
         starts[action] = free.get(cell, float(begins[cell[1]]))
         free[cell] = starts[action] + time_of[action.kind]
@@ -110,7 +110,7 @@ def asynchronous_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, 
     time_of = costs.of(schedule)
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
-    for action in schedule.in_turn:
+    for action in schedule.as_run:
         rank = schedule.rank_of(action.stage)
         arrivals = (
             starts[n] + time_of[n.kind] + costs.send * (schedule.rank_of(n.stage) != rank)
