@@ -24,6 +24,7 @@ from parallax.layers.families import FAMILIES
 from parallax.layers.parameter import layouts_of
 from parallax.model import ModelConfig, Parts
 from parallax.notation import Layout
+from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.executor import at_rank
 
 ROWS = "batch/dp"
@@ -58,6 +59,7 @@ class Decoder:
         self.model, self.layouts, self.mesh = model, layouts, mesh
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
+        self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
 
     def logits(self, params: Any, prompts: Prompts, prefill: int) -> Array:
         """Logits [B, S, vocab] in float32: of the first `prefill` tokens at once, then of one at a time."""
@@ -136,6 +138,7 @@ class Decoder:
         carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
         return carry
 
+    # A place without a layer has weights of zero, and adds nothing to the residual stream.
     def _layers(self, blocks: Any, x: Array, caches: Any, context: Context) -> tuple[Array, Any]:
         def layer(x, own):
             weights, cache = own
@@ -159,7 +162,7 @@ class Decoder:
         """Empty caches of this stage's layers, in the compute dtype."""
         bound = bound_axis_sizes()
         sizes = {**self.model.sizes, "batch": batch * bound["dp"], "kv_seq": slots}
-        layers = self.model.layers // bound["pp"]
+        layers = self.arrangement.stage_layers
         layouts = self.parts.block.apply({}, method="cache_layouts")
         shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
         return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
@@ -184,6 +187,9 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels in the compute dtype: cast first, fewer bytes are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
+            if "layers" in stored.names:  # one stage a rank, whatever the schedule that the model was trained with
+                staged = stored.without("pp").with_cut("layers", ("pp",))
+                stored, weight = staged, self.arrangement.to_stages(stored, staged, weight)
             whole = stored.without("dp")
             weight = weight if whole == stored else weight.astype(self.model.dtype)
             return reshard(f"{whole} -> {wanted}", all_gather(f"{stored} -> {whole}", weight))

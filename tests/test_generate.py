@@ -62,13 +62,15 @@ SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, see
 
 
 @functools.cache
-def model_on(name: str, mesh: tuple[int, int, int] = (1, 1, 1), layout: str = PLAIN) -> ShardedModel:
+def model_on(
+    name: str, mesh: tuple[int, int, int] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
+) -> ShardedModel:
     defaults = get_config()
     laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: np.prod(mesh)])
     return ShardedModel(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
-        PipelineConfig(**defaults.pipeline.to_dict()),
+        PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
         LossConfig(**defaults.loss.to_dict()),
         laid_out,
     )
@@ -106,8 +108,19 @@ def full_forward(name: str):
 
 @pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
 def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
+    check_decoding(name, model_on(name, mesh, layout))
+
+
+@pytest.mark.parametrize(
+    "name, mesh, schedule, virtual",
+    [("gqa", (2, 2, 2), "interleaved", 2), ("mla", (3, 1, 2), "one_f_one_b", 1)],  # 4 layers on 3 ranks: uneven
+)
+def test_a_model_stored_for_another_order_of_layers_decodes_the_same(name, mesh, schedule, virtual):
+    check_decoding(name, model_on(name, mesh, PLAIN, schedule, virtual))
+
+
+def check_decoding(name, model):
     prompts, expected_BSV, filled_BS = full_forward(name)
-    model = model_on(name, mesh, layout)
     decoder = Decoder(model.model, model.layouts, model.mesh)
     logits_BSV = jax.jit(functools.partial(decoder.logits, prefill=7))(params_on(name, model), prompts)
     # Sums of float32 in another order: 1e-5 of the largest.

@@ -91,7 +91,7 @@ class Arrangement:
 
         Communication: an all-to-all over pp where another dim than `layers` is cut over it.
         """
-        if self.in_order:
+        if "pp" in stored.cut_of("layers"):
             return x
         if "pp" not in stored.used_axes():
             return _take(x, self.own_numbers())
@@ -100,7 +100,7 @@ class Arrangement:
     def to_model(self, stored: Layout, layout: Layout, x: Array) -> Array:
         """The inverse for gradients: this device's piece of a stored parameter; where no dim is cut over pp, its share
         of a sum over pp."""
-        if self.in_order:
+        if "pp" in stored.cut_of("layers"):
             return x
         if "pp" not in stored.used_axes():
             whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
