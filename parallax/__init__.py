@@ -12,13 +12,15 @@ HOME = {
     "ShardedModel": "sharded_model",
     "Settings": "settings",
     "read_settings": "settings",
+    "schedules": "schedules",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOME:
         raise AttributeError(f"module 'parallax' has no {name!r}; it has {', '.join(HOME)}")
-    return getattr(import_module(f"parallax.{HOME[name]}"), name)
+    home = import_module(f"parallax.{HOME[name]}")
+    return home if name == HOME[name] else getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,8 @@ from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-LARGEST_BYTES = 300_000
+LARGEST_BYTES = 500_000
+FORMATS = {"image/png", "image/svg+xml"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -30,7 +31,7 @@ def kernel(tmp_path, monkeypatch) -> str:
 def pictures(notebook: nbformat.NotebookNode) -> list[int]:
     """How many pictures each cell shows."""
     outputs = [cell.outputs if cell.cell_type == "code" else [] for cell in notebook.cells]
-    return [sum("data" in output and "image/png" in output.data for output in cell) for cell in outputs]
+    return [sum(bool(FORMATS & {*output.get("data", {})}) for output in cell) for cell in outputs]
 
 
 @each_notebook
