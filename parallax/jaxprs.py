@@ -1,7 +1,7 @@
 """Traced programs as values: parts of them as functions again."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -29,4 +29,33 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if equation.primitive.name in ("scan", "while", "cond") or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
+    return closed(inner)
+
+
+class Loop(NamedTuple):
+    """A scan: `body` takes constants, what is carried, and a slice of each of the other operands."""
+
+    body: ClosedJaxpr
+    length: int
+    reverse: bool
+    consts: int
+    carried: int
+
+
+def loop(equation: JaxprEqn) -> Loop:
+    """The parts of a scan, counted by shapes: how JAX names the counts differs from 0.10 to 0.12."""
+    body = closed(equation.params["jaxpr"])
+    sliced = _deeper(equation.invars, body.jaxpr.invars)
+    carried = len(equation.outvars) - _deeper(equation.outvars, body.jaxpr.outvars)
+    consts = len(equation.invars) - sliced - carried
+    return Loop(body, equation.params["length"], equation.params["reverse"], consts, carried)
+
+
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program with its constants; since jax 0.12 those of loops and branches have none."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+
+
+def _deeper(outer: Sequence, inner: Sequence) -> int:
+    """How many variables have a dim more outside a loop than in it."""
+    return sum(o.aval.ndim > i.aval.ndim for o, i in zip(outer, inner, strict=True))

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jaxprs import equations, inside
 from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
 from tiny import build, make_batch, model_config, params_of, section
 
+from parallax.jaxprs import loop
 from parallax.layers.context import training_context
 from parallax.loss import LossConfig
+from parallax.mesh import AXES
 from parallax.model import LayoutConfig
 from parallax.pipeline import PipelineConfig
 from parallax.pipeline.saved import SplitVjp
@@ -95,7 +97,7 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
 
 def abstract_model(**changes):
     """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
-    mesh = AbstractMesh((4, 1, 1), ("pp", "dp", "tp"))
+    mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
     layout, pipeline, loss = (section(name, **changes) for name in ("layout", "pipeline", "loss"))
     return ShardedModel(
         model_config(), LayoutConfig(**layout), PipelineConfig(**pipeline), LossConfig(**loss), mesh
@@ -105,7 +107,7 @@ def abstract_model(**changes):
 def ticks_of(model):
     """The body of the loop over ticks."""
     scans = (e for e in equations(model.loss_and_grad, model.shapes, make_batch()) if e.primitive.name == "scan")
-    return next(e.params["jaxpr"].jaxpr for e in scans if e.params["length"] == model.schedule.ticks)
+    return next(loop(e).body.jaxpr for e in scans if e.params["length"] == model.schedule.ticks)
 
 
 def ancestors(jaxpr, equation):

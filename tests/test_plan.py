@@ -9,6 +9,7 @@ import pytest
 from jaxprs import equations
 from run_examples import tiny_config
 
+from parallax.jaxprs import called, loop
 from parallax.loop import settings_of
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.optimizer import make_optimizer
@@ -78,10 +79,11 @@ def test_the_plan_is_what_the_loop_over_ticks_carries(schedule, remat):
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((16, 32), jnp.int32))
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
     (mapped,) = (e for e in equations(model.loss_and_grad, model.shapes, batch) if e.primitive.name == "shard_map")
-    ticks = next(e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "scan")
+    ticks = next(e for e in called(mapped).jaxpr.eqns if e.primitive.name == "scan")
     assert ticks.params["length"] == model.schedule.ticks
-    first, count = ticks.params["num_consts"], ticks.params["num_carry"]
-    carried = sum(var.aval.size * var.aval.dtype.itemsize for var in ticks.invars[first : first + count])
+    scan = loop(ticks)
+    carry = ticks.invars[scan.consts : scan.consts + scan.carried]
+    carried = sum(var.aval.size * var.aval.dtype.itemsize for var in carry)
     loss = 2 * 4
     assert plan.saved_activations + plan.gradients == carried - loss
 

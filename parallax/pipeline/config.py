@@ -3,7 +3,7 @@
 import dataclasses
 
 from parallax.errors import check_choice, check_whole
-from parallax.schedules import SCHEDULES, check_virtual
+from parallax.schedules import check_name, check_virtual
 
 REMAT = ("none", "layer", "stage")
 GATHER = ("microbatch", "step")
@@ -32,8 +32,7 @@ class PipelineConfig:
     branches: str
 
     def __post_init__(self):
-        if not str(self.schedule).endswith(".csv"):
-            check_choice("pipeline.schedule", self.schedule, SCHEDULES)
+        check_name(self.schedule)
         check_choice("pipeline.remat", self.remat, REMAT)
         check_choice("pipeline.gather", self.gather, GATHER)
         check_choice("pipeline.branches", self.branches, BRANCHES)

@@ -72,7 +72,7 @@ class Executor(NamedTuple):
     def run(self, ends_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
         state = self.start(ends_state)
-        for segment in self.schedule.segments:
+        for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks
             state, _ = lax.scan(self._tick(segment, segment.kinds), state, self._rows(segment))
             if self.schedule.head == "between" and "F" in segment.kinds:
                 state = state._replace(ends=self.ends.between(state.ends))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from parallax.jaxprs import apply, called
+from parallax.jaxprs import Loop, apply, called, closed, loop
 
 LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
 UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier")
@@ -29,9 +29,8 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
     >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
     256
     """
-    closed = jax.make_jaxpr(function)(*args)
-    walk = Walk(dict(at))
-    walk.run(closed.jaxpr, closed.consts, [None] * len(closed.jaxpr.invars))
+    program, walk = jax.make_jaxpr(function)(*args), Walk(dict(at))
+    walk.run(program.jaxpr, program.consts, [None] * len(program.jaxpr.invars))
     return walk.flops
 
 
@@ -59,9 +58,9 @@ class Walk:
         if name in UNCHANGED:
             return values
         if name == "scan":
-            return self._scan(params, values)
+            return self._scan(loop(equation), values)
         if name == "cond":
-            return self._branch(params["branches"], values)
+            return self._branch([closed(branch) for branch in params["branches"]], values)
         if name == "while":
             return self._while(equation, params)
         if (inner := called(equation)) is not None:
@@ -71,29 +70,26 @@ class Walk:
             return self._call(inner, values)
         return _evaluate(equation, values)
 
-    def _call(self, closed: ClosedJaxpr, values: list[Value]) -> list[Value]:
-        fixed = fixed_flops(closed.jaxpr)
+    def _call(self, program: ClosedJaxpr, values: list[Value]) -> list[Value]:
+        fixed = fixed_flops(program.jaxpr)
         if fixed:  # and so whole layers, of which nothing but their cost matters here
             self.flops += fixed
-            return [None] * len(closed.jaxpr.outvars)
-        return self.run(closed.jaxpr, closed.consts, values)
+            return [None] * len(program.jaxpr.outvars)
+        return self.run(program.jaxpr, program.consts, values)
 
-    def _scan(self, params: dict, values: list[Value]) -> list[Value]:
-        consts, carried = params["num_consts"], params["num_carry"]
-        carry, xs = values[consts : consts + carried], values[consts + carried :]
-        fixed = fixed_flops(params["jaxpr"].jaxpr)
+    def _scan(self, scan: Loop, values: list[Value]) -> list[Value]:
+        fixed = fixed_flops(scan.body.jaxpr)
         if fixed is not None:
-            self.flops += fixed * params["length"]
-            return [None] * len(params["jaxpr"].jaxpr.outvars)
-        turns = range(params["length"])
-        for turn in reversed(turns) if params["reverse"] else turns:
+            self.flops += fixed * scan.length
+            return [None] * len(scan.body.jaxpr.outvars)
+        split = scan.consts + scan.carried
+        carry, xs = values[scan.consts : split], values[split:]
+        for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             own = [None if x is None else x[turn] for x in xs]
-            outs = self._call(params["jaxpr"], [*values[:consts], *carry, *own])
-            carry = outs[:carried]
-        stacked = len(params["jaxpr"].jaxpr.outvars) - carried
-        return [*carry, *[None] * stacked]
+            carry = self._call(scan.body, [*values[: scan.consts], *carry, *own])[: scan.carried]
+        return [*carry, *[None] * (len(scan.body.jaxpr.outvars) - scan.carried)]
 
-    def _branch(self, branches: tuple, values: list[Value]) -> list[Value]:
+    def _branch(self, branches: list[ClosedJaxpr], values: list[Value]) -> list[Value]:
         which, *operands = values
         if which is not None:
             return self._call(branches[min(max(int(which), 0), len(branches) - 1)], operands)
@@ -109,7 +105,8 @@ class Walk:
 
     def _while(self, equation: JaxprEqn, params: dict) -> list[Value]:
         before = self.flops
-        self._call(params["body_jaxpr"], [None] * len(params["body_jaxpr"].jaxpr.invars))
+        body = closed(params["body_jaxpr"])
+        self._call(body, [None] * len(body.jaxpr.invars))
         if self.flops != before:
             raise ValueError("a while loop holds matrix products, and how often it turns depends on data.")
         return [None] * len(equation.outvars)
@@ -123,7 +120,7 @@ def fixed_flops(jaxpr: Jaxpr) -> int | None:
         name, params = equation.primitive.name, equation.params
         inner, times = called(equation), 1
         if name == "scan":
-            inner, times = params["jaxpr"], params["length"]
+            inner, times = loop(equation).body, params["length"]
         if name in ("cond", "while"):
             return None
         own = fixed_flops(inner.jaxpr) if inner is not None else 0
