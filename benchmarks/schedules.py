@@ -1,0 +1,193 @@
+"""Pipeline schedules beside GPipe on simulated devices: memory, time and compile time, each within one run.
+
+    python benchmarks/schedules.py memory [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16 32 64]
+    python benchmarks/schedules.py time [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16] [--rounds 5]
+    python benchmarks/schedules.py compile [--mesh 4,1,1] [--remat layer] [--layers 16 64] [--microbatches 4 64]
+
+The work is loss and gradients of the model of configs/bench_small.py with a vocabulary of 1024 and so many layers that
+each schedule divides them evenly.
+
+memory: MiB of one device. *temporaries* is the compiler's figure for one device's program, *saved* the activations
+that parallax.plan computes; slots are those of the schedule's pools. A microbatch has the same rows in all cells.
+time: seconds of a step over GPipe's with the same batch; schedules take turns, the median of each is taken. CPU seconds
+are those of all threads: a pass that is computed and thrown away shows there, a device that waits does not. Wall time
+is that of the cores the machine has: where they are fewer than pipeline ranks, a bubble hardly shows there either.
+compile: CPU seconds to lower and compile, without a cache, the least of the rounds, and their ratio to GPipe's.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
+WIDTH = 15
+
+
+class Work(NamedTuple):
+    model: Any
+    rows: int  # of the global batch
+    seq: int
+
+
+def main() -> None:
+    args = parse()
+    import jax
+
+    import parallax as px
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    pp, dp, tp = map(int, args.mesh.split(","))
+    px.simulate_devices(pp * dp * tp)
+    print(f"mesh {args.mesh}, remat {args.remat}, layers {args.layers}")
+    {"memory": memory, "time": times, "compile": compile_times}[args.command](args)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    defaults = {"memory": ([4, 8, 16, 32, 64], [16]), "time": ([4, 8, 16], [16]), "compile": ([4, 64], [16, 64])}
+    for name, (microbatches, layers) in defaults.items():
+        command = commands.add_parser(name)
+        command.add_argument("--mesh", default="4,1,1", metavar="PP,DP,TP")
+        command.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
+        command.add_argument("--microbatches", nargs="+", type=int, default=microbatches)
+        command.add_argument("--layers", nargs="+", type=int, default=layers)
+        command.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+        command.add_argument("--rounds", type=int, default=2 if name == "compile" else 5)
+    return parser.parse_args()
+
+
+# ---- the work
+
+
+def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: int, layers: int) -> Work:
+    """The model on its mesh, for a global batch of so many rows."""
+    import parallax as px
+    from configs.bench_small import get_config
+
+    config = get_config()
+    config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
+    config.mesh.simulate = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    config.model.vocab, config.model.layers = 1024, layers
+    virtual = 2 if schedule == "interleaved" else 1
+    config.pipeline.update(schedule=schedule, virtual=virtual, microbatches=microbatches, remat=args.remat)
+    settings = px.read_settings(config.to_dict())
+    mesh = px.make_mesh(settings.mesh)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    return Work(model, rows, settings.data.seq)
+
+
+def compiled(work: Work) -> Any:
+    import jax
+
+    from parallax.plan import BATCH_ARRAYS
+
+    model, shape = work.model, (work.rows, work.seq)
+    params = jax.tree.map(
+        lambda x, cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), model.shapes, model.shardings
+    )
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding))
+    gradients = jax.jit(model.loss_and_grad, out_shardings=(None, model.shardings))
+    return gradients.lower(params, batch).compile()
+
+
+def heading(name: str, columns: list[str], width: int) -> None:
+    print(f"{name:{WIDTH}}" + "".join(f"{column:>{width}}" for column in columns), flush=True)
+
+
+# ---- memory
+
+
+def memory(args: argparse.Namespace) -> None:
+    rows = 4 * int(args.mesh.split(",")[1])
+    print("MiB on a device: temporaries / saved")
+    heading("schedule", [f"M={count}" for count in args.microbatches] + ["slots"], 16)
+    for schedule in args.schedules:
+        cells, slots = [], []
+        for count in args.microbatches:
+            work = build(schedule, args, microbatches=count, rows=count * rows, layers=args.layers[0])
+            temporaries, saved = sizes(work)
+            cells.append(f"{temporaries / 2**20:.1f} / {saved / 2**20:.1f}")
+            slots.append("+".join(map(str, work.model.schedule.slots.values())))
+        heading(schedule, [*cells, "   " + " ".join(slots)], 16)
+
+
+def sizes(work: Work) -> tuple[int, int]:
+    """The compiler's temporaries and the computed activations, in bytes on a device."""
+    from parallax import plan
+
+    analysis = compiled(work).memory_analysis()
+    computed = plan.memory(work.model, {}, global_batch=work.rows, seq=work.seq)
+    return analysis.temp_size_in_bytes, computed.saved_activations
+
+
+# ---- time
+
+
+def times(args: argparse.Namespace) -> None:
+    rows = max(args.microbatches) * int(args.mesh.split(",")[1])
+    print(f"a step of {rows} rows over GPipe's: CPU seconds, wall time")
+    heading("schedule", [f"M={count}" for count in args.microbatches], 16)
+    columns = [ratios(args, microbatches=count, rows=rows) for count in args.microbatches]
+    for at, schedule in enumerate(args.schedules):
+        heading(schedule, ["{:.2f}  {:.2f}".format(*column[at]) for column in columns], 16)
+
+
+def ratios(args: argparse.Namespace, *, microbatches: int, rows: int) -> list[list[float]]:
+    """For each schedule CPU seconds and wall seconds over those of the first."""
+    runs = [
+        runner(build(name, args, microbatches=microbatches, rows=rows, layers=args.layers[0]))
+        for name in args.schedules
+    ]
+    for run in runs:
+        measured(run)
+    taken = [[measured(run) for run in runs] for _ in range(args.rounds)]
+    medians = [[statistics.median(secs) for secs in zip(*of_one)] for of_one in zip(*taken)]
+    print("seconds: " + "  ".join("{:.2f} {:.2f}".format(*secs) for secs in medians), file=sys.stderr, flush=True)
+    return [[secs / first for secs, first in zip(of_one, medians[0])] for of_one in medians]
+
+
+def runner(work: Work) -> Any:
+    import jax
+    from step import random_batch
+
+    step, params = compiled(work), work.model.init(0)
+    batch = random_batch(work.rows, work.seq, work.model.model.vocab)
+    batch = jax.device_put(batch, work.model.batch_sharding)
+    return lambda: jax.block_until_ready(step(params, batch))
+
+
+def measured(run: Any) -> tuple[float, float]:
+    cpu, wall = time.process_time(), time.perf_counter()
+    run()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+# ---- compile time
+
+
+def compile_times(args: argparse.Namespace) -> None:
+    grid = [(layers, count) for layers in args.layers for count in args.microbatches]
+    print("CPU seconds to lower and compile, and over GPipe's")
+    heading("schedule", [f"layers {layers} M={count}" for layers, count in grid], 20)
+    dp = int(args.mesh.split(",")[1])
+
+    def seconds(schedule: str, layers: int, count: int) -> float:
+        work = build(schedule, args, microbatches=count, rows=4 * dp * count, layers=layers)
+        return measured(lambda: compiled(work))[0]
+
+    seconds(args.schedules[0], *grid[0])  # the first compile also loads the compiler
+    found = {
+        (name, *cell): min(seconds(name, *cell) for _ in range(args.rounds)) for cell in grid for name in args.schedules
+    }
+    for name in args.schedules:
+        cells = [(found[name, *cell], found[name, *cell] / found[args.schedules[0], *cell]) for cell in grid]
+        heading(name, ["{:.1f}  {:.2f}".format(*cell) for cell in cells], 20)
+
+
+if __name__ == "__main__":
+    main()
