@@ -187,14 +187,19 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels in the compute dtype: cast first, fewer bytes are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            if "layers" in stored.names:  # one stage a rank, whatever the schedule that the model was trained with
-                staged = stored.without("pp").with_cut("layers", ("pp",))
-                stored, weight = staged, self.arrangement.to_stages(stored, staged, weight)
             whole = stored.without("dp")
             weight = weight if whole == stored else weight.astype(self.model.dtype)
             return reshard(f"{whole} -> {wanted}", all_gather(f"{stored} -> {whole}", weight))
 
-        return jax.tree.map(moved, self.layouts, self.wanted, params, is_leaf=_is_layout)
+        layouts, staged = self.layouts, self._staged(params["blocks"])
+        layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"], is_leaf=_is_layout)}
+        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged}, is_leaf=_is_layout)
+
+    def _staged(self, blocks: Any) -> Any:
+        """Each rank's layers, one stage a rank, whatever the schedule that the model was trained with."""
+        stored = jax.tree.leaves(self.layouts["blocks"], is_leaf=_is_layout)
+        leaves, structure = jax.tree.flatten(blocks)
+        return jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
 
 
 class Written(NamedTuple):
@@ -215,6 +220,10 @@ def _append(state: Written, next_B: Array, end: int) -> Written:
 def _once(ids_B: Array) -> Array:
     """Ids that all tp ranks chose alike, as one value that does not vary over tp."""
     return sum_over(jnp.where(lax.axis_index("tp") == 0, ids_B, 0), ["tp"])
+
+
+def _in_stages(stored: Layout) -> Layout:
+    return stored.without("pp").with_cut("layers", ("pp",))
 
 
 def _is_layout(leaf: Any) -> bool:

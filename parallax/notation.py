@@ -34,6 +34,7 @@ DIMS = {
     "microbatches": "M",
     "experts": "E",
     "capacity": "C",
+    "entries": "N",  # of several arrays side by side
 }
 
 

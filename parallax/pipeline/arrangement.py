@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from parallax.collectives import all_to_all, as_varying
+from parallax.collectives import as_varying
 from parallax.notation import Layout
+from parallax.pipeline.packing import alike, layers_from_ranks, layers_to_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,30 +87,53 @@ class Arrangement:
         _, name, axes = max(dims)
         return whole.with_cut(name, (*axes, "pp"))
 
-    def to_stages(self, stored: Layout, layout: Layout, x: Array) -> Array:
-        """This rank's layers `[place, ...]` of a stored parameter; zeros where a stage has fewer.
+    def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
+        """This rank's layers `[place, ...]` of stored parameters; zeros where a stage has fewer.
 
-        Communication: an all-to-all over pp where another dim than `layers` is cut over it.
+        Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
-        if "pp" in stored.cut_of("layers"):
-            return x
-        if "pp" not in stored.used_axes():
-            return _take(x, self.own_numbers())
-        return all_to_all(f"{stored} -> {layout}", _take(x, jnp.asarray(self.numbers.reshape(-1))))
+        found = [_take(x, self.own_numbers()) if _held(layout) else x for layout, x in zip(stored, leaves, strict=True)]
+        for group in alike(leaves, [at for at, layout in enumerate(stored) if _cut_elsewhere(layout)]):
+            dims = [_cut_dim(stored[at]) for at in group]
+            moved = layers_to_ranks([leaves[at] for at in group], dims, jnp.asarray(self.numbers.reshape(-1)))
+            found = _replaced(found, group, moved)
+        return found
 
-    def to_model(self, stored: Layout, layout: Layout, x: Array) -> Array:
-        """The inverse for gradients: this device's piece of a stored parameter; where no dim is cut over pp, its share
+    def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
+        """The inverse for gradients: this device's pieces of stored parameters; where no dim is cut over pp, its share
         of a sum over pp."""
-        if "pp" in stored.cut_of("layers"):
-            return x
-        if "pp" not in stored.used_axes():
-            whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
-            numbers = self.own_numbers()
-            # A place without a layer adds its zero to no layer of the model.
-            return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
-        moved = all_to_all(f"{layout} -> {stored}", x)
+        found = [self._given_back(x) if _held(layout) else x for layout, x in zip(stored, leaves, strict=True)]
         flat = self.numbers.reshape(-1)
-        return moved[np.argsort(flat, stable=True)[flat.size - self.layers :]]
+        places = np.argsort(flat, stable=True)[flat.size - self.layers :]
+        for group in alike(leaves, [at for at, layout in enumerate(stored) if _cut_elsewhere(layout)]):
+            dims = [_cut_dim(stored[at]) for at in group]
+            moved = layers_from_ranks([leaves[at] for at in group], dims, jnp.asarray(places))
+            found = _replaced(found, group, moved)
+        return found
+
+    def _given_back(self, x: Array) -> Array:
+        whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
+        numbers = self.own_numbers()
+        # A place without a layer adds its zero to no layer of the model.
+        return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
+
+
+def _held(stored: Layout) -> bool:
+    """Whether every pipeline rank holds all layers."""
+    return "pp" not in stored.used_axes()
+
+
+def _cut_elsewhere(stored: Layout) -> bool:
+    return not _held(stored) and "pp" not in stored.cut_of("layers")
+
+
+def _cut_dim(stored: Layout) -> int:
+    return next(dim for dim, axes in enumerate(stored.axes) if "pp" in axes)
+
+
+def _replaced(leaves: list[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    at = dict(zip(numbers, new, strict=True))
+    return [at.get(number, leaf) for number, leaf in enumerate(leaves)]
 
 
 def _take(x: Array, numbers: Array) -> Array:

@@ -30,14 +30,17 @@ class Storage:
 
     def blocks(self, stored: Any) -> Any:
         """The weights of this rank's layers, as the ticks find them."""
-        blocks = map_layouts(self._to_stages, self.layouts["blocks"], self.stage_layouts, stored)
+        cast = map_layouts(self._cast, self.stage_layouts, stored)
+        leaves, structure = jax.tree.flatten(cast)
+        blocks = jax.tree.unflatten(structure, self.arrangement.to_stages(self._stored_blocks, leaves))
         return self._gathered(self.stage_layouts, blocks) if self.once else blocks
 
     def block_grads(self, grads: Any) -> Any:
         """The inverse, for gradients."""
         if self.once:
             grads = map_layouts(scatter, self.stage_layouts, grads)
-        return map_layouts(self.arrangement.to_model, self.layouts["blocks"], self.stage_layouts, grads)
+        leaves, structure = jax.tree.flatten(grads)
+        return jax.tree.unflatten(structure, self.arrangement.to_model(self._stored_blocks, leaves))
 
     def ends(self, stored: Any) -> dict[str, Any]:
         """The weights of embedding and head, as the ticks find them."""
@@ -64,15 +67,17 @@ class Storage:
 
         return map_layouts(summed, self.layouts, grads)
 
-    def _to_stages(self, stored: Layout, layout: Layout, weight: Array) -> Array:
-        if self.arrangement.in_order:
-            return weight
-        # What will be gathered is cast before it is sent, as there.
-        cast = weight.astype(self.dtype) if "dp" in layout.used_axes() else weight
-        return self.arrangement.to_stages(stored, layout, cast)
+    @property
+    def _stored_blocks(self) -> list[Layout]:
+        return jax.tree.leaves(self.layouts["blocks"], is_leaf=_is_layout)
+
+    def _cast(self, layout: Layout, weight: Array) -> Array:
+        """What will be gathered is cast before it is sent to its rank, as it is there."""
+        moves = not self.arrangement.in_order and "dp" in layout.used_axes()
+        return weight.astype(self.dtype) if moves else weight
 
     def _moves(self, layouts: Any) -> tuple[Callable, list[Callable]]:
-        leaves = jax.tree.leaves(layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+        leaves = jax.tree.leaves(layouts, is_leaf=_is_layout)
         if self.once:
             return _unchanged, [_unchanged for _ in leaves]
         return partial(self._gathered, layouts), [partial(scatter, layout) for layout in leaves]
@@ -90,6 +95,10 @@ class Storage:
 def scatter(layout: Layout, grad: Array) -> Array:
     """The gradient of a gathered weight, reduce-scattered over dp in float32 to what is stored."""
     return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
+
+
+def _is_layout(leaf: Any) -> bool:
+    return isinstance(leaf, Layout)
 
 
 def _unchanged(weights: Any) -> Any:
