@@ -1,7 +1,8 @@
-"""Pipeline schedules beside GPipe on simulated devices: memory, time and compile time, each within one run.
+"""Pipeline schedules beside GPipe on simulated devices: memory, time, FLOPs, compile time, each within one run.
 
     python benchmarks/schedules.py memory [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16 32 64]
     python benchmarks/schedules.py time [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16] [--rounds 5]
+    python benchmarks/schedules.py flops [--mesh 4,1,1] [--remat layer] [--microbatches 4 8 16]
     python benchmarks/schedules.py compile [--mesh 4,1,1] [--remat layer] [--layers 16 64] [--microbatches 4 64]
 
 The work is loss and gradients of the model of configs/bench_small.py with a vocabulary of 1024 and so many layers that
@@ -12,6 +13,9 @@ that parallax.plan computes; slots are those of the schedule's pools. A microbat
 time: seconds of a step over GPipe's with the same batch; schedules take turns, the median of each is taken. CPU seconds
 are those of all threads: a pass that is computed and thrown away shows there, a device that waits does not. Wall time
 is that of the cores the machine has: where they are fewer than pipeline ranks, a bubble hardly shows there either.
+one_f_one_b:mask computes and throws away what the others skip.
+flops: those of matrix products that all devices execute, over those of one device without a pipeline; and the
+busiest rank's over the least busy one's.
 compile: CPU seconds to lower and compile, without a cache, the least of the rounds, and their ratio to GPipe's.
 """
 
@@ -24,7 +28,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
-WIDTH = 15
+MASKED = "one_f_one_b:mask"
+WIDTH = 18
 
 
 class Work(NamedTuple):
@@ -43,20 +48,22 @@ def main() -> None:
     pp, dp, tp = map(int, args.mesh.split(","))
     px.simulate_devices(pp * dp * tp)
     print(f"mesh {args.mesh}, remat {args.remat}, layers {args.layers}")
-    {"memory": memory, "time": times, "compile": compile_times}[args.command](args)
+    {"memory": memory, "time": times, "flops": flops, "compile": compile_times}[args.command](args)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     defaults = {"memory": ([4, 8, 16, 32, 64], [16]), "time": ([4, 8, 16], [16]), "compile": ([4, 64], [16, 64])}
+    defaults["flops"] = defaults["time"]
     for name, (microbatches, layers) in defaults.items():
         command = commands.add_parser(name)
         command.add_argument("--mesh", default="4,1,1", metavar="PP,DP,TP")
         command.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
         command.add_argument("--microbatches", nargs="+", type=int, default=microbatches)
         command.add_argument("--layers", nargs="+", type=int, default=layers)
-        command.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+        schedules = (*SCHEDULES, MASKED) if name in ("time", "flops") else SCHEDULES
+        command.add_argument("--schedules", nargs="+", default=schedules, choices=schedules)
         command.add_argument("--rounds", type=int, default=2 if name == "compile" else 5)
     return parser.parse_args()
 
@@ -66,17 +73,21 @@ def parse() -> argparse.Namespace:
 
 def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: int, layers: int) -> Work:
     """The model on its mesh, for a global batch of so many rows."""
+    import jax
+
     import parallax as px
     from configs.bench_small import get_config
 
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
-    config.mesh.simulate = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    config.mesh.simulate = 0
     config.model.vocab, config.model.layers = 1024, layers
     virtual = 2 if schedule == "interleaved" else 1
-    config.pipeline.update(schedule=schedule, virtual=virtual, microbatches=microbatches, remat=args.remat)
+    name, _, branches = schedule.partition(":")
+    config.pipeline.update(schedule=name, virtual=virtual, microbatches=microbatches, remat=args.remat)
+    config.pipeline.branches = branches or "skip"
     settings = px.read_settings(config.to_dict())
-    mesh = px.make_mesh(settings.mesh)
+    mesh = px.make_mesh(settings.mesh, jax.devices()[: config.mesh.pp * config.mesh.dp * config.mesh.tp])
     model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
     return Work(model, rows, settings.data.seq)
 
@@ -165,6 +176,37 @@ def measured(run: Any) -> tuple[float, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     run()
     return time.process_time() - cpu, time.perf_counter() - wall
+
+
+# ---- FLOPs
+
+
+def flops(args: argparse.Namespace) -> None:
+    rows = max(args.microbatches) * int(args.mesh.split(",")[1])
+    print("FLOPs of all devices over those of one, of the busiest rank over the least busy one")
+    heading("schedule", [f"M={count}" for count in args.microbatches], 16)
+    for schedule in args.schedules:
+        cells = []
+        for count in args.microbatches:
+            alone = argparse.Namespace(**{**vars(args), "mesh": "1,1,1"})
+            ideal = executed(build("gpipe", alone, microbatches=count, rows=rows, layers=args.layers[0]))
+            ranks = executed(build(schedule, args, microbatches=count, rows=rows, layers=args.layers[0]))
+            cells.append(f"{sum(ranks) / sum(ideal):.4f}  {max(ranks) / min(ranks):.4f}")
+        heading(schedule, cells, 16)
+
+
+def executed(work: Work) -> list[int]:
+    """FLOPs by pipeline rank, its data and tensor ranks together."""
+    import jax
+
+    from parallax.plan import BATCH_ARRAYS
+    from parallax.report import matmul_flops
+
+    model, sizes = work.model, work.model.axis_sizes
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))
+    ranks = (dict(pp=pp, dp=0, tp=0) for pp in range(sizes["pp"]))
+    alike = sizes["dp"] * sizes["tp"]
+    return [alike * matmul_flops(model.loss_and_grad, model.shapes, batch, at=rank) for rank in ranks]
 
 
 # ---- compile time
