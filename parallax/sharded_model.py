@@ -11,8 +11,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.checks import check_divides, check_kernel, check_stages
 from parallax.collectives import as_varying, offset, sum_over
-from parallax.errors import ConfigError, divisors
+from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
 from parallax.loss import LossConfig
@@ -21,7 +22,9 @@ from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, PipelineConfig, Stage
 from parallax.pipeline.arrangement import Arrangement
-from parallax.pipeline.ends import InsideEnds, SpreadEnds, Tokens, Work, folds
+from parallax.pipeline.ends import Tokens, Work
+from parallax.pipeline.inside import InsideEnds, LossEnds, folds
+from parallax.pipeline.spread import SpreadEnds
 from parallax.pipeline.storage import Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
@@ -90,6 +93,7 @@ class ShardedModel:
         Without `segments` each row is one document; without `positions` they count from 0 in each row.
         """
         self.check_batch(*tokens.shape, microbatches=1)
+        self._check_shared_rows(len(tokens))
         segments = jnp.ones_like(tokens) if segments is None else segments
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
@@ -105,21 +109,27 @@ class ShardedModel:
                 f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x "
                 f"pipeline.microbatches={microbatches}; use a multiple of {pieces}."
             )
-        if self.schedule.head == "between" and global_batch % (sizes["dp"] * sizes["pp"]):
-            raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x mesh.pp={sizes['pp']}, "
-                f"which share embedding and head by rows; use a multiple of {sizes['dp'] * sizes['pp']}."
-            )
+        if self.schedule.head == "between":
+            self._check_shared_rows(global_batch)
         if seq % sizes["tp"]:
             raise ConfigError(
                 f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
             )
         self._check_folds(global_batch // pieces, seq)
 
+    def _check_shared_rows(self, global_batch: int) -> None:
+        """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
+        dp, pp = self.axis_sizes["dp"], self.axis_sizes["pp"]
+        if global_batch % (dp * pp):
+            raise ConfigError(
+                f"data.global_batch={global_batch} does not divide over mesh.dp={dp} x mesh.pp={pp}, "
+                f"which share embedding and head by rows; use a multiple of {dp * pp}."
+            )
+
     def _check_folds(self, rows: int, seq: int) -> None:
         """The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them."""
         pieces = folds(rows, self.axis_sizes["pp"]) * self.axis_sizes["tp"]
-        if self.schedule.head == "inside" and seq % pieces:
+        if seq % pieces:
             raise ConfigError(
                 f"data.seq={seq} does not divide over {pieces}: mesh.pp={self.axis_sizes['pp']} ranks and "
                 f"mesh.tp={self.axis_sizes['tp']} share the head of a microbatch, which has {rows} rows on a device; "
@@ -174,21 +184,22 @@ class ShardedModel:
         return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
 
     def _loss(self, params, batch, noise):
-        y, ends, tokens = self._forward(params, batch, self.pipeline.microbatches)
-        return self._metrics(ends.work.head_loss(y, ends.own_labels()), ends.work, tokens)
+        tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches)
+        work = self._work(weights, None, rows="batch/dp")
+        ends = LossEnds(work, tokens, jnp.float32(1), schedule.placement[-1])
+        executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
+        return self._metrics(executor.run_forward(ends.start(1)), work, tokens)
 
     def _logits(self, params, batch, noise):
-        y, ends, _ = self._forward(params, batch, 1)
-        return ends.work.logits(y)
-
-    def _forward(self, params, batch, microbatches):
-        """This rank's rows of the last stage's outputs."""
-        tokens = self._tokens(batch, None, microbatches)
-        weights = jax.tree.map(as_varying, params)
-        schedule = in_turn(self.schedule.placement, microbatches)
+        tokens, weights, schedule = self._forward(params, batch, 1)
         ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
         executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
-        return ends.from_last(executor.run_forward(ends.start(microbatches)).exits), ends, tokens
+        return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).exits))
+
+    def _forward(self, params, batch, microbatches):
+        """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
+        tokens = self._tokens(batch, None, microbatches)
+        return tokens, jax.tree.map(as_varying, params), in_turn(self.schedule.placement, microbatches)
 
     def _executor(self, schedule: Schedule, blocks: Any, ends: Any) -> Executor:
         simulated = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
@@ -251,46 +262,3 @@ class ShardedModel:
         form = self.layout.form
         ids = form.ids(SPREAD)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
-
-
-def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where a model's counts do not divide over the mesh."""
-    if model.vocab < 2:
-        raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    for key, axis in (("heads", "tp"), ("d_ff", "tp"), ("d_model", "tp"), ("vocab", "tp")):
-        size, ranks = getattr(model, key), axis_sizes[axis]
-        if size % ranks:
-            near = -(-size // ranks) * ranks
-            legal = ", ".join(map(str, divisors(size)))
-            raise ConfigError(
-                f"model.{key}={size} does not divide over mesh.{axis}={ranks}; "
-                f"use {axis} in {{{legal}}} or {key}={near}."
-            )
-    if model.attention == "gqa" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
-            f"use kv_heads in {{{', '.join(map(str, divisors(axis_sizes['tp'])))}}} or a multiple of tp."
-        )
-
-
-def check_stages(model: ModelConfig, schedule: Schedule) -> None:
-    """Raise ConfigError where there are more stages than layers."""
-    if model.layers < schedule.stages:
-        virtual = f" x {schedule.virtual} stages on each" if schedule.virtual > 1 else ""
-        raise ConfigError(
-            f"model.layers={model.layers} is less than mesh.pp={schedule.ranks}{virtual}; "
-            f"use layers={schedule.stages} or more, or pp={model.layers // schedule.virtual} or less."
-        )
-
-
-def check_kernel(model: ModelConfig, mesh: Any) -> None:
-    """Raise ConfigError where the mesh's devices do not have the attention kernel."""
-    if model.kernel != "cudnn":
-        return
-    if model.dtype != "bfloat16":
-        raise ConfigError(
-            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
-        )
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
-    if platform != "gpu":
-        raise ConfigError(f"model.kernel='cudnn' needs GPUs, the mesh has devices of {platform!r}; use kernel='xla'.")

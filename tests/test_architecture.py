@@ -17,7 +17,7 @@ ROWS = [
     {"collectives"},
     {"layers", "loss", "optimizer"},
     {"model"},
-    {"pipeline"},
+    {"pipeline", "checks"},
     {"sharded_model", "decoding"},
     {"step"},
     {"settings"},

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import equations, inside, sent
-from tiny import build, make_batch, params_of
+from reference import plain_losses
+from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.errors import ConfigError
 from parallax.pipeline import PipelineConfig, Stage
@@ -204,6 +205,36 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
     params = params_of(model)
     loss, _ = jax.jit(model.loss_and_grad)(params, batch)
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], loss["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "changes"),
+    [
+        ((4, 1, 1), 6, dict(schedule="one_f_one_b", microbatches=3)),
+        ((4, 1, 2), 1, dict(schedule="interleaved", virtual=2, microbatches=1, residual=SEQ_CUT)),
+    ],
+    ids=str,
+)
+def test_rows_that_are_too_few_for_all_ranks_are_shared_in_pieces(mesh, rows, changes):
+    model, batch = build(mesh, **changes), make_batch(rows=rows)
+    params = params_of(model)
+    expected = plain_losses(model.model, params_of(build((1, 1, 1))), batch, 0.0)[0]
+    np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(model.loss_and_grad)(params, batch)[0]["loss"], expected, rtol=1e-6)
+    with pytest.raises(ConfigError, match=f"data.global_batch={rows} does not divide over mesh.dp=1 x mesh.pp=4"):
+        model.logits(params, batch["tokens"])
+
+
+def test_evaluation_holds_as_much_however_many_microbatches_there_are():
+    def temporaries(microbatches):
+        model = build((4, 1, 1), schedule="one_f_one_b", microbatches=microbatches)
+        batch = make_batch(rows=4 * microbatches)
+        shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.shapes, model.shardings
+        )
+        return jax.jit(model.loss).lower(shapes, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16) < 1.25 * temporaries(4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every schedule gives the loss, gradients and update of the plain model, on every mesh with a pipeline."""
 
 import itertools
+import random
 
 import pytest
 from pairwise import pairs_of, pairwise_cases
@@ -22,48 +23,59 @@ MESHES = [
 ]  # fmt: skip
 # Microbatches as a share of the pipeline's ranks: fewer, as many, twice, four times.
 SHARES = [0.5, 1, 2, 4]
-# What a schedule has no part in takes turns.
+GATHERS = ["microbatch", "step"]
+# What a schedule has less to do with is drawn for each case. With `uneven` some stages have a layer more than others.
 REST = {
     "attention": ["mla", "gqa"],
     "residual": [HIDDEN_CUT, SEQ_CUT],
     "embedding": ["vocab_parallel", "all_to_all"],
     "remat": ["none", "layer", "stage"],
     "tied": [True, False],
-    "uneven": [False, True, False],
+    "uneven": [False, True],
+    "branches": ["skip", "skip", "mask"],
 }
 
 
-def case_of(mesh, schedule, share, gather, branches, turn):
-    """The settings of a case; with `uneven` some stages have a layer more than others."""
-    rest = {key: values[turn % len(values)] for key, values in REST.items()}
+def case_of(mesh, schedule, share, gather, number):
+    """The settings of a case, and what is drawn for its number."""
+    pick = random.Random(number)
+    rest = {key: pick.choice(values) for key, values in REST.items()}
     stages = mesh[0] * STAGES.get(schedule, 1)
     layers = stages + max(stages // 2, 1) if rest.pop("uneven") else stages
-    case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), gather=gather, branches=branches)
+    case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), gather=gather)
     return case | rest | SCHEDULES[schedule]
 
 
 def whole_grid():
-    cases = itertools.product(MESHES, SCHEDULES, SHARES, ["microbatch", "step"])
-    return [case_of(*case, "skip", turn) for turn, case in enumerate(cases)]
+    cases = itertools.product(MESHES, SCHEDULES, SHARES, GATHERS)
+    return [case_of(*case, number) for number, case in enumerate(cases)]
 
 
 def fast():
-    """A case for each pair of the settings that schedules are about; meshes of a size take turns, the rest does."""
-    factors = dict(
-        pp=[2, 4, 8],
-        schedule=["1f1b", "interleaved2", "interleaved4", "zero_bubble", "zero_bubble_v"],
-        share=SHARES,
-        gather=["microbatch", "step"],
-        branches=["skip", "mask"],
-    )
+    """A case for each pair of the settings that schedules are about; meshes of a size take turns."""
+    schedules = ["1f1b", "interleaved2", "interleaved4", "zero_bubble", "zero_bubble_v"]
+    factors = dict(pp=[2, 4, 8], schedule=schedules, share=SHARES, gather=GATHERS)
     grid = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
     chosen = pairwise_cases(grid)
     assert {pair for case in grid for pair in pairs_of(case)} == {pair for case in chosen for pair in pairs_of(case)}
     cases = []
-    for turn, case in enumerate(chosen):
+    for number, case in enumerate(chosen):
         meshes = [mesh for mesh in MESHES if mesh[0] == case["pp"] and (mesh[1:] != (1, 1) or mesh[0] == 8)]
-        cases.append(case_of(meshes[turn % len(meshes)], *list(case.values())[1:], turn))
+        cases.append(case_of(meshes[number % len(meshes)], *list(case.values())[1:], number))
     return cases
+
+
+def test_every_pair_of_settings_is_in_the_whole_grid():
+    """What is drawn is drawn from enough cases."""
+    settings = [{key: case[key] for key in ("gather", "schedule", *REST) if key in case} for case in whole_grid()]
+    factors = {key: sorted({case[key] for case in settings}, key=str) for key in settings[0]}
+    wanted = {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(factors, 2)
+        for x, y in itertools.product(factors[a], factors[b])
+    }
+    found = {frozenset(pair) for case in settings for pair in itertools.combinations(case.items(), 2)}
+    assert wanted <= found
 
 
 def name(case):

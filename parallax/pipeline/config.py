@@ -22,6 +22,7 @@ class PipelineConfig:
     collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
     Hardware or a compiler that wants every device to reach every collective, in the same order, would hang: "mask"
     computes on whatever is in the buffers and throws the result away, which takes the time of the work that it is.
+    Cached generation branches along pp in either case.
     """
 
     schedule: str  # a name, or the path of a CSV file

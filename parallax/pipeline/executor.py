@@ -87,6 +87,7 @@ class Executor(NamedTuple):
         return state.ends
 
     def start(self, ends_state: Any) -> State:
+        """The state before the first tick: empty slots, gradients of zero."""
         messages = self._empty_messages(ends_state)
         # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
         slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}
@@ -184,7 +185,7 @@ class Executor(NamedTuple):
             if kind in outputs and used[name]:
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
-                    output = after(output, state.grads[0])
+                    output = after(output, state.grads[self.stage.last_weight])
                 arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)

@@ -64,6 +64,11 @@ class Stage:
                 pools["FB"] = [leaf for at, leaf in enumerate(saved) if at not in self.vjp.read_later]
         return pools
 
+    @property
+    def last_weight(self) -> int:
+        """A leaf of the gradients to which the last pass of a tick adds: W, where there is one."""
+        return self.vjp.division.deferred[0] if self.split else 0
+
     def empty(self, pools: dict[str, list[Any]], slots: dict[str, int]) -> dict[str, list[Array]]:
         """Slots for what `plan` says, empty."""
 

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from parallax.jaxprs import Loop, apply, called, closed, loop
 
 LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
+UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier")
 Value = np.ndarray | None  # None: not known before the program runs
 
@@ -51,6 +52,8 @@ class Walk:
 
     def _step(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
+        if name in UNCOUNTED:
+            raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
         if name == "dot_general":
             self.flops += _product_flops(equation)
         if name == "axis_index" and params["axis_name"] in self.at:
@@ -121,7 +124,7 @@ def fixed_flops(jaxpr: Jaxpr) -> int | None:
         inner, times = called(equation), 1
         if name == "scan":
             inner, times = loop(equation).body, params["length"]
-        if name in ("cond", "while"):
+        if name in ("cond", "while", *UNCOUNTED):
             return None
         own = fixed_flops(inner.jaxpr) if inner is not None else 0
         if own is None:

@@ -150,8 +150,10 @@ def check_virtual(name: str, virtual: int) -> None:
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is that of a schedule, or of a file of one."""
-    if name not in SCHEDULES and not is_file(name):
-        advice = f"{nearest(str(name), SCHEDULES)}, or the path of a .csv file"
+    if not isinstance(name, str) or (name not in SCHEDULES and not is_file(name)):
+        # Papers write 1F1B.
+        spelled = str(name).lower().replace("1", "one_")
+        advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
         raise ConfigError(f"pipeline.schedule={name!r} is unknown; {advice}.")
 
 
