@@ -38,8 +38,8 @@ def nearest(written: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     close = difflib.get_close_matches(written, known, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(known)}"
+    lead = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{lead}: {', '.join(known)}"
 
 
 def check_choice(key: str, written: str, known: Iterable[str]) -> None:

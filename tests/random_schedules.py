@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from parallax.schedules import Action, Schedule
 
-PLACEMENTS = ("round-robin", "zigzag")
+PLACEMENTS = ("round-robin", "zigzag", "shuffled")
 
 
 @st.composite
 def random_schedules(draw, most_ranks: int = 4, most_virtual: int = 3, most_microbatches: int = 6) -> Schedule:
-    """Any sizes up to these, either placement, with W or without, and any order in which no rank waits for ever."""
+    """Any sizes up to these, any placement, with W or without, and any order in which no rank waits for ever."""
     return random_schedule(
         ranks=draw(st.integers(1, most_ranks)),
         virtual=draw(st.integers(1, most_virtual)),
@@ -24,7 +24,7 @@ def random_schedules(draw, most_ranks: int = 4, most_virtual: int = 3, most_micr
 
 def random_schedule(*, ranks: int, virtual: int, microbatches: int, placement: str, split: bool, seed: int) -> Schedule:
     """Picks again and again one of the actions that can run, and gives it to its rank."""
-    rank_of = place(ranks, virtual, placement)
+    rank_of = place(ranks, virtual, placement, seed)
     stages = len(rank_of)
     left = [Action(s, kind, m) for s in range(stages) for kind in "FBW"[: 2 + split] for m in range(microbatches)]
     pick, done = random.Random(seed), set()
@@ -37,8 +37,10 @@ def random_schedule(*, ranks: int, virtual: int, microbatches: int, placement: s
     return Schedule("random", rank_of, microbatches, tuple(map(tuple, orders)))
 
 
-def place(ranks: int, virtual: int, placement: str) -> tuple[int, ...]:
-    """The rank of each stage: all ranks in turn, or, in zigzag, forth and back."""
+def place(ranks: int, virtual: int, placement: str, seed: int = 0) -> tuple[int, ...]:
+    """The rank of each stage: all ranks in turn, or, in zigzag, forth and back; or in no order at all."""
+    if placement == "shuffled":
+        return tuple(random.Random(seed).sample([*range(ranks)] * virtual, ranks * virtual))
     turns = [range(ranks) if placement == "round-robin" or at % 2 == 0 else range(ranks)[::-1] for at in range(virtual)]
     return tuple(rank for turn in turns for rank in turn)
 

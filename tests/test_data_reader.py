@@ -223,7 +223,7 @@ def test_a_model_with_too_small_a_vocab_is_refused(folder):
 def test_a_split_that_is_not_held_out_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"eval_fraction=0 holds out no document"):
         prepared_reader(folder, split="eval", eval_fraction=0.0)
-    with pytest.raises(ConfigError, match="split='test' is unknown; .*Known: train, eval"):
+    with pytest.raises(ConfigError, match="split='test' is unknown; .*known: train, eval"):
         prepared_reader(folder, split="test")
     prepare_texts(["just one document"], tmp_path)
     with pytest.raises(ConfigError, match=r"holds out whole documents, but the corpus has 1; .*eval_fraction=0"):

@@ -80,7 +80,8 @@ def reference(attention, tied, layers):
     model = build((1, 1, 1), attention=attention, tied=tied, layers=layers)
     params = params_of(model)
     losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
-    return jax.tree.map(np.asarray, (losses, grads, one_update(optimizer(model.layouts), params, grads)))
+    updated = one_update(optimizer(model.layouts), params, jax.tree.map(np.float32, grads))
+    return losses, grads, jax.tree.map(np.asarray, updated)
 
 
 def check_parity(case, record_property):

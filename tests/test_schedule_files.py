@@ -184,8 +184,9 @@ def test_a_terminal_gets_colours_and_lines_that_fit_it(capsys, monkeypatch):
         ("gpipe --stages 4", "--microbatches is missing"),
         ("--stages 4 --microbatches 8", "no schedule was named"),
         ("gpipe --stages 4 --microbatches 8 --virtual 2", "virtual=2 does nothing"),
-        ("gpipe --stages 4 --microbatches 8 --tf -1", "forward=-1 is no time"),
-        ("gpipe --stages 4 --microbatches 8 --tw 3", "weights=3 is more than backward=2"),
+        ("gpipe --stages 4 --microbatches 8 --tw 3", "--tw=3 is more than --tb=2"),
+        ("gpipe --stages 4 --microbatches 8 --tf 0 --tb 0 --tw 0", "--tf=0 and --tb=0: there is no work"),
+        ("gpipe --stages 4 --microbatches 8 --csv=", "--csv='' names no file"),
         ("gpipe --stages 4 --microbatches 8 --asynchronous", "--asynchronous says how --svg=FILE is drawn"),
         ("gpipe --stages 4 --microbatches 8 --svg nowhere/a.svg", "nowhere/a.svg cannot be written"),
         ("--compare --stages 4 --microbatches 8 --csv a.csv", "--csv=a.csv needs the name"),
@@ -204,6 +205,14 @@ def test_numbers_below_one_are_refused(capsys, wrong):
         main(["gpipe", f"--stages={wrong}", "--microbatches", "8"])
     assert ended.value.code == 2
     assert f"'{wrong}' is not a whole number from 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "x", "1e-300", "inf"])
+def test_times_that_cannot_be_are_refused(capsys, wrong):
+    with pytest.raises(SystemExit) as ended:
+        main(["gpipe", "--stages=2", "--microbatches=8", f"--tf={wrong}"])
+    assert ended.value.code == 2
+    assert f"--tf: '{wrong}' is not a time: 0, or a number from 1e-09 to 1e+09" in capsys.readouterr().err
 
 
 def test_a_file_of_other_sizes_than_the_command_says_is_refused(capsys, write):

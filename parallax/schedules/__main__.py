@@ -9,6 +9,7 @@
 """
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv, write_text
 from parallax.schedules.named import SCHEDULES, by_name, is_file
 from parallax.schedules.order import grid_text
-from parallax.schedules.pricing import USUAL, Costs, figures
+from parallax.schedules.pricing import LONGEST, SHORTEST, USUAL, Costs, figures
 from parallax.schedules.tables import Schedule
 
 COLOURS = {"F": 34, "B": 33, "W": 32}  # blue, yellow, green, as terminals number them
@@ -53,9 +54,9 @@ def run(parsed: argparse.Namespace) -> None:
         ranks, microbatches = schedule.ranks, schedule.microbatches
         sizes = f"{schedule.name} ranks={ranks} stages={schedule.stages} microbatches={microbatches}"
         print(sizes, _coloured(_grid(schedule)), *_figures(schedule, costs), sep="\n")
-        if parsed.csv:
+        if parsed.csv is not None:
             save_csv(schedule, parsed.csv)
-        if parsed.svg:
+        if parsed.svg is not None:
             write_text(parsed.svg, gantt(schedule, costs, asynchronous=parsed.asynchronous))
     if parsed.compare:
         own = [(schedule.name, schedule)] if parsed.name and is_file(parsed.name) else []
@@ -73,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
     add("--stages", type=_positive, metavar="P", help="pipeline ranks, each with --virtual stages")
     add("--microbatches", type=_positive, metavar="M", help="microbatches of a step")
-    add("--virtual", type=_positive, default=1, metavar="V", help="stages on each rank, for interleaved (default: 1)")
-    add("--tf", type=float, default=USUAL.forward, help="time of a forward pass of all a rank's stages (%(default)s)")
-    add("--tb", type=float, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
-    add("--tw", type=float, help="the part of it for the weights' gradients (half of it)")
-    add("--send", type=float, default=USUAL.send, help="time of a message (%(default)s)")
+    add("--virtual", type=_positive, metavar="V", help="stages on each rank, for interleaved (default: 1)")
+    add("--tf", type=_time, default=USUAL.forward, help="time of a forward pass of all a rank's stages (%(default)s)")
+    add("--tb", type=_time, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
+    add("--tw", type=_time, help="the part of it for the weights' gradients (half of it)")
+    add("--send", type=_time, default=USUAL.send, help="time of a message (%(default)s)")
     add("--csv", metavar="FILE", help="write the schedule there")
     add("--svg", metavar="FILE", help="draw it there, as it runs in lockstep")
     add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait for what they need alone")
@@ -91,15 +92,33 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _time(text: str) -> float:
+    try:
+        time = float(text)
+    except ValueError:
+        time = math.nan
+    if time != 0 and not SHORTEST <= time <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: 0, or a number from {SHORTEST:g} to {LONGEST:g}")
+    return time
+
+
 def _check_arguments(parsed: argparse.Namespace) -> None:
     if not parsed.name and not parsed.compare:
         raise ConfigError(f"no schedule was named; write one of {', '.join(SCHEDULES)}, a .csv file, or --compare.")
     for name in ("csv", "svg"):
-        if getattr(parsed, name) and not parsed.name:
-            raise ConfigError(f"--{name}={getattr(parsed, name)} needs the name of a schedule, too.")
-    if parsed.virtual != 1 and not parsed.name:
+        path = getattr(parsed, name)
+        if path is not None and not parsed.name:
+            raise ConfigError(f"--{name}={path} needs the name of a schedule, too.")
+        if path == "":
+            raise ConfigError(f"--{name}='' names no file; write a path, as in --{name}=mine.{name}.")
+    if parsed.tw is not None and parsed.tw > parsed.tb:
+        part = f"--tw={parsed.tw:g} is more than --tb={parsed.tb:g}, of which it is a part"
+        raise ConfigError(f"{part}; use {parsed.tb:g} or less.")
+    if parsed.tf + parsed.tb == 0:
+        raise ConfigError("--tf=0 and --tb=0: there is no work to take a share of; make one more than 0.")
+    if parsed.virtual is not None and not parsed.name:
         raise ConfigError(f"--virtual={parsed.virtual} needs the name of a schedule; --compare alone shows 1, 2 and 4.")
-    if parsed.asynchronous and not parsed.svg:
+    if parsed.asynchronous and parsed.svg is None:
         raise ConfigError("--asynchronous says how --svg=FILE is drawn, and that is not given.")
     for name in ("stages", "microbatches"):
         if getattr(parsed, name) is None and not is_file(parsed.name):
@@ -108,12 +127,12 @@ def _check_arguments(parsed: argparse.Namespace) -> None:
 
 def _schedule(parsed: argparse.Namespace) -> Schedule:
     if not is_file(parsed.name):
-        return by_name(parsed.name, parsed.stages, parsed.microbatches, parsed.virtual)
+        return by_name(parsed.name, parsed.stages, parsed.microbatches, parsed.virtual or 1)
     schedule = load_csv(parsed.name)
     written = {"stages": schedule.ranks, "microbatches": schedule.microbatches, "virtual": schedule.virtual}
     for name, number in written.items():
         given = getattr(parsed, name)
-        if given not in (None, number) and (name, given) != ("virtual", 1):
+        if given not in (None, number):
             raise ConfigError(f"--{name}={given}, but {parsed.name} has {number}; leave it out, or write {number}.")
     return schedule
 

@@ -1,12 +1,13 @@
 """What a schedule costs: time in lockstep and asynchronous, bubbles, activations held, messages sent."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from parallax.errors import ConfigError
 from parallax.schedules.order import Action, Orders
+
+SHORTEST, LONGEST = 1e-9, 1e9  # times of an action, in any unit; sums of them stay exact enough to compare
 
 
 class Costs(NamedTuple):
@@ -30,8 +31,9 @@ class Costs(NamedTuple):
 
     def _check(self) -> None:
         for name, time in self._asdict().items():
-            if not 0 <= time < math.inf:
-                raise ConfigError(f"{name}={time:g} is no time of an action; write a number of 0 or more.")
+            if time != 0 and not SHORTEST <= time <= LONGEST:
+                allowed = f"write 0, or a number from {SHORTEST:g} to {LONGEST:g}"
+                raise ConfigError(f"{name}={time:g} is no time of an action; {allowed}.")
         if self.weights > self.backward:
             larger = f"weights={self.weights:g} is more than backward={self.backward:g}"
             raise ConfigError(f"{larger}, of which it is a part; use weights of {self.backward:g} or less.")
