@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors"},
     {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
-    {"notation", "data", "checkpoint", "report", "launch"},
+    {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives"},
     {"layers", "loss", "optimizer"},
     {"model"},
@@ -21,7 +21,10 @@ ROWS = [
     {"sharded_model", "decoding"},
     {"step"},
     {"settings"},
-    {"plan", "generate"},
+    {"budget", "generate"},
+    {"command"},
+    {"report"},
+    {"plan"},
     {"loop"},
     {"__init__"},
 ]

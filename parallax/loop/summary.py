@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallax.plan import Memory
+from parallax.budget import Memory
 
 WIDTH = 88
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
