@@ -9,11 +9,11 @@ import pytest
 from jaxprs import equations
 from run_examples import tiny_config
 
+from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.jaxprs import called, loop
 from parallax.loop import settings_of
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.optimizer import make_optimizer
-from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state, init_state
 

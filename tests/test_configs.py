@@ -10,10 +10,10 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.loop import settings_of
 from parallax.mesh import AXES, resolve_sizes
 from parallax.optimizer import make_optimizer
-from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.settings import with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
 from parallax.data import Prefetcher, Reader
 from parallax.errors import CheckpointError
@@ -29,7 +30,6 @@ from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.mesh import make_mesh, simulate_devices
 from parallax.optimizer import learning_rate, make_optimizer
-from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
