@@ -1,0 +1,224 @@
+"""Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl and ml_collections.
+
+What is wrong with one is a ConfigError of one line, the same for every program.
+"""
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import absl.logging
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from parallax.errors import ConfigError, DataError, ParallaxError, nearest
+from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
+from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SAVED = "saved.py"  # loads the config.json of a run
+CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
+INTERRUPTED = 130  # as shells count Ctrl-C
+
+
+class Flag(NamedTuple):
+    """A flag of a program's own; its values are of the default's type, texts where that is None."""
+
+    meaning: str
+    default: str | int | float | bool | None = None
+    choices: tuple[str, ...] = ()
+
+
+class Line(NamedTuple):
+    """What a command line says: the config with its changes, the file that it came from, and the program's flags."""
+
+    config: ConfigDict
+    path: str
+    values: dict[str, Any]
+
+
+def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage: Callable[[], str]) -> int:
+    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
+    absl.logging.set_verbosity(absl.logging.ERROR)
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    try:
+        if {"-h", "-help", "--help"} & set(argv):
+            print(usage())
+        else:
+            act(argv)
+        sys.stdout.flush()
+    except ParallaxError as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # Whoever read has seen enough; what is still in the buffer goes nowhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
+    """The settings that a command line asks for, and the values of the program's own flags, by name.
+
+    `argv` begins with the program's name. Raises ConfigError for all that is wrong with it.
+    """
+    line = read_line(argv, own)
+    return read_settings(line.config.to_dict()), line.values
+
+
+def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
+    """A command line as it is written: its config is not yet checked but for names and types."""
+    argv, path = _name_config(list(argv))
+    for name in _overrides(argv):
+        check_key(name)
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, lock_config=True, flag_values=values, sys_argv=argv)
+    for name, flag in own.items():
+        _define(name, flag, values)
+    rest = _read(values, argv, path, ("config", *own))
+    if rest:
+        raise ConfigError(_stray(rest[0]))
+    return Line(values.config, path, {name: values[name].value for name in own})
+
+
+def written(argv: Sequence[str], flag: str) -> str | None:
+    """What is written for a flag, as --flag=value or --flag value."""
+    for at, arg in enumerate(argv[1:], 1):
+        name, equals, value = arg.partition("=")
+        if name in (f"--{flag}", f"-{flag}"):
+            return value if equals else next(iter(argv[at + 1 :]), None)
+    return None
+
+
+def usage(line: str, own: Mapping[str, Flag]) -> str:
+    """What --help prints: the flags, and every key of a config with its default and meaning."""
+    meanings = {"config": CONFIG_MEANING} | {name: flag.meaning for name, flag in own.items()}
+    width = max(map(len, meanings))
+    known = "\n".join(f"  --{name:{width}} {meaning}" for name, meaning in meanings.items())
+    keys = re.sub(r"(?m)^    (config|#)", _as_flag, (CONFIGS / "base.py").read_text().split("ConfigDict()\n", 1)[1])
+    kept = [line for line in keys.splitlines() if not re.search(r"= ConfigDict\(\)|return config", line)]
+    return f"{line}\n\n{known}\n\nKeys and their defaults in configs/base.py:\n" + "\n".join(kept).rstrip()
+
+
+def with_likely_vocab(settings: Settings) -> Settings:
+    """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
+    data = settings.data
+    if settings.model.vocab:
+        return settings
+    if data.source == "prepared" or data.tokenizer not in ("bytes", "bpe"):
+        file = data.path if data.source == "prepared" else data.tokenizer
+        try:
+            return with_vocab(settings, load(file).vocab)
+        except DataError as error:
+            raise ConfigError(
+                f"model.vocab=0 takes that of the tokenizer {file!r}, which cannot be read; "
+                "make it readable, or give the number: --config.model.vocab=32000"
+            ) from error
+    return with_vocab(settings, data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB)
+
+
+def check_key(name: str) -> None:
+    """Raise ConfigError unless `name` is section.key of a config."""
+    section, _, key = name.partition(".")
+    if section in SECTIONS:
+        known = [field.name for field in dataclasses.fields(SECTIONS[section])]
+        if not key:
+            raise ConfigError(
+                f"--config.{section} is a section; write --config.{section}.<key>, one of {', '.join(known)}"
+            )
+        if key not in known:
+            raise ConfigError(f"unknown key --config.{name}; {nearest(key, known)}")
+    else:
+        raise ConfigError(f"unknown key --config.{name}; did you mean --config.{nearest_key(name)}?")
+
+
+def nearest_key(word: str) -> str:
+    """The key of all configs, as section.key, that somebody may have meant.
+
+    >>> [nearest_key(word) for word in ("lr", "steps", "messh.tp", "d_modle")]
+    ['optimizer.learning_rate', 'train.steps', 'mesh.tp', 'model.d_model']
+    """
+    keys = [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
+    last = word.split(".")[-1]
+
+    def likeness(key: str) -> float:
+        name = key.split(".")[1]
+        initials = "".join(part[0] for part in name.split("_"))
+        parts = (difflib.SequenceMatcher(None, a, b).ratio() for a, b in ((word, key), (last, name)))
+        return max(*parts, 0.95 * (last == initials))
+
+    return max(keys, key=likeness)
+
+
+def known_configs() -> list[str]:
+    """The configs that come with the repository."""
+    return [f"configs/{file.name}" for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
+
+
+def _name_config(argv: list[str]) -> tuple[list[str], str]:
+    """The command line with a --config that ml_collections can load, and the file that was named."""
+    path = written(argv, "config")
+    if path is None:
+        raise ConfigError(f"--config is missing; use one of {', '.join(known_configs())}")
+    if not Path(path.split(":")[0]).is_file():
+        raise ConfigError(f"--config={path} does not exist; {nearest(path, known_configs())}")
+    if path.endswith(".json"):
+        loader = f"{CONFIGS / SAVED}:{path}"
+        argv = [loader if arg == path else arg.replace(f"config={path}", f"config={loader}", 1) for arg in argv]
+    return argv, path
+
+
+def _overrides(argv: Sequence[str]) -> list[str]:
+    return [m.group(1) for arg in argv[1:] if (m := re.match(r"--?config\.([^=]*)", arg))]
+
+
+def _define(name: str, flag: Flag, values: flags.FlagValues) -> None:
+    if flag.choices:
+        flags.DEFINE_enum(name, flag.default, flag.choices, flag.meaning, flag_values=values)
+        return
+    define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
+    define.get(type(flag.default), flags.DEFINE_string)(name, flag.default, flag.meaning, flag_values=values)
+
+
+def _read(values: flags.FlagValues, argv: Sequence[str], path: str, known: Sequence[str]) -> list[str]:
+    """Let absl read the flags; returns what is no flag."""
+    try:
+        return values(argv)[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise ConfigError(f"unknown flag --{error.flagname}; {nearest(error.flagname, known)}") from error
+    except flags.IllegalFlagValueError as error:
+        raise ConfigError(_illegal(str(error))) from error
+    except flags.Error as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).name == Path(path.split(":")[0]).name]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
+
+
+def _illegal(message: str) -> str:
+    """Absl's words about a value, or ours where the value is a config's."""
+    found = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message)
+    if not found:
+        return message
+    section, key, value = found.groups()
+    return f"--config.{section}.{key}={value} must be {KINDS[get_type_hints(SECTIONS[section])[key]]}"
+
+
+def _stray(argument: str) -> str:
+    word, equals, value = argument.lstrip("-").removeprefix("config.").partition("=")
+    meant = f"--config.{nearest_key(word)}{equals}{value}"
+    return f"stray argument {argument!r}; did you mean {meant}? Settings are written --config.<section>.<key>=<value>"
+
+
+def _as_flag(start: re.Match[str]) -> str:
+    return "  --config" if start.group(1) == "config" else "  #"
