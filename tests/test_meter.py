@@ -1,7 +1,8 @@
 """The numbers on the line of a step, and what they are a share of."""
 
+from parallax.chips import CHIPS
 from parallax.loop.meter import Meter
-from parallax.loop.peak import CHIPS, measure_matmul, most_memory, peak_flops
+from parallax.loop.peak import measure_matmul, most_memory, peak_flops
 
 
 def test_the_line_of_a_step_has_what_people_look_for():
@@ -24,9 +25,9 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
         platform, device_kind = "tpu", "TPU v5 lite"
 
     monkeypatch.setattr("parallax.loop.peak.jax.devices", lambda: [Chip] * 8)
-    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5 lite"]
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5e"].flops["bfloat16"]
     Chip.device_kind = "TPU v5p"
-    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"]
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"].flops["bfloat16"]
     Chip.device_kind = "Abacus"
     assert peak_flops("bfloat16") == (None, "unknown for Abacus")
     meter = Meter(steps=2, step_tokens=1, step_flops=1.0, peak_flops=None, devices=1, memory=lambda: None)

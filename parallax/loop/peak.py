@@ -7,19 +7,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-# Dense bfloat16 FLOPs a second of one device, as the makers' data sheets give them.
-CHIPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
+from parallax.chips import chip
+from parallax.errors import ConfigError
+
 MEASURED_SIZE = 1024
 MEASURED_SECS = 0.4
 
@@ -27,17 +17,16 @@ MEASURED_SECS = 0.4
 def peak_flops(dtype: str) -> tuple[float | None, str]:
     """FLOPs a second of all devices together, None where unknown, and how we know.
 
-    Simulated devices share the machine, whose matmul rate in `dtype` is measured; chips are looked up, and
-    give their bfloat16 figure whatever the dtype.
+    Simulated devices share the machine, whose matmul rate in `dtype` is measured; chips are looked up.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
         return measure_matmul(dtype), f"measured {dtype} matmul"
-    known = [name for name in CHIPS if device.device_kind.startswith(name)]
-    if not known:
+    try:
+        known = chip(device.device_kind)
+    except ConfigError:  # a run needs no peak: it goes on without a share of it
         return None, f"unknown for {device.device_kind}"
-    name = max(known, key=len)
-    return CHIPS[name] * jax.device_count(), f"{jax.device_count()} x {name}, bfloat16"
+    return known.peak(dtype) * jax.device_count(), f"{jax.device_count()} x {known.name}, {dtype}"
 
 
 def most_memory() -> int | None:

@@ -1,0 +1,58 @@
+"""The table of chips agrees with itself and with what is known of the chips, and knows what it does not know."""
+
+import pytest
+
+from parallax.chips import CHIPS, chip
+from parallax.errors import ConfigError
+
+# Multiply-adds that the matrix units of a chip do in a cycle: units, their rows and columns.
+UNITS = {
+    "TPU v4": 8 * 128 * 128,
+    "TPU v5e": 4 * 128 * 128,
+    "TPU v5p": 8 * 128 * 128,
+    "TPU v6e": 4 * 256 * 256,
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_the_clock_times_what_a_cycle_multiplies_is_the_peak(name):
+    known = CHIPS[name]
+    assert 2 * UNITS[name] * known.clock_hz == pytest.approx(known.peak("bfloat16"), rel=0.003)
+
+
+@pytest.mark.parametrize("known", CHIPS.values(), ids=CHIPS)
+def test_the_figures_of_a_chip_agree_with_each_other(known):
+    assert known.peak("float32") <= known.peak("bfloat16") <= known.peak("int8")
+    assert known.dcn_bandwidth < known.ici_bandwidth * known.ici_links < known.hbm_bandwidth
+    assert known.usable_bytes <= 1.01 * known.hbm_bytes
+    assert known.ici_links == 2 * known.torus_dims or known.torus_dims == 0
+    assert known.source
+
+
+@pytest.mark.parametrize(
+    "written, name",
+    {
+        "v5p:4x4x4": "TPU v5p",
+        "TPU v5": "TPU v5p",
+        "TPU v5 lite": "TPU v5e",
+        "TPU v6 lite": "TPU v6e",
+        "v4:2x2x2": "TPU v4",
+        "H100": "NVIDIA H100",
+        "NVIDIA H100 80GB HBM3": "NVIDIA H100",
+        "NVIDIA H200": "NVIDIA H200",
+        "NVIDIA A100-SXM4-80GB": "NVIDIA A100",
+    }.items(),
+)
+def test_a_chip_is_found_by_topology_device_kind_and_name(written, name):
+    assert chip(written).name == name
+
+
+@pytest.mark.parametrize("written", ["v5q:2x2", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "cpu", ""])
+def test_an_unknown_chip_is_refused_with_the_known_ones(written):
+    with pytest.raises(ConfigError, match="v4, v5e, v5p, v6e, A100, H100, H200"):
+        chip(written)
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="TPU v5e in 'float64' is not known; .*bfloat16"):
+        chip("v5e").peak("float64")
