@@ -38,7 +38,9 @@ def get_config() -> ConfigDict:
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     config.model.dtype = "float32"  # of compute: "float32" | "bfloat16"; parameters are float32
-    config.model.kernel = "xla"  # softmax core of attention: "xla" | "cudnn"
+    # Softmax core of attention. "xla" runs everywhere, and holds the scores of a microbatch, heads x seq x seq a row;
+    # "splash" (TPU; interpreted on CPU, slowly) and "cudnn" (GPU, bfloat16) never do.
+    config.model.kernel = "xla"  # "xla" | "cudnn" | "splash", whose data.seq is a multiple of 128
 
     # parallax.model.LayoutConfig: strings that say where arrays are cut.
     config.layout = ConfigDict()
@@ -54,6 +56,10 @@ def get_config() -> ConfigDict:
     config.pipeline.remat = "layer"  # what backward recomputes: "none" | "layer" | "stage"
     config.pipeline.gather = "microbatch"  # FSDP all-gather: per "microbatch" (least memory) | per "step"
     config.pipeline.branches = "skip"  # what a rank does in an idle tick: "skip" | "mask" computes and throws away
+
+    # parallax.pipeline.FsdpConfig
+    config.fsdp = ConfigDict()
+    config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes: 0 | 1
 
     # parallax.loss.LossConfig
     config.loss = ConfigDict()

@@ -6,6 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.errors import ConfigError, divisors
+from parallax.layers.kernels import LANES
 from parallax.model import ModelConfig
 from parallax.schedules import Schedule
 
@@ -43,13 +44,38 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
 
 
 def check_kernel(model: ModelConfig, mesh: Any) -> None:
-    """Raise ConfigError where the mesh's devices do not have the attention kernel."""
-    if model.kernel != "cudnn":
+    """Raise ConfigError where the mesh's devices do not have the attention kernel, or it not the model's dtype."""
+    if model.kernel == "xla":
         return
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    if model.kernel == "splash":
+        _check_splash(model, platform)
+    if model.kernel == "cudnn":
+        _check_cudnn(model, platform)
+
+
+def check_kernel_seq(model: ModelConfig, seq: int) -> None:
+    """Raise ConfigError where the attention kernel cannot do windows of `seq` tokens."""
+    if model.kernel == "splash" and seq % LANES:
+        more = -(-seq // LANES) * LANES
+        raise ConfigError(
+            f"data.seq={seq} is not a multiple of {LANES}, the least block of model.kernel='splash'; "
+            f"use seq={more}, or kernel='xla'."
+        )
+
+
+def _check_splash(model: ModelConfig, platform: str | None) -> None:
+    if platform not in ("tpu", "cpu", None):
+        raise ConfigError(
+            f"model.kernel='splash' needs TPUs, or CPUs to try it on, the mesh has devices of {platform!r}; "
+            f"use kernel='xla'."
+        )
+
+
+def _check_cudnn(model: ModelConfig, platform: str | None) -> None:
     if model.dtype != "bfloat16":
         raise ConfigError(
             f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
         )
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
-    if platform != "gpu":
+    if platform not in ("gpu", None):
         raise ConfigError(f"model.kernel='cudnn' needs GPUs, the mesh has devices of {platform!r}; use kernel='xla'.")

@@ -56,7 +56,7 @@ class ModelConfig:
         check_choice("model.attention", self.attention, ["mla", "gqa"])
         check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn"])
         check_choice("model.dtype", self.dtype, ["float32", "bfloat16"])
-        check_choice("model.kernel", self.kernel, ["xla", "cudnn"])
+        check_choice("model.kernel", self.kernel, ["xla", "cudnn", "splash"])
         for key in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
             self._check_at_least(key, 1)
         for key in ("vocab", "d_latent_q"):
@@ -220,7 +220,8 @@ class Parts(NamedTuple):
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         context = training_context(model.rope, ids, ids, ids[0], None)
-        stacked = jax.vmap(lambda key: self.block.init(key, x, context)["params"])(
+        block = self.block.clone(model=dataclasses.replace(model, kernel="xla"))  # one token is too few for others
+        stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(
             jax.random.split(blocks, model.layers)
         )
         return {

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checks import check_divides, check_kernel, check_stages
+from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
 from parallax.collectives import as_varying, offset, sum_over
 from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
@@ -115,6 +115,7 @@ class ShardedModel:
             raise ConfigError(
                 f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
             )
+        check_kernel_seq(self.model, seq)
         self._check_folds(global_batch // pieces, seq)
 
     def _check_shared_rows(self, global_batch: int) -> None:
@@ -227,7 +228,8 @@ class ShardedModel:
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
         at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
         positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
-        return training_context(self.model.rope, positions, segments, rows, tokens.key)
+        masked = self.model.kernel != "splash"
+        return training_context(self.model.rope, positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self) -> Stage:
         block = self._parts(SPREAD, gathered=True).block

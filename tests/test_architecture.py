@@ -74,6 +74,10 @@ def test_only_commands_and_the_loop_see_a_config_dict():
     assert users <= {"loop", "command"}
 
 
+# Pallas kernels have no replication types: one adapter runs them where none are checked, and says the types itself.
+UNCHECKED = PACKAGE / "layers" / "kernels.py"
+
+
 @every_file
 def test_what_is_never_written_is_not_there(path):
     text = path.read_text()
@@ -83,7 +87,7 @@ def test_what_is_never_written_is_not_there(path):
         "a default born outside configs/base.py": r"config\w*\.get\(",
     }
     found = [why for why, pattern in never.items() if re.search(pattern, text)]
-    assert not found
+    assert found == (["shard_map without its check"] if path == UNCHECKED else [])
 
 
 @every_file

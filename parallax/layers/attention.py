@@ -11,18 +11,22 @@ from parallax.collectives import offset, reshard
 from parallax.layers.context import Context
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
+from parallax.layers.kernels import causal_attention
 from parallax.layers.rope import rotate
 from parallax.notation import Layout
 
 
-def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask_B1ST: Array, *, scale: float, kernel: str) -> Array:
+def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str) -> Array:
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
 
-    A value head narrower than the key head is padded with zeros: the kernels want one width.
+    A value head narrower than the key head is padded with zeros: but for splash, the kernels want one width.
     """
+    if kernel == "splash":
+        return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BS, scale=scale)
     missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
-    out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask_B1ST, scale=scale, implementation=kernel)
+    mask = context.mask_B1ST
+    out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale, implementation=kernel)
     return out[..., : v_BTGK.shape[-1]]
 
 
@@ -88,7 +92,7 @@ class GQA(nn.Module):
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
         scale = self.temperature * self.sizes["d_head"] ** -0.5
-        return attend(q, k, v, context.mask_B1ST, scale=scale, kernel=self.kernel)
+        return attend(q, k, v, context, scale=scale, kernel=self.kernel)
 
     def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
         """The key or value heads that this rank's query heads read: all of them where they are cut alike."""

@@ -64,7 +64,7 @@ class MLA(nn.Module):
         k, v = self.up_k(latent), self.up_v(latent)
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
-        return self.out(attend(q, k, v, context.mask_B1ST, scale=self._scale, kernel=self.kernel))
+        return self.out(attend(q, k, v, context, scale=self._scale, kernel=self.kernel))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens inside the latent space; returns the longer cache too."""
@@ -78,7 +78,7 @@ class MLA(nn.Module):
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
         k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
-        seen = attend(q, k, cache["latent"][:, :, None], context.mask_B1ST, scale=self._scale, kernel=self.kernel)
+        seen = attend(q, k, cache["latent"][:, :, None], context, scale=self._scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:

@@ -1,0 +1,173 @@
+"""Attention that never holds its scores: JAX's splash attention for TPU, under the check of replication types.
+
+The kernels of Pallas know nothing of the types that say over which axes of the mesh a value varies, so they run in a
+shard_map of their own without that check, the only one of this project. JAX cannot know there which gradients are to be
+summed; it is told from outside: what goes in varies over all axes of any operand, so that the transpose of letting it
+vary is the sum, and the forward and the backward pass are each a program of one device, which sends nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from parallax.collectives import as_varying, bound_axis_sizes, varying_axes
+
+LANES = 128  # of a TPU's vector registers; blocks are multiples of it
+LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
+
+
+def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BS: Array, *, scale: float) -> Array:
+    """Softmax attention of each token to those before it in its own segment, [B, S, H, K]. No communication.
+
+    Blocks of the scores live in the kernel's memory, one at a time; blocks after the diagonal are skipped. The backward
+    pass makes them again from q, k, v, the output and each row's logsumexp in float32. `S` is a multiple of 128.
+    """
+    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BS)
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
+
+
+def block_tokens(seq: int) -> int:
+    """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`.
+
+    >>> [block_tokens(seq) for seq in (128, 768, 2048, 4096)]
+    [128, 256, 512, 512]
+    """
+    return next(size for size in (LARGEST_BLOCK, 256, LANES) if seq % size == 0)
+
+
+# ---- the kernel and its gradient
+
+
+class Pull(NamedTuple):
+    """How the backward pass is put together again: its structure, and where each of its arrays comes from."""
+
+    structure: Any
+    given: tuple[int | None, ...]  # among the saved arrays
+    tables: tuple[Array | None, ...]  # constants of the kernel: which blocks are computed
+
+
+@jax.tree_util.register_static
+class Fixed:
+    """A value that JAX carries along as it is; equal to nothing but itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+@jax.custom_vjp
+def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return unchecked(lambda *arrays: _kernel_of(*arrays)(*arrays[:3]), q, k, v, segments)
+
+
+def _forward(*arrays: Array) -> tuple[Array, Any]:
+    made = {}
+
+    def run(*arrays: Array) -> tuple[Array, list[Array]]:
+        out, pull = jax.vjp(_kernel_of(*arrays), *arrays[:3])
+        leaves, structure = jax.tree.flatten(pull)
+        tables = {id(leaf): leaf for leaf in _tables(arrays[0])}
+        rest = [leaf for leaf in leaves if id(leaf) not in tables and all(leaf is not x for x in (*arrays, out))]
+        place = {id(x): at for at, x in enumerate((*arrays, out, *rest))}
+        given = tuple(place.get(id(leaf)) for leaf in leaves)
+        made["pull"] = Pull(structure, given, tuple(tables.get(id(leaf)) for leaf in leaves))
+        return out, rest
+
+    out, rest = unchecked(run, *arrays)
+    return out, ([*arrays, out, *rest], Fixed(made["pull"]))
+
+
+def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    arrays, pull = saved[0], saved[1].value
+
+    def run(dy: Array, *arrays: Array) -> tuple[Array, ...]:
+        leaves = [table if at is None else arrays[at] for at, table in zip(pull.given, pull.tables, strict=True)]
+        return jax.tree.unflatten(pull.structure, leaves)(dy)
+
+    return *unchecked(run, dy, *arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _kernel_of(q: Array, k: Array, v: Array, segments: Array) -> Callable:
+    """The kernel for these shapes and segments, of q [B, H, S, J], k [B, G, S, J] and v [B, G, S, K]."""
+    kernel = _kernel(*q.shape[1:3], _interpreted())
+    row = lambda q, k, v, segments: kernel(q, k, v, splash.SegmentIds(segments, segments))  # noqa: E731
+    return lambda q, k, v: jax.vmap(row)(q, k, v, segments)
+
+
+def _tables(q: Array) -> list[Array]:
+    return jax.tree.leaves(_kernel(*q.shape[1:3], _interpreted()))
+
+
+@functools.cache
+def _kernel(heads: int, seq: int, interpreted: bool) -> Callable:
+    size = block_tokens(seq)
+    forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
+    # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
+    backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
+    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq))] * heads)
+    with jax.ensure_compile_time_eval():  # constants, whatever is being traced when they are first needed
+        return splash.make_splash_mha(
+            mask,
+            block_sizes=splash.BlockSizes(**forward, **backward),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpreted,
+        )
+
+
+def _interpreted() -> bool:
+    """Whether what is traced now will run on CPUs, where Pallas interprets its kernels."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
+
+
+def unchecked(function: Callable, *arrays: Array) -> Any:
+    """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does.
+
+    Not to be differentiated: a replicated operand's gradient would be that of one device.
+    """
+    if not bound_axis_sizes():
+        return function(*arrays)
+    axes = frozenset().union(*map(varying_axes, arrays))
+    # A bitcast to the same type is a value of which nothing is known.
+    run = lambda *arrays: function(*(lax.bitcast_convert_type(x, x.dtype) for x in arrays))  # noqa: E731
+    mesh = jax.sharding.get_abstract_mesh()
+    local = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+    return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
+
+
+# ---- what the kernels cost
+
+
+def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+    """FLOPs of the matrix products of a kernel, 2 for each multiply-add, in the blocks that it computes.
+
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again.
+
+    >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
+    True
+    """
+    blocks, size = seq // block_tokens(seq), block_tokens(seq)
+    scores = rows * heads * blocks * (blocks + 1) // 2 * size * size
+    # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
+    widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
+    return 2 * scores * widths[part]
+
+
+def kernel_flops(equation: JaxprEqn) -> int | None:
+    """FLOPs of a traced `pallas_call`; None where it is not one of this module's."""
+    name = equation.params["name"]
+    if not name.startswith("splash_mha_"):
+        return None
+    q, _, v, *_ = (var.aval.shape for var in equation.invars if var.aval.ndim == 4)
+    part = name.split("_")[2]
+    return attention_flops(part, rows=q[0], heads=q[1], seq=q[2], d_qk=q[3], d_v=v[3])
