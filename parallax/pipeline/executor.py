@@ -3,6 +3,8 @@
 A tick runs F, then B, then W, where the table has them; every rank passes its output on and its gradient back. A
 message depends on the pass that made it alone, so that it can travel while the next one computes. What arrives is
 stored by looking up what its sender did in this tick, in the same table.
+
+Scopes tell passes and messages apart in traces and profiles; the report reads them.
 """
 
 from collections.abc import Callable
@@ -119,13 +121,16 @@ class Executor(NamedTuple):
             row = Row(own, busy, self.branches, alone=self.schedule.stages == 1)
             outputs = {}
             if "F" in kinds:
-                state, outputs["F"] = self._forward(state, row)
+                with jax.named_scope("F"):
+                    state, outputs["F"] = self._forward(state, row)
                 if used["exit"]:
                     state = self._exit(state, row, outputs["F"])
             if "B" in kinds:
-                state, outputs["B"] = self._backward(state, row)
+                with jax.named_scope("B"):
+                    state, outputs["B"] = self._backward(state, row)
             if "W" in kinds:
-                state = self._weigh(state, row)
+                with jax.named_scope("W"):
+                    state = self._weigh(state, row)
             return self._send(state, row, outputs, used), None
 
         return tick
@@ -186,7 +191,8 @@ class Executor(NamedTuple):
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
                     output = after(output, state.grads[self.stage.last_weight])
-                arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
+                with jax.named_scope("activations" if kind == "F" else "gradients"):
+                    arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)
 

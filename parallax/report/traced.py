@@ -1,0 +1,127 @@
+"""What a step sends, read from its traced program: nothing is compiled, and no device is needed."""
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from parallax.mesh import AXES
+from parallax.report.origin import Origin
+from parallax.report.walk import walk
+from parallax.sharded_model import ShardedModel
+
+# How JAX calls what the notation calls.
+KINDS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
+}
+INPUTS = ("tokens", "labels", "segments", "positions")
+
+
+class Sent(NamedTuple):
+    """Calls of one collective from one place in the source, for one purpose."""
+
+    kind: str  # "all-gather" | "reduce-scatter" | "all-reduce" | "all-to-all" | "permute"
+    axes: tuple[str, ...]  # in mesh order
+    bytes: int  # that a device sends in one call
+    count: int  # calls of a device in a step
+    direction: str  # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before
+    module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
+    source: str  # the line that asked: "parallax/layers/dense.py:57"
+
+    @property
+    def total_bytes(self) -> int:
+        """That a device sends in a step."""
+        return self.bytes * self.count
+
+
+def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
+
+    Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
+    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing.
+    Raises ValueError where it depends on data what is sent.
+    """
+    return _collectives(jax.make_jaxpr(function)(*args), at, sizes)
+
+
+def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
+    """What a device sends for the loss and gradients of a step; the mesh may be abstract.
+
+    Pipeline ranks differ: of each entry the count is that of the rank that makes most of these calls, for in lockstep
+    the others wait for it. What the compiler sends for the optimizer is in no traced program.
+    """
+    most: Counter = Counter()
+    for rank in collectives_by_rank(model, global_batch, seq):
+        most |= Counter({sent._replace(count=0): sent.count for sent in rank})
+    return sorted(sent._replace(count=count) for sent, count in most.items())
+
+
+def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
+    """The same of each pipeline rank. Devices that differ along other axes alone send the same."""
+    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in INPUTS}
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [_collectives(program, at, model.axis_sizes) for at in places]
+
+
+def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
+    """Bytes in a step by these fields, as `totals(sent, "axes", "kind")` or `totals(sent, "direction")`.
+
+    >>> calls = [Sent("permute", ("pp",), 8, count, way, "", "") for count, way in ((3, "forward"), (1, "backward"))]
+    >>> totals(calls, "axes"), totals(calls, "direction")
+    ({(('pp',),): 32}, {('forward',): 24, ('backward',): 8})
+    """
+    found: dict[tuple, int] = defaultdict(int)
+    for one in sent:
+        found[tuple(getattr(one, field) for field in fields)] += one.total_bytes
+    return dict(found)
+
+
+def bytes_per_token(sent: Iterable[Sent], global_batch: int, seq: int) -> dict[tuple[tuple[str, ...], str], float]:
+    """Bytes that a device sends for each token of the global batch, by axes and kind."""
+    return {key: total / (global_batch * seq) for key, total in totals(sent, "axes", "kind").items()}
+
+
+def _collectives(program: ClosedJaxpr, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
+    return sorted(sent._replace(count=count) for sent, count in counted.items())
+
+
+def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+    kind = KINDS.get(equation.primitive.name)
+    if kind is None:
+        return Counter()
+    axes = _axes(equation)
+    operand = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
+    count = math.prod(sizes[axis] for axis in axes)
+    if kind == "permute":
+        moves = any(source == at[axes[0]] != target for source, target in equation.params["perm"])
+        size = operand if moves else 0
+    else:
+        size = _bytes(kind, operand, count)
+    return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
+
+
+def _axes(equation: JaxprEqn) -> tuple[str, ...]:
+    named = equation.params["axes" if "axes" in equation.params else "axis_name"]
+    named = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(sorted(named, key=AXES.index))
+
+
+def _bytes(kind: str, operand: int, devices: int) -> int:
+    if kind == "all-gather":
+        return (devices - 1) * operand
+    share = -(-(devices - 1) * operand // devices)
+    return 2 * share if kind == "all-reduce" else share
