@@ -1,0 +1,181 @@
+"""The compiler's program as text, read: optimised and scheduled HLO of the TPU, CPU and GPU backends.
+
+Instructions stand in the order in which a device runs them. Shapes are of one device.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*)$")
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+NAME = re.compile(r"%([\w.\-]+)")
+TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class Instruction(NamedTuple):
+    """One line. `rest` is all that follows the operands: what it calls, its metadata, the backend's own notes."""
+
+    name: str
+    kind: str
+    shape: str
+    operands: tuple[str, ...]
+    literal: str  # what stands between the parentheses, a constant's value
+    rest: str
+    root: bool
+
+    def attribute(self, name: str) -> str:
+        """The computation or word that `name=` gives, "" where there is none."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """A conditional's branches in the order of their index, or the computation that a fusion or a call runs."""
+        if found := re.search(r"branch_computations=\{([^}]*)\}", self.rest):
+            return tuple(NAME.findall(found[1]))
+        if self.kind == "conditional":
+            return self.attribute("false_computation"), self.attribute("true_computation")
+        return tuple(filter(None, [self.attribute("calls") or self.attribute("to_apply")]))
+
+    @property
+    def cycles(self) -> int | None:
+        """The TPU compiler's estimate for this instruction; collectives, loops and kernels have none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """Where the traced program asked for it: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def chain(self) -> str:
+        """Of a collective in pieces, the number that its pieces share."""
+        found = re.search(r'chain_id="(\d+)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+class Computation(NamedTuple):
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next((one for one in self.instructions if one.root), self.instructions[-1])
+
+    def find(self, name: str) -> Instruction | None:
+        """The instruction of this name."""
+        return next((one for one in self.instructions if one.name == name), None)
+
+
+class Module(NamedTuple):
+    """A program: its computations by name, the one that it starts with, and where its source stands."""
+
+    computations: dict[str, Computation]
+    entry: str
+    tables: dict[str, dict[int, str]]
+
+    def trips(self, loop: Instruction, caller: Computation) -> int | None:
+        """How often a while loop of this computation turns; None where it depends on data.
+
+        From the compiler's own note, or from the constant that the loop's counter is compared with; the counter
+        rises by 1, as in all loops that JAX makes of a known length.
+        """
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(found[1])
+        condition = self.computations[loop.attribute("condition")]
+        test = condition.root
+        compare = self.computations[test.called[0]].root if test.kind == "fusion" else test
+        if compare.kind != "compare" or compare.attribute("direction") != "LT" or len(test.operands) != 2:
+            return None
+        counter, limit = (self._scalar(condition, name, caller, loop) for name in test.operands)
+        return None if limit is None else limit - (counter or 0)
+
+    def _scalar(self, condition: Computation, name: str, caller: Computation, loop: Instruction) -> int | None:
+        """A whole number that a condition reads: its own constant, or one that the loop is started with."""
+        one = condition.find(name)
+        if one is not None and one.kind == "get-tuple-element":
+            start = caller.find(loop.operands[0])
+            at = int(one.attribute("index"))
+            one = caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
+        if one is None or one.kind != "constant" or not re.fullmatch(r"-?\d+", one.literal):
+            return None
+        return int(one.literal)
+
+    def lines(self, one: Instruction) -> list[tuple[str, int]]:
+        """File and line of the source that asked for it, innermost first."""
+        found = re.search(r"stack_frame_id=(\d+)", one.rest)
+        frame, lines = int(found[1]) if found else 0, []
+        while frame in self.tables["StackFrames"] and len(lines) < 200:
+            numbers = _numbers(self.tables["StackFrames"][frame])
+            place = _numbers(self.tables["FileLocations"].get(numbers["file_location_id"], ""))
+            name = self.tables["FileNames"].get(place.get("file_name_id", 0), "").strip('"')
+            lines.append((name, place.get("line", 0)))
+            frame = numbers.get("parent_frame_id", 1) - 1  # frames count from 1 and their parents from 2: 1 is none
+        return lines
+
+
+def parse(text: str) -> Module:
+    """Read the text of a compiled program, as `Compiled.as_text()` gives it."""
+    computations, entry, tables, table = {}, "", {name: {} for name in TABLES}, {}
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line in TABLES:
+            table = tables[line]
+        elif row := re.match(r"(\d+) (.*)", line):
+            table[int(row[1])] = row[2]
+        elif head := HEAD.match(line):
+            computations[head[2]] = Computation(head[2], tuple(_instructions(lines)))
+            entry = head[2] if head[1] else entry
+    return Module(computations, entry, tables)
+
+
+def _instructions(lines):
+    for line in lines:
+        if line.startswith("}"):
+            return
+        if found := LINE.match(line):
+            root, name, shape, kind, after = found.groups()
+            inside, rest = _closed(after)
+            yield Instruction(name, kind, shape, tuple(NAME.findall(inside)), inside, rest, bool(root))
+
+
+def _closed(after: str) -> tuple[str, str]:
+    """What stands before the parenthesis that closes the operands, and what after it."""
+    depth = 1
+    for at in re.finditer(r"[()]", after):
+        depth += 1 if at[0] == "(" else -1
+        if not depth:
+            return after[: at.start()], after[at.end() :]
+    return after, ""
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+@functools.cache
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array or of all arrays of a tuple, without what a layout pads.
+
+    >>> shape_bytes("(bf16[2,3]{1,0:T(8,128)}, pred[4], s32[])")
+    20
+    """
+    bits = 0
+    for dtype, dims in ARRAY.findall(shape):
+        size = re.search(r"\d+", dtype)
+        width = 8 if dtype == "pred" else int(size[0]) if size else 0  # tokens have no width
+        bits += width * math.prod(int(dim.strip("<=")) for dim in dims.split(",") if dim)
+    return -(-bits // 8)

@@ -1,0 +1,67 @@
+"""How fast devices of a mesh exchange something: which links lie between them."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from parallax.chips import Chip
+
+
+class Route(NamedTuple):
+    """`bandwidth` is bytes a second that a device sends at most, `spread` how much more an all-to-all loads links."""
+
+    bandwidth: float
+    spread: float
+
+
+def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> Route:
+    """The links between devices that differ along these mesh axes.
+
+    On a torus, a collective uses all dims along which its devices lie at once. A dim that they fill, and that closes to
+    a ring, gives two links of each chip, one for each direction; any other dim, a line, one, since its end has no
+    other; devices that lie k apart share links with k - 1 others. Where devices have no place on a torus, as when a
+    mesh of simulated ones stands for it, each mesh axis is a dim of its own, filled. In an all-to-all, data passes a
+    quarter of each dim on average, and loads links by as much. A switch gives all links of a chip. Between slices,
+    and between processes of a switch, it is the network. Latency counts as nothing.
+    """
+    devices = _members(mesh, axes)
+    if _differ(devices, "slice_index") or (not chip.torus_dims and _differ(devices, "process_index")):
+        return Route(chip.dcn_bandwidth, 1.0)
+    if not chip.torus_dims:
+        return Route(chip.ici_bandwidth * chip.ici_links, 1.0)
+    places, extents = _places(mesh, axes, devices)
+    links, hops = 0.0, 0.0
+    for dim, extent in enumerate(extents):
+        values = np.unique(places[:, dim])
+        if len(values) > 1:
+            whole = len(values) == extent
+            links += (2 if whole and closes(chip, extents, extent) else 1) / int(np.diff(values).min())
+            hops += len(values) / 4
+    members = len(devices)
+    return Route(chip.ici_bandwidth * links, max(1.0, hops * members / (members - 1)))
+
+
+def closes(chip: Chip, extents: list[int], extent: int) -> bool:
+    """Whether a dim of a slice of these extents is a ring."""
+    fits = [size % chip.ring_multiple == 0 for size in extents]
+    return all(fits) if chip.cube else extent % chip.ring_multiple == 0
+
+
+def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    return list(mesh.devices[index].reshape(-1))
+
+
+def _differ(devices: list, attribute: str) -> bool:
+    return len({getattr(device, attribute, None) for device in devices}) > 1
+
+
+def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarray, list[int]]:
+    """Coordinates of these devices, and the extents of what all devices of the mesh fill."""
+    if getattr(devices[0], "coords", None) is not None:
+        everywhere = np.array([device.coords for device in mesh.devices.flat])
+        return np.array([device.coords for device in devices]), list(np.ptp(everywhere, axis=0) + 1)
+    sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in axes]
+    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1), sizes
