@@ -27,7 +27,7 @@ def apply(equation: JaxprEqn, values: Sequence[Any]) -> list:
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation runs once, as a call; None for other equations."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if equation.primitive.name in ("scan", "while", "cond") or not isinstance(inner, Jaxpr | ClosedJaxpr):
+    if equation.primitive.name in ("scan", "while", "cond", "pallas_call") or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
     return closed(inner)
 
