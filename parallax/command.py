@@ -18,6 +18,7 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from parallax.data import DataConfig
 from parallax.errors import ConfigError, DataError, ParallaxError, nearest
 from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
@@ -110,19 +111,21 @@ def usage(line: str, own: Mapping[str, Flag]) -> str:
 
 def with_likely_vocab(settings: Settings) -> Settings:
     """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
-    data = settings.data
-    if settings.model.vocab:
-        return settings
-    if data.source == "prepared" or data.tokenizer not in ("bytes", "bpe"):
-        file = data.path if data.source == "prepared" else data.tokenizer
-        try:
-            return with_vocab(settings, load(file).vocab)
-        except DataError as error:
-            raise ConfigError(
-                f"model.vocab=0 takes that of the tokenizer {file!r}, which cannot be read; "
-                "make it readable, or give the number: --config.model.vocab=32000"
-            ) from error
-    return with_vocab(settings, data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB)
+    return settings if settings.model.vocab else with_vocab(settings, likely_entries(settings.data))
+
+
+def likely_entries(data: DataConfig) -> int:
+    """The entries of the tokenizer that a run would use: a bpe that is yet to be trained has all that it may have."""
+    if data.source != "prepared" and data.tokenizer in ("bytes", "bpe"):
+        return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
+    file = data.path if data.source == "prepared" else data.tokenizer
+    try:
+        return load(file).vocab
+    except DataError as error:
+        raise ConfigError(
+            f"model.vocab=0 takes that of the tokenizer {file!r}, which cannot be read; "
+            "make it readable, or give the number, as in --config.model.vocab=32000"
+        ) from error
 
 
 def check_key(name: str) -> None:

@@ -48,21 +48,39 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
     return TrainState(jax.device_put(jnp.int32(0), shardings.step), params, opt_state)
 
 
-def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> Callable:
+class TrainStep:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
 
-    Metrics are float32 scalars on device: loss, tokens, grad_norm. `seed` is that of dropout.
+    Metrics are float32 scalars on device: loss, tokens, grad_norm. `seed` is that of dropout. `batch_shape` is
+    (global_batch, seq) of the batch that it was last traced for, None before.
     """
 
-    def train_step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
-        noise = jnp.stack([jnp.int32(seed), state.step])
-        metrics, grads = model.loss_and_grad(state.params, batch, noise)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    def __init__(self, model: ShardedModel, tx: optax.GradientTransformation, seed: int):
+        self.model, self.tx, self.seed = model, tx, seed
+        self.batch_shape: tuple[int, int] | None = None
+        shardings = state_shardings(model, tx), NamedSharding(model.mesh, P())
+        self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings)
+
+    def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        return self._jitted(state, batch)
+
+    def lower(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Lowered:
+        """The step for arrays of these shapes and shardings, ready to be compiled."""
+        return self._jitted.lower(state, batch)
+
+    def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        """What is jitted."""
+        self.batch_shape = batch["tokens"].shape
+        noise = jnp.stack([jnp.int32(self.seed), state.step])
+        metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": global_norm(grads)}
 
-    whole = NamedSharding(model.mesh, P())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings(model, tx), whole))
+
+def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainStep:
+    """One training step of a model with an optimizer; `seed` is that of dropout."""
+    return TrainStep(model, tx, seed)
 
 
 def make_eval_step(model: ShardedModel) -> Callable:

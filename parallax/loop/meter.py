@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from parallax.loop.peak import most_memory
-from parallax.loop.summary import in_units
+from parallax.units import in_bytes
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Meter:
             f"{self.step_tokens / secs:,.0f} tok/s",
             f"{flops(self.step_flops / secs / self.devices)}/s/dev",
             f"mfu {mfu}",
-            *([f"mem {in_units(values['perf/memory_bytes'])}"] if "perf/memory_bytes" in values else []),
+            *([f"mem {in_bytes(values['perf/memory_bytes'])}"] if "perf/memory_bytes" in values else []),
             f"wait {waited / secs:.1%}",
             f"left {duration((self.steps - step) * total / count)}",
         ]

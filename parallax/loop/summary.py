@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.budget import Memory
+from parallax.units import in_bytes
 
 WIDTH = 88
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def render(parameters: dict[str, int], memory: Memory) -> str:
@@ -22,21 +22,9 @@ def render(parameters: dict[str, int], memory: Memory) -> str:
     table.add_row("total", f"{total:,}", "")
     device = _table("on each device")
     for name, size in memory._asdict().items():
-        device.add_row(name.replace("_", " "), in_units(size))
-    device.add_row("total", in_units(sum(memory)))
+        device.add_row(name.replace("_", " "), in_bytes(size))
+    device.add_row("total", in_bytes(sum(memory)))
     return f"{_text(table)}\n\n{_text(device)}"
-
-
-def in_units(size: float) -> str:
-    """Bytes in the largest unit that leaves a number of 1 or more.
-
-    >>> [in_units(size) for size in (512, 1536, 3 * 2**30)]
-    ['512 B', '1.5 KiB', '3.0 GiB']
-    """
-    unit = 0
-    while size >= 1024 and unit < len(UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {UNITS[unit]}" if unit else f"{size:.0f} B"
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,38 @@
+"""Numbers as people read them."""
+
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
+
+
+def in_bytes(size: float) -> str:
+    """Bytes in the largest unit that leaves a number of 1 or more.
+
+    >>> [in_bytes(size) for size in (512, 1536, 3 * 2**30)]
+    ['512 B', '1.5 KiB', '3.0 GiB']
+    """
+    return _scaled(size, BYTES, 1024, "")
+
+
+def in_flops(flops: float) -> str:
+    """FLOPs in the largest unit that leaves a number of 1 or more.
+
+    >>> [in_flops(flops) for flops in (0, 999, 1_500_000, 4e13)]
+    ['0 FLOP', '999 FLOP', '1.5 MFLOP', '40.0 TFLOP']
+    """
+    return _scaled(flops, THOUSANDS, 1000, "FLOP")
+
+
+def percent(share: float) -> str:
+    """A share with one decimal.
+
+    >>> percent(0.6754)
+    '67.5 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
+    at = 0
+    while abs(number) >= base and at < len(units) - 1:
+        number, at = number / base, at + 1
+    return f"{number:.1f} {units[at]}{of}" if at else f"{number:.0f} {units[0]}{of}"
