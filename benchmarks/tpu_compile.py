@@ -5,19 +5,16 @@
 Needs the TPU compiler: pip install 'parallax[tpu]'. The step is that of configs/llama_1b_16.py, 1.2 billion parameters
 in bfloat16, with one window of --seq tokens in a microbatch; one row for each schedule. Bytes are per chip and in GiB:
 arguments (the state, which the results take the place of, and the batch), temporaries, and the most at any moment.
-Collectives are those in the text of the compiled program, a loop's body once, as `asynchronous/all`; the first leave
-time for other work. `messages` are those between stages: how many of them have a pass of a stage, which is a branch or
-a loop, between their start and their done, and `fusions` how many fusions they have there altogether. `--save FOLDER`
-keeps the programs.
+Collectives are those of the compiled program, a loop's body once, as `asynchronous/all`; the first leave time for other
+work. `messages` are those between stages: how many of them have a pass of a stage, which is a branch or a loop, between
+their start and their done. `step ms`, `exposed`, `bubble` and `mfu` are as parallax.report.steptime estimates them, the
+latter three as shares in percent. `--save FOLDER` keeps the programs.
 """
 
 import argparse
 import os
-import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +24,15 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-COLUMNS = ("arguments", "temporaries", "peak", *COLLECTIVES, "messages", "fusions", "compile s")
+SIZES = ("arguments", "temporaries", "peak")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "permute")
+TIMES = ("step ms", "exposed", "bubble", "mfu")
+COLUMNS = (*SIZES, *COLLECTIVES, "messages", *TIMES, "compile s")
 
 
-class Compiled(NamedTuple):
-    arguments: int
-    temporaries: int
-    peak: int
-    text: str
+class Step(NamedTuple):
+    compiled: Any  # parallax.report.compiled.Compiled
+    time: Any  # parallax.report.steptime.StepTime
     compile_secs: float
 
 
@@ -48,11 +45,11 @@ def main() -> None:
     )
     print(f"{'schedule':15}" + "".join(f"{name:>{len(name) + 2}}" for name in COLUMNS))
     for name in args.schedules:
-        compiled = compile_step(name, devices, args)
+        step = compile_step(name, devices, args)
         if args.save:
             Path(args.save).mkdir(parents=True, exist_ok=True)
-            (Path(args.save) / f"{name}-{args.branches}.hlo").write_text(compiled.text)
-        print(f"{name:15}" + row(compiled), flush=True)
+            (Path(args.save) / f"{name}-{args.branches}.hlo").write_text(step.compiled.text)
+        print(f"{name:15}" + row(step), flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -79,12 +76,17 @@ def tpu_devices(topology: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
-def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Compiled:
+def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     import jax
 
     import parallax as px
     from configs.llama_1b_16 import get_config
+    from parallax.budget import flops_per_token
+    from parallax.chips import chip
     from parallax.optimizer import make_optimizer
+    from parallax.report.compiled import read_compiled
+    from parallax.report.shares import shares_of
+    from parallax.report.steptime import step_time
     from parallax.step import abstract_state, make_train_step
 
     config = get_config()
@@ -107,60 +109,37 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Compi
     started = time.perf_counter()
     compiled = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile()
     compile_secs = time.perf_counter() - started
-    sizes = compiled.memory_analysis()
-    return Compiled(
-        sizes.argument_size_in_bytes,
-        sizes.temp_size_in_bytes,
-        sizes.peak_memory_in_bytes,
-        compiled.as_text(),
-        compile_secs,
-    )
+    read = read_compiled(compiled, mesh, shares_of(model.schedule))
+    tokens = config.data.global_batch * args.seq / mesh.size
+    flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
+    return Step(read, step_time(read, chip(args.topology), flops), compile_secs)
 
 
-def row(compiled: Compiled) -> str:
-    sizes = (f"{getattr(compiled, name) / 2**30:.2f}" for name in COLUMNS[:3])
-    found = collectives(compiled.text)
-    counts = (f"{found[kind, True]}/{found[kind, True] + found[kind, False]}" for kind in COLLECTIVES)
-    sent = list(messages(compiled.text))
-    beside = f"{sum(passes > 0 for passes, _ in sent)}/{len(sent)}"
-    cells = *sizes, *counts, beside, f"{sum(fusions for _, fusions in sent)}", f"{compiled.compile_secs:.0f}"
+def row(step: Step) -> str:
+    read, times = step.compiled, step.time
+    sizes = (f"{getattr(read, name) / 2**30:.2f}" for name in SIZES)
+    kinds = [(made.kind, made.asynchronous) for made in read.collectives]
+    counts = (f"{kinds.count((kind, True))}/{sum(found == kind for found, _ in kinds)}" for kind in COLLECTIVES)
+    beside = messages(read.timeline)
+    exposed = sum(times.exposed_secs.values()) / times.total_secs
+    shares = (f"{100 * share:.1f}" for share in (exposed, times.bubble, times.mfu))
+    passes = f"{sum(beside)}/{len(beside)}"
+    cells = *sizes, *counts, passes, f"{1e3 * times.total_secs:.0f}", *shares, f"{step.compile_secs:.0f}"
     return "".join(f"{cell:>{len(name) + 2}}" for name, cell in zip(COLUMNS, cells, strict=True))
 
 
-def operations(text: str) -> Iterator[tuple[str, str, str]]:
-    """Of each operation, in the order in which it is scheduled: its name, its kind, and what follows."""
-    for line in text.splitlines():
-        if match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*?[\])}] ([a-z][\w\-]*)\((.*)", line):
-            yield match.groups()
+def messages(events: list) -> list[bool]:
+    """For each message between stages, whether there is a branch or a loop between its start and its done."""
+    from parallax.report.timeline import Begin, Branch, End, Loop
 
-
-def collectives(text: str) -> Counter:
-    """How many there are, by kind and by whether other work is done meanwhile.
-
-    Such a one is a pair of start and done, or a chain of fusions, each of which holds a piece of it beside compute.
-    """
-    found = set()
-    for name, kind, rest in operations(text):
-        if kind.removesuffix("-start") in COLLECTIVES:
-            chain = re.search(r'chain_id="(\d+)"', rest)
-            found.add(
-                (kind.removesuffix("-start"), bool(chain) or kind.endswith("-start"), chain[1] if chain else name)
-            )
-    return Counter((kind, asynchronous) for kind, asynchronous, _ in found)
-
-
-def messages(text: str) -> Iterator[tuple[int, int]]:
-    """For each message between stages, the passes and the fusions between its start and its done."""
-    under_way: dict[str, list[str]] = {}
-    for name, kind, rest in operations(text):
-        if kind == "collective-permute-start" and "/ppermute" in rest:
-            under_way[name] = []
-        elif kind == "collective-permute-done" and "/ppermute" in rest:
-            between = under_way.pop(re.search(r"%([\w.\-]+)", rest)[1])
-            yield sum(other in ("conditional", "while") for other in between), between.count("fusion")
-        else:
-            for between in under_way.values():
-                between.append(kind)
+    found = []
+    for at, event in enumerate(events):
+        if isinstance(event, Begin) and event.call.kind == "permute" and event.call.axes == ("pp",):
+            done = events.index(End(event.call.op), at)
+            found.append(any(isinstance(other, Branch | Loop) for other in events[at:done]))
+        for inner in event.sides if isinstance(event, Branch) else [event.body] if isinstance(event, Loop) else []:
+            found += messages(inner)
+    return found
 
 
 if __name__ == "__main__":
