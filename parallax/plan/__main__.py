@@ -1,0 +1,164 @@
+"""Plan a training step for a slice of chips that is not there, or for the devices that are.
+
+python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
+python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
+from parallax.command import usage as usage_of
+from parallax.errors import ConfigError
+from parallax.mesh import resolve_sizes, simulate_devices
+from parallax.plan import text
+from parallax.plan.analytic import estimate, predicted_memory, trace
+from parallax.plan.cache import Cache
+from parallax.plan.changes import helpful
+from parallax.plan.compiling import Outcome, compile_step, devices_of, why_not
+from parallax.plan.layouts import build
+from parallax.plan.picture import draw, front
+from parallax.plan.place import Place, local_place, read_topology
+from parallax.plan.progress import progress_bar
+from parallax.plan.sweep import Sweep
+from parallax.settings import Settings
+
+FLAGS = {
+    "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
+    "analytic": Flag("compile nothing", False),
+    "sweep": Flag("price all legal layouts, and compile the best", False),
+    "keep": Flag("sweep: find so many of the fastest layouts", 12),
+    "compile": Flag("sweep: compile so many of them", 3),
+    "svg": Flag("sweep: draw memory against time to this file"),
+    "cache": Flag("sweep: the folder where it keeps what it has found", ".cache/plan"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
+    return usage_of(line, FLAGS)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Plan what the command line asks for."""
+    settings, values = read_command(argv, FLAGS)
+    check_flags(values, argv)
+    settings, place = located(with_likely_vocab(settings), values["topology"])
+    name = Path(written(argv, "config").split(":")[0]).stem
+    if values["sweep"]:
+        sweep(name, settings, place, values)
+    else:
+        plan(name, settings, place, values)
+
+
+def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
+    """Raise ConfigError where flags do not go together or have no value that means something."""
+    for flag in ("keep", "compile", "svg", "cache"):
+        if written(argv, flag) is not None and not values["sweep"]:
+            raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
+    for flag, least in (("keep", 1), ("compile", 0)):
+        if values[flag] < least:
+            raise ConfigError(f"--{flag}={values[flag]} must be a whole number of {least} or more.")
+    for flag in ("svg", "cache"):
+        if values[flag] == "":
+            raise ConfigError(f"--{flag}='' names nothing; write a path.")
+    if values["topology"] == "":
+        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
+
+
+def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
+    """The settings with every mesh axis a number, and the place that they run on; ConfigError where they do not fit."""
+    if topology is not None:
+        place = read_topology(topology)
+        jax.config.update("jax_platforms", "cpu")  # whatever this machine has is not asked for
+    else:
+        if settings.mesh.simulate:
+            simulate_devices(settings.mesh.simulate)
+        place = local_place(settings.model.dtype)
+    try:
+        sizes = resolve_sizes(settings.mesh, place.devices)
+    except ConfigError as error:
+        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
+    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=0)
+    settings = dataclasses.replace(settings, mesh=mesh)
+    place.chip.peak(settings.model.dtype)
+    build(settings)
+    return settings, place
+
+
+def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+    """Print the plan of one layout."""
+    print(text.heading(name, settings, place), flush=True)
+    model = build(settings)
+    held = predicted_memory(model, settings)
+    now = estimate(settings, place, held, trace(model, settings))
+    print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
+    print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
+    print(text.beneath(now), flush=True)
+    changes = helpful(settings, place, now)
+    if changes:
+        print("", *text.changes(changes), sep="\n", flush=True)
+    if values["analytic"]:
+        return
+    local = values["topology"] is None
+    if reason := why_not(place, local=local):
+        print(f"\nnot compiled: {reason}")
+        return
+    print("", *text.outcome(compile_step(settings, place, devices_of(place, local=local)), place), sep="\n")
+
+
+def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+    """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
+    print(text.heading(name, settings, place), flush=True)
+    search = Sweep(settings, place, Cache(values["cache"]), keep=values["keep"])
+    compiled: dict[Any, Outcome] = {}
+    try:
+        with progress_bar("layouts") as progress:
+            search.run(progress)
+        if not values["analytic"]:
+            compile_best(search, place, values, compiled)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        raise
+    finally:
+        shown = search.shown()
+        marked = front(search.rows)
+        print("", *text.sweep_table(shown, compiled, marked, search.own), "", text.counted(search), sep="\n")
+        if values["svg"] is not None:
+            write(values["svg"], draw(f"{name} on {place.name}", search.rows, place, search.own))
+
+
+def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
+    """Compile the fastest layouts, as many as asked for."""
+    local = values["topology"] is None
+    if reason := why_not(place, local=local):
+        print(f"not compiled: {reason}")
+        return
+    devices = devices_of(place, local=local)
+    with progress_bar("compiled") as progress:
+        for done, row in enumerate(search.rows[: values["compile"]]):
+            progress(done, values["compile"])
+            compiled[row.choice] = search.compiled(row.choice, devices)
+
+
+def write(path: str, picture: str) -> None:
+    """Write the picture; ConfigError where that cannot be."""
+    try:
+        Path(path).write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

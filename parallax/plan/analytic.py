@@ -1,0 +1,192 @@
+"""How long a step takes and what it holds, from its traced program: nothing is compiled, no device is needed.
+
+    step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
+
+*Work* is the sum over matrix products of the longer of FLOPs over the chip's peak and bytes of factors and result over
+its memory bandwidth; what is between products is taken to be fused with them. *Bubble* is the schedule's in lockstep,
+a recomputed pass counted as a forward one. *Messages* are the traced collectives over the links of their axes; gathers
+of weights over dp are hidden as far as the work lasts, all others exposed. The *update* reads and writes parameters and
+optimizer state, and reads gradients, at memory bandwidth.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from parallax.budget import BATCH_ARRAYS, Memory, flops_per_token, memory
+from parallax.layers.kernels import kernel_flops
+from parallax.mesh import AXES
+from parallax.optimizer import make_optimizer
+from parallax.plan.place import Place
+from parallax.report.origin import Origin
+from parallax.report.traced import Sent, collectives
+from parallax.report.walk import walk
+from parallax.schedules import Costs, by_name, figures
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+from parallax.step import abstract_state
+
+# What the TPU compiler starts early by itself, so that work runs meanwhile; it leaves sums of gradients as they are.
+HIDDEN = ("all-gather", ("dp",))
+
+
+class Product(NamedTuple):
+    """A matrix product of one shape: FLOPs, bytes of factors and result, and how often a device runs it in a step."""
+
+    flops: int
+    bytes: int
+    direction: str
+    count: int
+
+    def secs(self, rate: float, bandwidth: float) -> float:
+        """The longer of computing it once, at FLOP/s, and of moving its bytes."""
+        return max(self.flops / rate, self.bytes / bandwidth)
+
+
+class Traced(NamedTuple):
+    """What one device does in a step, before any chip is named."""
+
+    products: list[Product]
+    sent: list[Sent]
+    model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
+
+
+class Message(NamedTuple):
+    """What one collective takes in a step. `hides`: work may run meanwhile. `ticking`: it belongs to the ticks, so
+    that ranks wait for it as they do for work."""
+
+    axes: str
+    secs: float
+    hides: bool
+    ticking: bool
+
+
+class Estimate(NamedTuple):
+    """A predicted step. Bytes and seconds are those of the busiest device; `secs` is the step's time."""
+
+    peak_bytes: int
+    components: dict[str, int]
+    work_secs: float
+    recompute_secs: float  # of the work
+    exposed_secs: dict[str, float]  # by axes, as "dp" or "dp tp"
+    hidden_secs: float
+    update_secs: float
+    bubble: float
+    secs: float
+    mfu: float
+
+    @property
+    def bubble_secs(self) -> float:
+        """Time in which the average device waits for others of the pipeline."""
+        return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
+
+
+def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
+    """Bytes on each device, by component."""
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    return memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+
+
+def trace(model: ShardedModel, settings: Settings) -> Traced:
+    """The products and collectives of the first pipeline rank, whose stages are the largest."""
+    shape = (settings.data.global_batch, settings.data.seq)
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32"))
+    program, first = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), dict.fromkeys(AXES, 0)
+    found = walk(program, at=first, count=_product)
+    model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
+    return Traced(
+        [product._replace(count=count) for product, count in found.items()],
+        collectives(model.loss_and_grad, model.shapes, batch, at=first, sizes=model.axis_sizes),
+        model_flops / math.prod(model.axis_sizes.values()),
+    )
+
+
+def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> Estimate:
+    """The step of a traced program on these chips."""
+    rate = place.matmul_rate(settings.model.dtype)
+    timed = [(p.direction, p.count * p.secs(rate, place.chip.hbm_bandwidth)) for p in traced.products]
+    work = sum(secs for _, secs in timed)
+    sent = messages(traced.sent, place, settings)
+    hidden = min(work, sum(message.secs for message in sent if message.hides))
+    exposed = exposed_secs(sent, hidden)
+    bubble = 0.0 if place.shared else lockstep_bubble(settings)
+    ticking = sum(exposed_secs([message for message in sent if message.ticking], hidden).values())
+    update = (2 * (held.parameters + held.optimizer) + held.gradients) / place.chip.hbm_bandwidth
+    secs = (work + ticking) / (1 - bubble) + sum(exposed.values()) - ticking + update
+    return Estimate(
+        peak_bytes=sum(held),
+        components=held._asdict(),
+        work_secs=work,
+        recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
+        exposed_secs=exposed,
+        hidden_secs=hidden,
+        update_secs=update,
+        bubble=bubble,
+        secs=secs,
+        mfu=traced.model_flops / place.chip.peak(settings.model.dtype) / secs,
+    )
+
+
+def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Message]:
+    """The traced collectives in seconds; those that send nothing are left out."""
+    sizes, found = settings.mesh.sizes, []
+    for one in sent:
+        if not one.bytes:
+            continue
+        bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
+        hides = (one.kind, one.axes) == HIDDEN and not place.shared
+        ticking = one.count >= settings.pipeline.microbatches > 1
+        found.append(Message(" ".join(one.axes), one.total_bytes / bandwidth, hides, ticking))
+    return found
+
+
+def exposed_secs(sent: Iterable[Message], hidden: float) -> dict[str, float]:
+    """Seconds by axes in which nothing else is done, where so many of what can hide do hide."""
+    found: dict[str, float] = {}
+    hiding = sum(message.secs for message in sent if message.hides)
+    shown = 1 - min(hidden / hiding, 1) if hiding else 0
+    for message in sent:
+        found[message.axes] = found.get(message.axes, 0) + message.secs * (shown if message.hides else 1)
+    return found
+
+
+def schedule_costs(settings: Settings) -> Costs:
+    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more."""
+    return Costs(forward=1, backward=2 + (settings.pipeline.remat != "none"), weights=1)
+
+
+def lockstep_bubble(settings: Settings) -> float:
+    """Share of the ticks in which the average rank has nothing to do."""
+    pipeline = settings.pipeline
+    if pipeline.branches == "mask":
+        return 0.0  # it computes instead, and that is in the work
+    sizes = pipeline.schedule, settings.mesh.pp, pipeline.microbatches, pipeline.virtual
+    return _bubble(*sizes, schedule_costs(settings))
+
+
+@cache
+def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
+    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
+
+
+def _product(equation: JaxprEqn, origin: Origin) -> Counter:
+    if equation.primitive.name not in ("dot_general", "pallas_call"):
+        return Counter()
+    arrays = [var.aval for var in (*equation.invars, *equation.outvars)]
+    moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return Counter({Product(_flops(equation), moved, origin.direction, 0): 1})
+
+
+def _flops(equation: JaxprEqn) -> int:
+    shapes = [var.aval.shape for var in equation.invars]
+    if equation.primitive.name == "pallas_call":
+        return kernel_flops(equation.params["name"] or "", shapes) or 0
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    terms = math.prod(shapes[0][dim] for dim in contracted)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * terms

@@ -1,0 +1,118 @@
+"""What a layout takes at least, in microseconds of thought: a sweep passes over layouts that cannot be among the best.
+
+Never more than what `analytic` finds, as a test holds; far less where that is not known without a trace.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from parallax.budget import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
+from parallax.plan.analytic import lockstep_bubble
+from parallax.plan.layouts import Choice
+from parallax.plan.place import Place
+from parallax.schedules import by_name, figures
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+
+PARAMETER_BYTES = 4  # float32
+SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
+DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
+
+
+class Bound(NamedTuple):
+    """What a layout takes at least."""
+
+    secs: float
+    peak_bytes: float
+
+
+class Bounds:
+    """Bounds of one model on one place."""
+
+    def __init__(self, settings: Settings, place: Place, model: ShardedModel):
+        """`model` is the model on any mesh: its global shapes are the same on all."""
+        self.settings, self.place = settings, place
+        self.tokens = settings.data.global_batch * settings.data.seq
+        self.parameters = parameters_by_component(model.shapes)
+        self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
+
+    def of(self, choice: Choice) -> Bound:
+        """The bound of a layout, legal or not."""
+        return Bound(self._secs(choice), self._bytes(choice))
+
+    def _secs(self, choice: Choice) -> float:
+        settings = choice.applied(self.settings)
+        bubble = 0.0 if self.place.shared else lockstep_bubble(settings)
+        work = self._work_secs(choice) / (1 - bubble)
+        return work + self._gradient_secs(choice) + self._residual_secs(settings)
+
+    def _work_secs(self, choice: Choice) -> float:
+        model, tokens = self.settings.model, self.tokens / self.place.devices
+        rate, bandwidth = self.place.matmul_rate(model.dtype), self.place.chip.hbm_bandwidth
+        flops = self.flops - self._attention_flops + (choice.remat != "none") * 2 * self._made_again
+        scores = SCORES_MOVED * self._itemsize * model.layers * model.heads * self.settings.data.seq
+        attention = self._attention_flops / rate
+        if model.kernel == "xla":  # all scores are computed, and pass through memory
+            attention = max(2 * attention, scores / bandwidth)
+        return tokens * (flops / rate + attention)
+
+    @property
+    def _attention_flops(self) -> int:
+        """Of the model's for each token, those of attention's two products, forward and backward."""
+        kernels = self._layers + self.settings.model.vocab * self.settings.model.d_model
+        return self.flops - FLOPS_PER_WEIGHT * kernels
+
+    @property
+    def _made_again(self) -> float:
+        """Parameters of the products that are run once more for each token if layers are recomputed."""
+        if self.settings.pipeline.remat == "stage" or self.settings.model.layers < 2:
+            return 0.0
+        return self.parameters["attention"] + (1 - DOWN) * self.parameters["mlp"]
+
+    def _gradient_secs(self, choice: Choice) -> float:
+        """The gradients of the layers are summed over dp once, or for each microbatch, in the compute dtype."""
+        sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
+        times = choice.microbatches if choice.gather == "microbatch" else 1
+        sent = times * (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp) * self._itemsize
+        return sent / self.place.bandwidth(sizes, ["dp"])
+
+    def _residual_secs(self, settings: Settings) -> float:
+        """Columns then rows: each of a layer's two branches gathers its input and scatters its output, both ways."""
+        sizes, model = settings.mesh.sizes, settings.model
+        if sizes["tp"] == 1 or settings.layout.tensor_parallel != "column_row":
+            return 0.0
+        share = (sizes["tp"] - 1) / sizes["tp"]
+        tokens = self.tokens / sizes["dp"] * model.layers / sizes["pp"]
+        sent = 4 * share * tokens * model.d_model * self._itemsize
+        return sent / self.place.bandwidth(sizes, ["tp"])
+
+    def _bytes(self, choice: Choice) -> float:
+        """Parameters and gradients, cut as far as can be; whole layers if gathered once; what no pass makes again."""
+        ranks = choice.pp * choice.tp
+        gathered = self._layers / ranks * (self._itemsize + PARAMETER_BYTES) * (choice.gather == "step")
+        state = 2 * PARAMETER_BYTES * self._layers / self.place.devices
+        return max(state, state / 2 + gathered) + self._kept_bytes(choice)
+
+    def _kept_bytes(self, choice: Choice) -> float:
+        """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once: the
+        inputs of attention and MLP, q, gate and up, and the weights of attention."""
+        if choice.remat != "none":
+            return 0.0
+        model = self.settings.model
+        tokens = self.tokens / choice.dp / choice.microbatches
+        held = 1.0
+        if choice.pp > 1:
+            schedule = by_name(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
+            held = max(figures(schedule).activations)
+        width = 2 * model.d_model + 2 * model.d_ff + model.heads * model.d_head
+        width += (model.kernel == "xla") * model.heads * self.settings.data.seq
+        return held * tokens * width / choice.tp * model.layers / choice.pp * self._itemsize
+
+    @property
+    def _layers(self) -> int:
+        return self.parameters["attention"] + self.parameters["mlp"]
+
+    @property
+    def _itemsize(self) -> int:
+        return jnp.dtype(self.settings.model.dtype).itemsize

@@ -1,0 +1,77 @@
+"""What one change of a config would do to memory and time: each neighbour of a plan, priced like the plan itself."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
+from parallax.plan.layouts import Choice, build_if_legal
+from parallax.plan.place import Place
+from parallax.settings import Settings
+
+SHOWN = 6
+LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares below which a change is none
+
+
+class Change(NamedTuple):
+    """Flags to add to the command, and what they do: bytes of a chip, and a share of the step's time."""
+
+    flags: str
+    bytes: int
+    secs: float
+
+
+def helpful(settings: Settings, place: Place, now: Estimate) -> list[Change]:
+    """The changes that save time or memory; those first that save most time and fit, then those that save memory."""
+    found = [change for change in _priced(settings, place, now) if _helps(change, now)]
+    room = place.chip.usable_bytes - now.peak_bytes
+    fitting = [change for change in found if change.bytes <= room]
+    faster = sorted((change for change in fitting if change.secs < -LEAST_SECS), key=lambda change: change.secs)
+    smaller = sorted((change for change in fitting if change not in faster), key=lambda change: change.bytes)
+    half = SHOWN // 2
+    return faster[: max(half, SHOWN - len(smaller))] + smaller[: max(half, SHOWN - len(faster))]
+
+
+def _helps(change: Change, now: Estimate) -> bool:
+    return change.secs < -LEAST_SECS or change.bytes < -LEAST_BYTES * now.peak_bytes
+
+
+def _priced(settings: Settings, place: Place, now: Estimate) -> Iterator[Change]:
+    for flags, changed in neighbours(settings):
+        model = build_if_legal(changed)
+        if model is not None:
+            held = predicted_memory(model, changed)
+            then = estimate(changed, place, held, trace(model, changed))
+            yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
+
+
+def neighbours(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Settings that differ in one respect, legal or not, and the flags that ask for them."""
+    own = Choice.of(settings)
+    for choice in _layouts(own):
+        yield " ".join(own.flags_to(choice)), choice.applied(settings)
+    if settings.model.kernel == "xla":
+        yield "--config.model.kernel=splash", _with(settings, "model", kernel="splash")
+    chunk = settings.loss.chunk_tokens // 2
+    if chunk:
+        yield f"--config.loss.chunk_tokens={chunk}", _with(settings, "loss", chunk_tokens=chunk)
+
+
+def _layouts(own: Choice) -> Iterator[Choice]:
+    for remat in {"none", "layer", "stage"} - {own.remat}:
+        yield own._replace(remat=remat)
+    for microbatches in (2 * own.microbatches, own.microbatches // 2):
+        if microbatches:
+            yield own._replace(microbatches=microbatches)
+    yield own._replace(gather="step" if own.gather == "microbatch" else "microbatch")
+    for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
+        if getattr(own, one) % 2 == 0:
+            yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
+    if own.pp > 1:
+        for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+            if (schedule, virtual) != (own.schedule, own.virtual):
+                yield own._replace(schedule=schedule, virtual=virtual)
+
+
+def _with(settings: Settings, section: str, **changes: object) -> Settings:
+    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})

@@ -1,0 +1,102 @@
+"""The real training step, compiled for a place: for TPU slices on any machine, else for the devices that are here."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+from parallax.budget import BATCH_ARRAYS, flops_per_token
+from parallax.errors import ConfigError
+from parallax.mesh import make_mesh
+from parallax.optimizer import make_optimizer
+from parallax.plan.analytic import schedule_costs
+from parallax.plan.place import Place
+from parallax.report.compiled import read_compiled
+from parallax.report.shares import shares_of
+from parallax.report.steptime import step_time
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+from parallax.step import abstract_state, make_train_step
+
+GET_LIBTPU = "the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'"
+
+
+class Outcome(NamedTuple):
+    """What the compiler says of a step: bytes of a device, seconds where it estimates cycles.
+
+    `refused` is its own word where the step does not fit, and then there is nothing else.
+    """
+
+    refused: str
+    arguments: int
+    temporaries: int
+    peak_bytes: int
+    compute_secs: float | None
+    pallas_secs: float | None
+    exposed_secs: dict[str, float]
+    secs: float | None
+    bubble: float | None
+    mfu: float | None
+
+
+def why_not(place: Place, *, local: bool) -> str:
+    """Why nothing can be compiled for a place here; "" where it can."""
+    if local:
+        return ""
+    if not place.is_tpu:
+        return f"nothing is compiled for {place.name}: only TPU slices can be compiled for without their devices"
+    return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
+
+
+def devices_of(place: Place, *, local: bool) -> list[Any]:
+    """The devices of a place, real or of the compiler's imagination."""
+    if local:
+        return jax.devices()
+    from jax.experimental import topologies
+
+    # Nobody on the network is asked for the machine's TPU, and another process may plan at the same time.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f"--topology={place.name} is no slice that libtpu knows: {_first_line(error)}") from error
+
+
+def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
+    """Compile the training step of these settings and read the result."""
+    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    shape = settings.data.global_batch, settings.data.seq
+    array = jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding)
+    step = make_train_step(model, tx, settings.train.seed)
+    lowered = step.lower(abstract_state(model, tx), dict.fromkeys(BATCH_ARRAYS, array))
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _refused(str(error))
+    found = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
+    sizes = found.arguments, found.temporaries, found.peak
+    if found.cycles is None:
+        return Outcome("", *sizes, None, None, {}, None, None, None)
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / place.devices
+    time = step_time(found, place.chip, flops, dtype=settings.model.dtype)
+    seconds = time.compute_secs, time.pallas_secs, time.exposed_secs, time.total_secs
+    return Outcome("", *sizes, *seconds, time.bubble, time.mfu)
+
+
+def _refused(message: str) -> Outcome:
+    used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", message)
+    short = used[0].replace("hbm", "HBM") if used else _first_line(message)
+    return Outcome(short, 0, 0, 0, None, None, {}, None, None, None)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,87 @@
+"""The layouts that a sweep looks at: mesh, microbatches, schedule, and what is kept and gathered."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.errors import ParallaxError, divisors
+from parallax.mesh import AXES, MeshConfig, factorisations
+from parallax.pipeline.config import GATHER, REMAT
+from parallax.schedules import SCHEDULES
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+
+# Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
+VIRTUAL = (2, 4)
+
+
+class Choice(NamedTuple):
+    """One layout: what of a config a sweep varies."""
+
+    pp: int
+    dp: int
+    tp: int
+    microbatches: int
+    schedule: str
+    virtual: int
+    remat: str
+    gather: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Choice":
+        """The layout of settings whose mesh has no -1."""
+        pipeline = settings.pipeline
+        schedule = (pipeline.schedule, pipeline.virtual) if settings.mesh.pp > 1 else ("gpipe", 1)
+        return cls(*settings.mesh.sizes.values(), pipeline.microbatches, *schedule, pipeline.remat, pipeline.gather)
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings with this layout in place of their own."""
+        names = ("microbatches", "schedule", "virtual", "remat", "gather")
+        pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
+        mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0)
+        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline)
+
+    def flags_to(self, other: "Choice") -> list[str]:
+        """What to add to this layout's command line for another one."""
+        sections = {name: "mesh" if name in AXES else "pipeline" for name in self._fields}
+        changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
+        return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
+
+
+def choices(settings: Settings, devices: int) -> Iterator[Choice]:
+    """Every combination worth a try on so many devices, legal or not; on one rank all schedules are the same."""
+    for pp, dp, tp in factorisations(devices):
+        for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
+            for schedule, virtual in _schedules(pp):
+                for remat in REMAT:
+                    for gather in GATHER:
+                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather)
+
+
+def _schedules(pp: int) -> list[tuple[str, int]]:
+    if pp == 1:
+        return [("gpipe", 1)]
+    return [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
+
+
+def build(settings: Settings) -> ShardedModel:
+    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal."""
+    mesh = AbstractMesh(tuple(settings.mesh.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return model
+
+
+def build_if_legal(settings: Settings) -> ShardedModel | None:
+    """The model, or None where the layout is not legal."""
+    try:
+        return build(settings)
+    except ParallaxError:
+        return None
+
+
+def legal_choices(settings: Settings, devices: int) -> Iterator[Choice]:
+    """The choices whose model can be built and whose batch can be cut."""
+    return (choice for choice in choices(settings, devices) if build_if_legal(choice.applied(settings)) is not None)
