@@ -12,6 +12,7 @@ HOME = {
     "ShardedModel": "sharded_model",
     "Settings": "settings",
     "read_settings": "settings",
+    "report": "report",
     "schedules": "schedules",
 }
 

@@ -7,8 +7,8 @@ THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 def in_bytes(size: float) -> str:
     """Bytes in the largest unit that leaves a number of 1 or more.
 
-    >>> [in_bytes(size) for size in (512, 1536, 3 * 2**30)]
-    ['512 B', '1.5 KiB', '3.0 GiB']
+    >>> [in_bytes(size) for size in (512, 0.25, 1536, 3 * 2**30)]
+    ['512 B', '0.2 B', '1.5 KiB', '3.0 GiB']
     """
     return _scaled(size, BYTES, 1024, "")
 
@@ -35,4 +35,5 @@ def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
     at = 0
     while abs(number) >= base and at < len(units) - 1:
         number, at = number / base, at + 1
-    return f"{number:.1f} {units[at]}{of}" if at else f"{number:.0f} {units[0]}{of}"
+    decimals = 1 if at or 0 < abs(number) < 10 and number != int(number) else 0
+    return f"{number:.{decimals}f} {units[at]}{of}"

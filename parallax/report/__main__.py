@@ -1,0 +1,82 @@
+"""Say what a training step sends, stores and computes, before it runs.
+
+python -m parallax.report --config=configs/quickstart.py
+python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --config.mesh.dp=16 --html=report.html
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from parallax.command import Flag, read_command, run_command, written
+from parallax.command import usage as usage_of
+from parallax.errors import ConfigError
+from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
+from parallax.report.whole import abstract_mesh, report_settings
+
+FLAGS = {
+    "json": Flag("print everything as JSON", False),
+    "html": Flag("write the report to this file, as one page"),
+    "trace_only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.report --config=FILE [--config.SECTION.KEY=VALUE ...] [--json] [--html=FILE]"
+    return usage_of(line, FLAGS)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Report what the command line asks for."""
+    settings, values = read_command(argv, FLAGS)
+    if values["html"] == "":
+        raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
+    mesh, why_abstract = choose_mesh(settings.mesh, compiled=not values["trace_only"])
+    name = Path(written(argv, "config").split(":")[0]).stem
+    found = report_settings(settings, mesh, name=name)
+    if found.compiled is None:
+        found = dataclasses.replace(found, compiled_for=why_abstract)
+    if values["html"] is not None:
+        write(values["html"], found.to_html())
+    print(found.to_json() if values["json"] else found)
+
+
+def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+    """The mesh of a config; an abstract one, and why, where nothing is compiled."""
+    inferred = INFERRED in config.sizes.values()
+    if compiled and config.simulate:
+        simulate_devices(config.simulate)
+    here = config.simulate or (len(jax.devices()) if compiled or inferred else 0)
+    wanted = here if inferred else math.prod(config.sizes.values())
+    if compiled and here == wanted:
+        return make_mesh(config), ""
+    sizes = resolve_sizes(config, config.simulate or wanted)
+    if not compiled:
+        return abstract_mesh(sizes), "Nothing was compiled: --trace_only."
+    return abstract_mesh(sizes), (
+        f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}. "
+        f"--config.mesh.simulate={wanted} compiles for simulated ones."
+    )
+
+
+def write(path: str, page: str) -> None:
+    """Write the page; ConfigError where that cannot be."""
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,156 @@
+"""A report as text of at most 100 columns."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from parallax.report.rows import DIRECTIONS, PlaceRow, by_axis_and_kind, by_fate, by_place, shares_of_flops
+from parallax.units import in_bytes, in_flops, percent
+
+WIDTH = 100
+
+
+def text(report: Any, *, line_numbers: bool = True) -> str:
+    """All sections; without line numbers it does not change when a file does."""
+    sections = [
+        heading(report),
+        sent(report),
+        places(report, line_numbers),
+        flops(report),
+        memory(report),
+        made(report),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
+
+
+def heading(report: Any) -> Iterator[str]:
+    """What is reported."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    yield f"{report.name}: {mesh} on {report.devices} devices"
+    batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
+    yield f"{report.schedule} with {report.microbatches} microbatches; {batch}"
+
+
+def sent(report: Any) -> Iterator[str]:
+    """Totals by axes and kind."""
+    yield "What a device sends in a step, by axis and kind"
+    yield ""
+    rows, before = [], None
+    for row in by_axis_and_kind(report.sent):
+        axes = ", ".join(row.axes)
+        sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
+        rows.append(["" if axes == before else axes, row.kind, *sizes, *_total(row.total, report), f"{row.calls:,}"])
+        before = axes
+    total = sum(one.total_bytes for one in report.sent)
+    ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
+    calls = sum(one.count for one in report.sent if one.bytes)
+    rows.append(["all", "", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
+    yield from table(["axis", "kind", *DIRECTIONS, "total", "a token", "calls"], rows, left=2)
+    yield from silent(report)
+
+
+def silent(report: Any) -> Iterator[str]:
+    """The calls that send nothing."""
+    calls = sum(one.count for one in report.sent if not one.bytes)
+    if calls:
+        yield f"{calls:,} calls more send nothing: their axes are of one device."
+
+
+def places(report: Any, line_numbers: bool) -> Iterator[str]:
+    """Who asked for it."""
+    yield "Who asks for it"
+    yield ""
+    head, *rows = place_cells(by_place(report.sent, line_numbers=line_numbers))
+    yield from table(head, rows, left=5)
+
+
+def place_cells(rows: Iterable[PlaceRow]) -> Iterator[list[str]]:
+    """A head, and the cells of each place."""
+    yield ["axis", "kind", "direction", "module", "source", "calls", "total"]
+    for row in rows:
+        source = row.source.removeprefix("parallax/")
+        calls, total = f"{row.calls:,}", in_bytes(row.total)
+        yield [", ".join(row.axes), row.kind, row.direction, row.module, source, calls, total]
+
+
+def flops(report: Any) -> Iterator[str]:
+    """What is executed, and what could be."""
+    yield "FLOPs of a device in a step"
+    yield ""
+    rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
+    yield from table(["", "FLOPs", "share"], rows, left=1)
+    yield f"executed {in_flops(report.flops.executed)}; MFU is at most {percent(report.flops.ceiling)}."
+
+
+def memory(report: Any) -> Iterator[str]:
+    """Bytes by component, beside the compiler's totals."""
+    yield "Memory of a device"
+    yield ""
+    rows = [[name.replace("_", " "), in_bytes(size), "", ""] for name, size in report.memory.items()]
+    if report.compiled is None:
+        yield from table(["", "predicted"], [row[:2] for row in [*rows, ["peak", in_bytes(report.peak)]]], left=1)
+        return
+    for name, mine, theirs in report.beside_compiler():
+        rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])
+    yield from table(["", "predicted", "compiler", "difference"], rows, left=1)
+
+
+def made(report: Any) -> Iterator[str]:
+    """What became of the collectives."""
+    if report.compiled is None:
+        yield report.compiled_for
+        return
+    yield f"What the compiler made of the collectives, for {report.compiled_for}"
+    yield ""
+    head, *rows = made_cells(report)
+    yield from table(head, rows, left=2)
+    yield from made_notes(report)
+
+
+def made_cells(report: Any) -> Iterator[list[str]]:
+    """A head, and the cells of each axis and kind; those of the update, which no traced program has, last."""
+    timed = report.compiled.cycles is not None
+    head = ["axis", "kind", "calls traced", "compiled", "bytes traced", "compiled", "asynchronous"]
+    yield [*head, "cycles between"] if timed else head
+    for row in by_fate(report.sent, report.compiled.collectives):
+        cells = [
+            ", ".join(row.axes) + " (update)" * row.update,
+            row.kind,
+            f"{row.traced_calls:,}" if row.traced_calls else "-",
+            f"{row.calls:,.0f}" if row.calls else "-",
+            in_bytes(row.traced_bytes) if row.traced_calls else "-",
+            in_bytes(row.bytes) if row.calls else "-",
+            percent(row.asynchronous_bytes / row.bytes) if row.calls else "-",
+        ]
+        yield [*cells, f"{row.cycles_between:,.0f}"] if timed else cells
+
+
+def made_notes(report: Any) -> Iterator[str]:
+    """What the table says, in words."""
+    rows = [row for row in by_fate(report.sent, report.compiled.collectives)]
+    merged = sum(one.count for one in report.compiled.collectives if one.merged > 1)
+    arrays = sum(one.count * one.merged for one in report.compiled.collectives if one.merged > 1)
+    if merged:
+        yield f"{merged:,.0f} calls move {arrays:,.0f} arrays that were merged."
+    gone = [f"{row.kind} over {', '.join(row.axes)}" for row in rows if row.traced_calls and not row.calls]
+    if gone:
+        yield f"Turned into others: {'; '.join(gone)}."
+    if any(row.update for row in rows):
+        yield "(update): of the optimizer, for which the compiler chooses what is sent; nothing of it is traced."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
+    """Columns as wide as they must be, the first `left` of them flush left, two spaces apart.
+
+    >>> print("\\n".join(table(["axis", "bytes"], [["pp", "8"], ["dp", "128"]], left=1)))
+    axis  bytes
+    pp        8
+    dp      128
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    for cells in (head, *rows):
+        sides = (str.ljust if at < left else str.rjust for at in range(len(cells)))
+        yield "  ".join(side(cell, width) for side, cell, width in zip(sides, cells, widths)).rstrip()
+
+
+def _total(size: int, report: Any) -> tuple[str, str]:
+    return in_bytes(size), in_bytes(size / report.tokens)

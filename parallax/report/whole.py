@@ -1,0 +1,166 @@
+"""The report of a step: what it sends, stores and computes, and what the compiler makes of it."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from parallax.budget import memory
+from parallax.command import likely_entries, with_likely_vocab
+from parallax.errors import ConfigError
+from parallax.optimizer import make_optimizer
+from parallax.report.compiled import Compiled, read_compiled
+from parallax.report.flops import Flops, step_flops
+from parallax.report.page import page
+from parallax.report.shares import shares_of
+from parallax.report.text import text
+from parallax.report.traced import INPUTS, Sent, step_collectives
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+from parallax.step import TrainStep, abstract_state, make_train_step
+
+LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """A report as plain data. It prints as text; notebooks show it as a page.
+
+    `sent` is what a device sends for loss and gradients, `memory` the predicted bytes on a device by component, `peak`
+    the most at any moment. `compiled` is None where nothing was compiled, and `compiled_for` says for what, or why not.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    schedule: str
+    microbatches: int
+    rows: int
+    seq: int
+    sent: tuple[Sent, ...]
+    flops: Flops
+    memory: dict[str, int]
+    peak: int
+    compiled: Compiled | None
+    compiled_for: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, on all devices."""
+        return self.rows * self.seq
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    def beside_compiler(self) -> list[tuple[str, int, int]]:
+        """Label, predicted bytes and the compiler's, of what both say."""
+        arguments, theirs = self.memory["parameters"] + self.memory["optimizer"], self.compiled
+        return [
+            ("arguments", arguments, theirs.arguments),
+            ("temporaries", self.peak - arguments, theirs.temporaries),
+            ("peak", self.peak, theirs.peak),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists that JSON can hold."""
+        plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices}
+        plain["sent"] = [one._asdict() for one in self.sent]
+        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
+        if self.compiled is not None:
+            found = self.compiled._asdict()
+            found["collectives"] = [one._asdict() for one in self.compiled.collectives]
+            found["pallas_calls"] = [one._asdict() for one in self.compiled.pallas_calls]
+            plain["compiled"] = {key: value for key, value in found.items() if key not in LEFT_OUT}
+        return plain
+
+    def to_json(self) -> str:
+        """All of it, every collective too."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """One page that needs nothing else."""
+        return page(self)
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own: the page's style is not the notebook's.
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:40rem;border:0"></iframe>'
+
+
+def report(
+    step: TrainStep,
+    batch: Any = None,
+    *,
+    name: str = "step",
+    entries: int | None = None,
+    compiled: bool = True,
+) -> Report:
+    """What a step of `make_train_step` sends, stores and computes.
+
+    Args:
+        batch: the arrays that the step takes, or their shapes; those of the last step where it has taken one.
+        name: what is reported, as it is printed.
+        entries: of the model's vocab that are tokens, where some are padding.
+        compiled: whether to compile the step and read what became of it. Not where the mesh is abstract.
+
+    Raises ConfigError where the batch's shape is not known.
+    """
+    rows, seq = _shape_of(step, batch)
+    model = step.model
+    planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
+    made, made_for = _compile(step, rows, seq) if compiled else (None, "")
+    return Report(
+        name=name,
+        mesh=dict(model.axis_sizes),
+        schedule=model.schedule.name,
+        microbatches=model.pipeline.microbatches,
+        rows=rows,
+        seq=seq,
+        sent=tuple(step_collectives(model, rows, seq)),
+        flops=step_flops(model, rows, seq, entries=entries),
+        memory=dict(planned._asdict()),
+        peak=sum(planned),
+        compiled=made,
+        compiled_for=made_for,
+    )
+
+
+def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
+    """The report of the step that these settings train on a mesh; compiled where its devices are real or simulated."""
+    filled = with_likely_vocab(settings)
+    model = ShardedModel(filled.model, filled.layout, filled.pipeline, filled.loss, mesh)
+    model.check_batch(filled.data.global_batch, filled.data.seq)
+    tx = make_optimizer(filled.optimizer, filled.train.steps, model.layouts)
+    array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
+    entries = None if settings.model.vocab else likely_entries(settings.data)
+    step = make_train_step(model, tx, filled.train.seed)
+    return report(step, {"tokens": array}, name=name, entries=entries)
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of these sizes that has no devices: enough to trace on."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
+    shape = step.batch_shape if batch is None else batch["tokens"].shape
+    if shape is None:
+        raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
+    return shape
+
+
+def _compile(step: TrainStep, rows: int, seq: int) -> tuple[Compiled | None, str]:
+    mesh = step.model.mesh
+    if not isinstance(mesh, Mesh):
+        return None, ""
+    array = jax.ShapeDtypeStruct((rows, seq), "int32", sharding=step.model.batch_sharding)
+    program = step.lower(abstract_state(step.model, step.tx), dict.fromkeys(INPUTS, array)).compile()
+    device = mesh.devices.flat[0]
+    return read_compiled(program, mesh, shares_of(step.model.schedule)), f"{mesh.size} x {device.device_kind}"
