@@ -35,7 +35,12 @@ def varying_axes(x: Array) -> frozenset[str]:
 
 
 def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
-    """Let `x` vary over `axes`: sends nothing forward; backward its gradient is summed over them."""
+    """Let `x` vary over `axes`.
+
+    Communication:
+        forward   nothing
+        backward  all_reduce of the gradient over the axes if x does not vary over them
+    """
     missing = tuple(a for a in _bound(axes) if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -58,7 +63,9 @@ def _bound(axes: Iterable[str]) -> tuple[str, ...]:
 def all_gather(pattern: str, x: Array) -> Array:
     """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
 
-    Communication: forward an all-gather, backward a reduce-scatter of the same pieces.
+    Communication:
+        forward   all_gather of x over each axis that goes
+        backward  the transposes
 
     >>> all_gather("d_model/dp d_ff/tp -> d_model d_ff/tp", jnp.ones((2, 3))).shape
     (2, 3)
@@ -79,7 +86,9 @@ def all_gather(pattern: str, x: Array) -> Array:
 def reduce_scatter(pattern: str, x: Array) -> Array:
     """Add partial sums and keep one's own piece; `before` may leave its `+axis` unsaid.
 
-    Communication: forward a reduce-scatter, backward an all-gather.
+    Communication:
+        forward   reduce_scatter of x over each axis that comes
+        backward  the transposes
     """
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
@@ -95,7 +104,9 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
 def all_reduce(pattern: str, x: Array) -> Array:
     """Add partial sums over the axes that `before` marks with `+`; every device gets the whole sum.
 
-    Communication: forward an all-reduce, backward nothing.
+    Communication:
+        forward   all_reduce of x over the axes that go
+        backward  the transposes
 
     >>> float(all_reduce("batch/dp +tp -> batch/dp", jnp.ones(1))[0])
     1.0
@@ -107,13 +118,23 @@ def all_reduce(pattern: str, x: Array) -> Array:
 
 
 def sum_over(x: Array, axes: Iterable[str]) -> Array:
-    """Add the copies of `x` over `axes`; every device gets the whole sum."""
+    """Add the copies of `x` over `axes`; every device gets the whole sum.
+
+    Communication:
+        forward   all_reduce of x over the axes
+        backward  the transposes
+    """
     bound = _bound(axes)
     return lax.psum(as_varying(x, bound), bound) if bound else x
 
 
 def max_over(x: Array, axes: Iterable[str]) -> Array:
-    """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first."""
+    """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first.
+
+    Communication:
+        forward   all_reduce of x over the axes
+        backward  nothing
+    """
     bound = _bound(axes)
     return lax.pmax(as_varying(x, bound), bound) if bound else x
 
@@ -121,7 +142,9 @@ def max_over(x: Array, axes: Iterable[str]) -> Array:
 def all_to_all(pattern: str, x: Array) -> Array:
     """Move one axis from one dim to another: every device keeps as many entries as before.
 
-    Communication: forward an all-to-all, backward the inverse one.
+    Communication:
+        forward   all_to_all of x over the axis
+        backward  the transposes
     """
     before, after = _checked(pattern, x)
     moved = [a for a in AXES if _dim_of(before, a) != _dim_of(after, a)]
@@ -140,7 +163,9 @@ def all_to_all(pattern: str, x: Array) -> Array:
 def cut(pattern: str, x: Array) -> Array:
     """Keep one's own piece of a value that every device has.
 
-    Communication: forward nothing; backward the pieces of the gradient are summed over the new axes.
+    Communication:
+        forward   nothing
+        backward  all_reduce of the gradient over each axis that comes if x does not vary over it
     """
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
@@ -158,6 +183,12 @@ def reshard(pattern: str, x: Array) -> Array:
 
     Partial sums are reduce-scattered where `after` cuts over their axis, else all-reduced; an axis that changes
     its dim moves by all-to-all; one that goes is gathered; one that comes is cut, which sends nothing.
+
+    Communication:
+        forward   reduce_scatter of x over each axis of partial sums if `after` cuts over it;
+                  all_reduce of x over each axis of partial sums if `after` does not;
+                  all_to_all of x over each axis if it changes its dim; all_gather of x over each axis if it goes
+        backward  the transposes; all_reduce of the gradient over each axis if it comes and x does not vary over it
     """
     now, goal = _checked(pattern, x)
     for axis in now.partial:
@@ -184,7 +215,9 @@ def reshard(pattern: str, x: Array) -> Array:
 def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
     """Send one's piece `shift` ranks on along `axis`, the last rank to the first.
 
-    Communication: forward a permute, backward the permute the other way.
+    Communication:
+        forward   permute of x over the axis
+        backward  the transposes
     """
     if axis in Layout.parse(layout).used_axes():
         raise NotationError(f"permute over {axis}: {layout!r} is cut over it; permute whole pieces only.")
@@ -199,6 +232,10 @@ def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None) -> Ar
     """Contract in the notation; what a contracted, cut dim leaves is a partial sum, and the result must say so.
 
     `dtype` is that of the sums and the result; without it, the operands'.
+
+    Communication:
+        forward   nothing
+        backward  nothing
 
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
     >>> einsum("batch/dp seq d_ff/tp, d_ff/tp d_model -> batch/dp seq d_model +tp", x, w).shape

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they run programs, but not once
+
 
 def part(
     equations: Sequence[JaxprEqn], invars: Sequence, outvars: Sequence, constvars: Sequence = (), consts: Sequence = ()
@@ -27,7 +29,7 @@ def apply(equation: JaxprEqn, values: Sequence[Any]) -> list:
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation runs once, as a call; None for other equations."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if equation.primitive.name in ("scan", "while", "cond", "pallas_call") or not isinstance(inner, Jaxpr | ClosedJaxpr):
+    if equation.primitive.name in NO_CALLS or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
     return closed(inner)
 

@@ -33,7 +33,10 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
     """Sums over tokens of `-log p(label)` and of `z_coefficient * logsumexp^2`, [2]; ignored labels count nothing.
 
     `table` says how the vocab is cut; each rank gives its columns, and all get the same sum.
-    Communication: forward an all-reduce of three numbers a token over the axes that cut the vocab; backward nothing.
+
+    Communication:
+        forward   all_reduce of the largest logit, the sum and the label's logit over tp if the vocab is cut over tp
+        backward  nothing
     """
     axes = table.cut_of("vocab")
     top_C = max_over(lax.stop_gradient(logits_CV).max(axis=-1), axes)

@@ -42,12 +42,13 @@ class GQA(nn.Module):
     that its query heads read.
 
     Communication, column_row:
-        forward   all_gather of x over tp (none where the residual is whole); reduce_scatter of the result
+        forward   all_gather of x over tp; reduce_scatter of the result over tp
         backward  the transposes
     Communication, scatter:
-        forward   all_to_all of x if it is cut over seq; reduce_scatter of q, k, v (all_reduce of k and v that are
-                  not cut) and of the result
-        backward  the transposes
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of q and the result over tp;
+                  reduce_scatter of k and v over tp if kv_heads are cut;
+                  all_reduce of k and v over tp if kv_heads are whole
+        backward  the transposes; all_reduce of the gradients of k and v over tp if kv_heads are whole
     """
 
     residual: str

@@ -22,9 +22,10 @@ class Dense(nn.Module):
         scatter   "d_model/tp/dp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
 
     Communication:
-        forward   all_gather(kernel over dp); where a contracted dim is cut over tp, the partial sums are
-                  reduce-scattered, or all-reduced if `y` is not cut over tp
-        backward  reduce_scatter(kernel's gradient over dp); the transpose of what `y` took: all_gather, or nothing
+        forward   all_gather of the kernel over dp if it is cut over dp;
+                  reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
+                  all_reduce of the partial sums over tp if a contracted dim is cut over tp and `y` is not
+        backward  the transposes
     """
 
     weight: str

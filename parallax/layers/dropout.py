@@ -16,7 +16,10 @@ class Dropout(nn.Module):
 
     `site` tells apart the places of one layer that drop, `rows_B` are the rows' indices in the global batch. Without
     a key nothing is dropped.
-    Communication: none.
+
+    Communication:
+        forward   nothing
+        backward  nothing
     """
 
     x: str

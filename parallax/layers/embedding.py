@@ -65,11 +65,12 @@ class Embedding(nn.Module):
     """Rows of the table for token ids [B, S] that every `tp` rank holds; returns the residual's layout.
 
     Communication, vocab_parallel:
-        forward   all_gather(table over dp); reduce_scatter of what was found, over tp
-        backward  all_gather of the gradient; reduce_scatter(table's gradient over dp)
+        forward   all_gather of the table over dp if it is cut over dp; reduce_scatter of what was found over tp
+        backward  the transposes
     Communication, all_to_all:
-        forward   all_gather(table over dp); all_to_all where the residual is cut over d_model, else nothing
-        backward  the transposes; the table's gradient is also summed over tp
+        forward   all_gather of the table over dp if it is cut over dp;
+                  all_to_all of what was found over tp if the residual is cut over d_model
+        backward  the transposes
     """
 
     form: TableForm
@@ -95,10 +96,13 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The final norm, and logits from a table: the embedding's when tied, else its own.
 
-    Communication:
-        forward   all_reduce for the norm where the residual is cut over d_model; vocab_parallel: all_gather of
-                  the tokens over tp; all_to_all: all_to_all, or nothing where the residual is cut over seq
-        backward  the transposes
+    Communication, vocab_parallel:
+        forward   all_reduce of the squares over tp if the residual is cut over d_model; all_gather of x over tp
+        backward  the transposes; all_reduce of what the norm needs over tp if the residual is cut over d_model
+    Communication, all_to_all:
+        forward   all_reduce of the squares over tp if the residual is cut over d_model;
+                  all_to_all of x over tp if the residual is cut over d_model
+        backward  the transposes; all_reduce of what the norm needs over tp if the residual is cut over d_model
     """
 
     form: TableForm

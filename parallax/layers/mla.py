@@ -28,13 +28,19 @@ class MLA(nn.Module):
     W_UK is absorbed into the queries, W_UV into the output.
 
     Communication, column_row:
-        forward   all_gather of x over tp; all_reduce for the latents' norms; all_gather of the latents;
-                  reduce_scatter of the result
-        backward  the transposes
+        forward   all_gather of x and the latent over tp; all_gather of the queries' latent over tp if d_latent_q > 0;
+                  all_reduce of the latent's squares over tp;
+                  all_reduce of the queries' latent's squares over tp if d_latent_q > 0;
+                  reduce_scatter of the result over tp
+        backward  the transposes; all_reduce of what the latent's norm needs over tp;
+                  all_reduce of what the queries' latent's norm needs over tp if d_latent_q > 0
     Communication, scatter:
-        forward   all_to_all of x if it is cut over seq; reduce_scatter of the latents, of q, k, v and of the
-                  result; all_reduce of the rotated key and for the latents' norms
-        backward  the transposes
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of q, the latent, k, v and the result
+                  over tp; reduce_scatter of the queries' latent over tp if d_latent_q > 0;
+                  all_reduce of the rotated key and the latent's squares over tp;
+                  all_reduce of the queries' latent's squares over tp if d_latent_q > 0
+        backward  the transposes; all_reduce of the rotated key's gradient and what the latent's norm needs over tp;
+                  all_reduce of what the queries' latent's norm needs over tp if d_latent_q > 0
     """
 
     residual: str
@@ -119,7 +125,12 @@ class MLA(nn.Module):
 
 
 class Reshard(nn.Module):
-    """A collective as a layer of a chain. Communication: what its two layouts say."""
+    """A collective as a layer of a chain.
+
+    Communication:
+        forward   all_gather of x over tp if only `before` is cut over it
+        backward  the transposes
+    """
 
     before: str
     after: str
@@ -131,8 +142,15 @@ class Reshard(nn.Module):
 class Up(Dense):
     """From the latent to heads, and the two products that let decoding stay in the latent space.
 
-    Communication: as Dense; absorbed, nothing but the kernel: all_gather over dp and, in the scatter family,
-    all_to_all over tp from d_latent to heads, so that each rank has its own heads' whole columns.
+    Absorbed, each rank needs its own heads' whole columns of the kernel.
+
+    Communication:
+        forward   as Dense
+        backward  as Dense
+    Communication, absorbed:
+        forward   all_gather of the kernel over dp if it is cut over dp;
+                  all_to_all of the kernel over tp if it is cut over d_latent
+        backward  the transposes
     """
 
     def absorb_query(self, q: Array) -> Array:

@@ -14,10 +14,10 @@ class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
 
     Communication, column_row:
-        forward   one all_gather (or none where the residual is whole) of x over tp; reduce_scatter of the result
-        backward  the transposes: all_gather of the result's gradient; reduce_scatter of x's
+        forward   all_gather of x over tp; reduce_scatter of the result over tp
+        backward  the transposes
     Communication, scatter:
-        forward   all_to_all of x if it is cut over seq; reduce_scatter of gate, of up and of the result
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of gate, up and the result over tp
         backward  the transposes
     """
 

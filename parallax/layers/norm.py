@@ -15,8 +15,8 @@ class RMSNorm(nn.Module):
     """`x / rms(x) * scale`, computed in float32.
 
     Communication:
-        forward   all_reduce of one number a token over the axes that cut the last dim; nothing where none does
-        backward  all_reduce of one number a token over the same axes
+        forward   all_reduce of one number a token over tp if the last dim is cut over tp
+        backward  all_reduce of one number a token over tp if the last dim is cut over tp
     """
 
     x: str

@@ -23,8 +23,9 @@ class InsideEnds:
     """Embedding and head in the ticks, one microbatch at a time: the embedding on the first stage's rank, the head
     on all ranks, each with its share of tokens, when the last stage, on rank `last`, has run.
 
-    Communication over pp, once a microbatch: reduce_scatter of the last stage's output to all ranks, all_gather of
-    its gradient back.
+    Communication, a microbatch:
+        forward   reduce_scatter of the last stage's output over pp
+        backward  all_gather of its gradient over pp
     """
 
     work: Work

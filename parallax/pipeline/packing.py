@@ -21,7 +21,11 @@ def alike(leaves: Sequence[Array], numbers: Sequence[int]) -> list[list[int]]:
 def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:
     """From arrays [layers, ...] whose dim `cut_dims[i]` is cut over pp to arrays [rows / pp, ...] in which it is whole.
 
-    `rows` are the layers in the order of the ranks, -1 for a row of zeros. Communication: one all_to_all over pp.
+    `rows` are the layers in the order of the ranks, -1 for a row of zeros.
+
+    Communication, a step:
+        forward   all_to_all of all leaves over pp
+        backward  nothing
     """
     flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
     there = (rows >= 0)[:, None]
@@ -33,7 +37,9 @@ def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Arra
 def layers_from_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:
     """The way back: from arrays [rows / pp, ...] to arrays [layers, ...] cut over pp; `rows` says where each layer is.
 
-    Communication: one all_to_all over pp.
+    Communication, a step:
+        forward   nothing
+        backward  all_to_all of all leaves over pp
     """
     parts = [_parted(leaf, dim) for leaf, dim in zip(leaves, cut_dims, strict=True)]
     flat = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=2)

@@ -21,8 +21,11 @@ class SpreadState(NamedTuple):
 class SpreadEnds:
     """Embedding before all ticks, head between forward and backward: every pipeline rank does its share of rows.
 
-    Communication over pp: forward all_gather of the embedded rows and reduce_scatter of the last stage's outputs,
-    backward the transposes: each rank sends every microbatch's activations about once, as a stage boundary does.
+    Communication, a step:
+        forward   all_gather of the embedded rows over pp; reduce_scatter of the last stage's outputs over pp
+        backward  the transposes
+
+    Each rank sends every microbatch's activations about once, as a stage boundary does.
     """
 
     work: Work

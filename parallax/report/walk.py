@@ -7,6 +7,7 @@ the side is counted that is taken, and of a loop every turn. What no output need
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,28 +15,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.jaxprs import Loop, apply, called, closed, loop
+from parallax.report.gradients import Gradients, inputs_in, operands
 from parallax.report.origin import Origin
 from parallax.report.steering import Steering
 
 LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
 UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier")
-
-
-class Value(NamedTuple):
-    """What is known of an array before the program runs: the numbers, and whether it was made from a gradient."""
-
-    known: np.ndarray | None = None
-    gradient: bool = False
-
-    def key(self) -> tuple[bytes | None, bool]:
-        """Equal for equal values."""
-        return None if self.known is None else self.known.tobytes(), self.gradient
-
-    def has_shape(self, var: Any) -> bool:
-        return self.known is not None and self.known.shape == var.aval.shape
-
-
 Count = Callable[[JaxprEqn, Origin], Counter]
+Value = np.ndarray | None  # None: not known before the program runs
 
 
 def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counter:
@@ -45,8 +32,16 @@ def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counte
     changes the sum.
     """
     device = Walk(at, count)
-    device.call(program, [Value()] * len(program.jaxpr.invars), "")
+    device.call(program, Call("", set(), set()), [None] * len(program.jaxpr.invars))
     return device.total
+
+
+class Call(NamedTuple):
+    """How a program is called."""
+
+    stack: str  # of names, as in Origin
+    gradients: Set[int]  # inputs that are made from gradients
+    wanted: Set[int]  # outputs whose values steer what runs later
 
 
 class Walk:
@@ -54,103 +49,98 @@ class Walk:
 
     def __init__(self, at: Mapping[str, int], count: Count):
         self.at, self.count, self.total = dict(at), count, Counter()
-        self._steering, self._calls, self._used = Steering(), {}, {}
+        self._steering, self._gradients, self._calls, self._used = Steering(), Gradients(), {}, {}
 
-    def call(self, program: ClosedJaxpr, args: Sequence[Value], stack: str, wanted: Set[int] = frozenset()):
-        """Run a program under this stack of names; its outputs, known at least where they are wanted and can be.
+    def call(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
+        """Run a program; its outputs, known at least where they are wanted and can be.
 
-        Programs are run again only with other values of what steers them: most ticks are like others, and layers alike.
+        It is run again only with other values of what steers it: most ticks are like others, and layers alike.
         """
-        steers = self._steering.inputs(program.jaxpr, wanted)
-        args = [value if at in steers else Value(None, value.gradient) for at, value in enumerate(args)]
-        key = program.jaxpr, stack, frozenset(wanted), tuple(map(Value.key, args))
+        steers = self._steering.inputs(program.jaxpr, how.wanted)
+        args = [value if at in steers else None for at, value in enumerate(args)]
+        values = tuple(None if value is None else value.tobytes() for value in args)
+        key = program.jaxpr, how.stack, frozenset(how.gradients), frozenset(how.wanted), values
         if key not in self._calls:
-            before, self.total = self.total, Counter()
-            outs = self._run(program, args, stack, self._steering.variables(program.jaxpr, wanted))
-            self._calls[key], self.total = (self.total, outs), before
+            counted, outs = self._apart(lambda: self._run(program, how, args))
+            self._calls[key] = counted, outs
         counted, outs = self._calls[key]
         self.total.update(counted)
         return outs
 
-    def _run(self, program: ClosedJaxpr, args: Sequence[Value], stack: str, steering: Set) -> list[Value]:
+    def _apart(self, run: Callable[[], list[Value]]) -> tuple[Counter, list[Value]]:
+        """What a run counts, not added to the total, and what it returns."""
+        before, self.total = self.total, Counter()
+        outs = run()
+        counted, self.total = self.total, before
+        return counted, outs
+
+    def _run(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
         jaxpr = program.jaxpr
-        consts = [Value(_known(const)) for const in program.consts]
-        value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda atom: Value(np.asarray(atom.val)) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+        steering = self._steering.variables(jaxpr, how.wanted)
+        gradients = self._gradients.variables(jaxpr, how.stack, how.gradients)
+        value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
+        read = lambda atom: np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
         for equation in self._needed(jaxpr):
-            wanted = {at for at, out in enumerate(equation.outvars) if out in steering}
-            outs = self._step(equation, [*map(read, equation.invars)], stack, wanted)
+            given = inputs_in(equation, gradients)
+            origin = Origin.of(equation, how.stack, bool(given))
+            self.total.update(self.count(equation, origin))
+            inner = Call(origin.stack, given, {at for at, out in enumerate(equation.outvars) if out in steering})
+            outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _step(self, equation: JaxprEqn, values: list[Value], stack: str, wanted: Set[int]) -> list[Value]:
-        origin = Origin.of(equation, stack, any(value.gradient for value in values))
-        self.total.update(self.count(equation, origin))
-        outs = self._outputs(equation, values, origin, wanted)
-        if origin.is_forward:  # nothing there was made from a gradient, even what waited for one
-            return [out._replace(gradient=False) for out in outs]
-        return outs
-
-    def _outputs(self, equation: JaxprEqn, values: list[Value], origin: Origin, wanted: Set[int]) -> list[Value]:
-        name, params, stack = equation.primitive.name, equation.params, origin.stack
+    def _outputs(self, equation: JaxprEqn, how: Call, values: list[Value]) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
         if name == "axis_index" and params["axis_name"] in self.at:
-            return [Value(np.int32(self.at[params["axis_name"]]))]
+            return [np.int32(self.at[params["axis_name"]])]
         if name in UNCHANGED:
             return values
         if name == "scan":
-            return self._scan(loop(equation), values, stack, wanted)
+            return self._scan(loop(equation), how, values)
         if name == "cond":
-            return self._branch([closed(branch) for branch in params["branches"]], values, stack, wanted)
+            inner = Call(how.stack, operands(how.gradients), how.wanted)
+            return self._branch([closed(branch) for branch in params["branches"]], inner, *values)
         if name == "while":
-            return self._while(closed(params["body_jaxpr"]), equation, origin)
+            return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
         if (inner := called(equation)) is not None:
             if name == "shard_map":  # what is cut there is another piece on each device
-                pairs = zip(values, inner.jaxpr.invars, strict=True)
-                values = [value if value.has_shape(var) else Value(None, value.gradient) for value, var in pairs]
-            return self.call(inner, values, stack, wanted)
-        known = _evaluate(equation, values) if wanted else [None] * len(equation.outvars)
-        return [Value(out, origin.gradient) for out in known]
+                shapes = [var.aval.shape for var in inner.jaxpr.invars]
+                values = [v if v is not None and v.shape == s else None for v, s in zip(values, shapes, strict=True)]
+            return self.call(inner, how, values)
+        return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
 
-    def _scan(self, scan: Loop, values: list[Value], stack: str, wanted: Set[int]) -> list[Value]:
-        read = self._steering.inputs(scan.body.jaxpr, wanted)
+    def _scan(self, scan: Loop, how: Call, values: list[Value]) -> list[Value]:
+        given = self._gradients.given_to_body(scan, how.stack, how.gradients)
+        split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
+        read = self._steering.inputs(scan.body.jaxpr, how.wanted)
         if all(at < scan.consts for at in read):  # every turn is like the first
-            before, self.total = self.total, Counter()
-            outs = self.call(scan.body, values, stack)
-            before.update({key: count * scan.length for key, count in self.total.items()})
-            self.total = before
-            return [Value(None, out.gradient) for out in outs]
-        split = scan.consts + scan.carried
-        carry, xs, made = values[scan.consts : split], values[split:], []
-        asked = set(wanted) | {at - scan.consts for at in read if scan.consts <= at < split}
+            counted, _ = self._apart(lambda: self.call(scan.body, Call(how.stack, given, set()), values))
+            self.total.update({key: number * scan.length for key, number in counted.items()})
+            return [None] * (scan.carried + made)
+        inner = Call(how.stack, given, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split})
+        carry, xs = values[scan.consts : split], values[split:]
         for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-            own = [Value(None if x.known is None else x.known[turn], x.gradient) for x in xs]
-            outs = self.call(scan.body, [*values[: scan.consts], *carry, *own], stack, asked)
-            carry, made = outs[: scan.carried], outs[scan.carried :]
-        return [*carry, *(Value(None, out.gradient) for out in made)]
+            own = [None if x is None else x[turn] for x in xs]
+            carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *own])[: scan.carried]
+        return [*carry, *[None] * made]
 
-    def _branch(self, branches: list[ClosedJaxpr], values: list[Value], stack: str, wanted: Set[int]) -> list[Value]:
-        (which, _), *operands = values
+    def _branch(self, branches: list[ClosedJaxpr], how: Call, which: Value, *values: Value) -> list[Value]:
         if which is not None:
-            return self.call(branches[min(max(int(which), 0), len(branches) - 1)], operands, stack, wanted)
-        before, found, gradients = self.total, [], []
-        for branch in branches:
-            self.total = Counter()
-            gradients.append([out.gradient for out in self.call(branch, operands, stack)])
-            found.append(self.total)
+            return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
+        found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
         if any(counted != found[0] for counted in found):
             shown = " or ".join(str(dict(counted)) for counted in found)
             raise ValueError(f"which branch runs depends on data, and they differ in what is counted: {shown}.")
-        self.total = before
         self.total.update(found[0])
-        return [Value(None, any(each)) for each in zip(*gradients, strict=True)]
+        return [None] * len(branches[0].jaxpr.outvars)
 
-    def _while(self, body: ClosedJaxpr, equation: JaxprEqn, origin: Origin) -> list[Value]:
-        before, self.total = self.total, Counter()
-        self.call(body, [Value(None, origin.gradient)] * len(body.jaxpr.invars), origin.stack)
-        counted, self.total = self.total, before
+    def _while(self, body: ClosedJaxpr, how: Call, outputs: int) -> list[Value]:
+        inputs = len(body.jaxpr.invars)
+        given = range(inputs) if how.gradients else ()
+        counted, _ = self._apart(lambda: self.call(body, Call(how.stack, set(given), set()), [None] * inputs))
         if counted:
             raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
-        return [Value(None, origin.gradient)] * len(equation.outvars)
+        return [None] * outputs
 
     def _needed(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
         """The equations of which an output is used, in order."""
@@ -164,15 +154,15 @@ class Walk:
         return self._used[jaxpr]
 
 
-def _evaluate(equation: JaxprEqn, values: list[Value]) -> list[np.ndarray | None]:
+def _evaluate(equation: JaxprEqn, values: list[Value]) -> list[Value]:
     """Outputs of an equation whose inputs are known, if they are small and count something."""
     small = all(_counts(var.aval) for var in equation.outvars)
-    if not small or any(value.known is None for value in values):
+    if not small or any(value is None for value in values):
         return [None] * len(equation.outvars)
-    return [np.asarray(out) for out in apply(equation, [value.known for value in values])]
+    return [np.asarray(out) for out in apply(equation, values)]
 
 
-def _known(const: Any) -> np.ndarray | None:
+def _known(const: Any) -> Value:
     return np.asarray(const) if _counts(const) else None
 
 
