@@ -1,0 +1,71 @@
+"""Programs compiled for TPU, with what the report must read in them; run as a process of its own, for libtpu's sake."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.chips import chip
+from parallax.mesh import MeshConfig, make_mesh
+from parallax.report.compiled import read_compiled
+from parallax.report.steptime import step_time
+
+TOPOLOGIES = {"v4:2x2x2": {"chip_config_name": "megacore"}, "v5e:4x4": {}, "v5p:2x2x4": {}, "v6e:4x4": {}}
+LAYERS, ROWS, WIDTH = 12, 1024, 2048
+
+
+def devices_of(topology):
+    options = TOPOLOGIES[topology]
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+
+
+def one_chip_agrees_with_the_table(topology):
+    """Its memory is what the compiler lets a program fill, and a large product runs near its peak, not above."""
+    device, known, size = devices_of(topology)[0], chip(topology), 8192
+    assert chip(device.device_kind) == known
+    here = SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=here)
+    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), [device])
+    read = read_compiled(jax.jit(jnp.matmul).lower(x, x).compile(), mesh)
+    share = 2 * size**3 / known.peak("bfloat16") / (read.cycles / known.clock_hz)
+    assert 0.6 < share < 1, share
+    try:
+        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((1 << 30, 200), "int8", sharding=here)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        limit = float(re.search(r"exceeds available HBM \(([\d.]+)G\)", str(error))[1])
+        assert abs(limit * 2**30 - known.usable_bytes) < 0.01 * 2**30, limit
+
+
+def gathers_in_a_loop_are_counted_and_hidden():
+    """Layers whose weights are gathered over 16 chips while others compute."""
+    mesh = make_mesh(MeshConfig(pp=1, dp=16, tp=1, simulate=0), devices_of("v5e:4x4"))
+
+    def layers(x, w):
+        gather = lambda w: lax.all_gather(w, "dp", axis=0, tiled=True)  # noqa: E731
+        layer = lambda x, w: (jax.nn.silu(x @ gather(w[0])) @ gather(w[1]), None)  # noqa: E731
+        return lax.scan(layer, x, w)[0]
+
+    cut = jax.shard_map(layers, mesh=mesh, in_specs=(P("dp"), P(None, None, "dp")), out_specs=P("dp"))
+    x = jax.ShapeDtypeStruct((16 * ROWS, WIDTH), "bfloat16", sharding=NamedSharding(mesh, P("dp")))
+    w = jax.ShapeDtypeStruct((LAYERS, 2, WIDTH, WIDTH), "bfloat16", sharding=NamedSharding(mesh, P(None, None, "dp")))
+    read = read_compiled(jax.jit(cut).lower(x, w).compile(), mesh)
+    gathers = [made for made in read.collectives if made.kind == "all-gather"]
+    sent = sum(made.bytes * made.count for made in gathers)
+    assert sent == 15 / 16 * LAYERS * 2 * WIDTH * WIDTH * 2, [made[:5] for made in read.collectives]
+    assert all(made.axes == ("dp",) for made in read.collectives)
+    hidden = [made for made in gathers if made.asynchronous]
+    assert hidden and all(made.cycles_between > 0 for made in hidden)
+    flops = LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH
+    times = step_time(read, chip("v5e"), flops)
+    assert flops / 197e12 < times.compute_secs < 2 * flops / 197e12, times
+    assert times.exposed_secs["dp"] < sent / 100e9 and 0 < times.mfu < 1, times
+
+
+if __name__ == "__main__":
+    for topology in TOPOLOGIES:
+        one_chip_agrees_with_the_table(topology)
+    gathers_in_a_loop_are_counted_and_hidden()
