@@ -41,7 +41,7 @@ def main() -> None:
     devices = tpu_devices(args.topology)
     print(
         f"{args.topology} mesh {args.mesh} microbatches {args.microbatches} x {args.seq} tokens, "
-        f"branches {args.branches}, remat {args.remat}, gather {args.gather}"
+        f"branches {args.branches}, remat {args.remat}, gather {args.gather}, kernel {args.kernel}"
     )
     print(f"{'schedule':15}" + "".join(f"{name:>{len(name) + 2}}" for name in COLUMNS))
     for name in args.schedules:
@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
+    parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--save", metavar="FOLDER")
     return parser.parse_args()
 
@@ -99,6 +100,7 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
         gather=args.gather,
         branches=args.branches,
     )
+    config.model.kernel = args.kernel
     config.data.seq, config.data.global_batch = args.seq, args.microbatches * config.mesh.dp
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, devices)

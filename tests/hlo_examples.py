@@ -117,9 +117,12 @@ dynamic_slice_sizes={10,4}
 
 %active (q.2: f32[40,4]) -> f32[10,4] {
   %q.2 = f32[40,4]{1,0:T(8,128)} parameter(0)
-  %splash = f32[40,4]{1,0} custom-call(%q.2), custom_call_target="tpu_custom_call", \
-metadata={op_name="jit(step)/while/body/F/cond/branch_1_fun/Block/attention/splash"}
-  %fusion.8 = f32[40,4]{1,0} fusion(%splash), kind=kOutput, calls=%y, CYCLES(900)
+  %heads.1 = bf16[2,128,64]{2,1,0} constant({...})
+  %splash_mha_fwd_segmented = f32[40,4]{1,0} custom-call(%q.2, %heads.1, %heads.1, %heads.1), \
+custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(step)/while/body/F/cond/branch_1_fun/Block/attention/splash"}
+  %fusion.8 = f32[40,4]{1,0} fusion(%splash_mha_fwd_segmented), kind=kOutput, calls=%y, CYCLES(900)
   ROOT %fusion.9 = f32[10,4]{1,0} fusion(%fusion.8), kind=kCustom, calls=%all-reduce-scatter.1
 }
 

@@ -128,7 +128,8 @@ def test_branches_messages_fused_and_merged_collectives_and_kernels_are_read():
     assert total.merged == 3 and total.source == "jit(step)/norm/mul"
     assert read.cycles == 0.25 * 10 + 0.75 * 900 + 40
     (kernel,) = read.pallas_calls
-    assert kernel.operand_bytes == kernel.result_bytes == 640 and kernel.source.endswith("attention/splash")
+    assert kernel.operand_bytes == 640 + 3 * 2 * 128 * 64 * 2 and kernel.result_bytes == 640
+    assert kernel.flops == 2 * 2 * 128 * 128 * (64 + 64) and kernel.source.endswith("attention/splash")
 
 
 def test_without_shares_the_dearer_branch_is_taken():
@@ -228,7 +229,7 @@ def test_kernels_are_priced_apart_and_idle_ranks_are_the_bubble():
     read = read_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(own=0.5, lockstep=1.0)})
     v5e = chip("v5e")._replace(ici_bandwidth=1e30)
     times = step_time(read, v5e, 1.0)
-    assert times.pallas_secs == pytest.approx(1280 / 819e9)
+    assert times.pallas_secs == pytest.approx((1280 + 3 * 2 * 128 * 64 * 2) / 819e9)
     without = step_time(read, v5e, 1.0, kernel_secs=lambda kernel: 0.0)
     assert without.pallas_secs == 0 and without.total_secs == pytest.approx(940 / 1.5e9)
     assert without.bubble == pytest.approx(1 - (0.5 * 910 + 40) / 940)

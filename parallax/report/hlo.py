@@ -6,11 +6,12 @@ Instructions stand in the order in which a device runs them. Shapes are of one d
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*)$")
+LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 NAME = re.compile(r"%([\w.\-]+)")
 TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -142,14 +143,26 @@ def parse(text: str) -> Module:
     return Module(computations, entry, tables)
 
 
-def _instructions(lines):
+def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
+    for found, line in _whole(lines):
+        root, name, shape, kind = found.groups()
+        inside, rest = _closed(line[found.end() :])
+        yield Instruction(name, kind, shape, tuple(NAME.findall(inside)), inside, rest, bool(root))
+
+
+def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
+    """Instructions until the computation ends, with lines that go on in a next one: metadata of kernels does."""
+    found, parts = None, []
     for line in lines:
-        if line.startswith("}"):
+        begins = LINE.match(line)
+        if found and (begins or line == "}"):
+            yield found, "\n".join(parts)
+        if line == "}":
             return
-        if found := LINE.match(line):
-            root, name, shape, kind, after = found.groups()
-            inside, rest = _closed(after)
-            yield Instruction(name, kind, shape, tuple(NAME.findall(inside)), inside, rest, bool(root))
+        if begins:
+            found, parts = begins, [line]
+        else:
+            parts.append(line)
 
 
 def _closed(after: str) -> tuple[str, str]:
@@ -179,3 +192,13 @@ def shape_bytes(shape: str) -> int:
         width = 8 if dtype == "pred" else int(size[0]) if size else 0  # tokens have no width
         bits += width * math.prod(int(dim.strip("<=")) for dim in dims.split(",") if dim)
     return -(-bits // 8)
+
+
+def float_dims(shape: str) -> list[tuple[int, ...]]:
+    """Dims of the arrays of floating point numbers in a shape.
+
+    >>> float_dims("(bf16[2,3]{1,0}, s32[4])")
+    [(2, 3)]
+    """
+    floats = (dims for dtype, dims in ARRAY.findall(shape) if re.match(r"b?f\d", dtype))
+    return [tuple(int(dim) for dim in dims.split(",") if dim) for dims in floats]

@@ -1,13 +1,13 @@
 """A compiled program as what a device does in turn: compute, collectives that begin and end, loops and branches."""
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from parallax.layers.kernels import kernel_flops
 from parallax.report.groups import axes_of, groups_of
-from parallax.report.hlo import COLLECTIVES, Computation, Instruction, Module, shape_bytes
+from parallax.report.hlo import COLLECTIVES, Computation, Instruction, Module, float_dims, shape_bytes
 from parallax.report.shares import Shares, name_of
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -58,13 +58,13 @@ class Branch(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas call, to which the compiler gives no cycles. FLOPs are 0 where its author states none."""
+    """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project."""
 
     name: str
     source: str
     operand_bytes: int
     result_bytes: int
-    flops: float
+    flops: int
 
 
 class Reader:
@@ -195,9 +195,11 @@ class Reader:
         return one.op_name, ""
 
     def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
-        operands = sum(shape_bytes(_shape(computation, name)) for name in one.operands)
-        flops = re.search(r'"flops":"?(\d+)', one.rest)
-        return Kernel(one.name, one.op_name, operands, shape_bytes(one.shape), float(flops[1]) if flops else 0.0)
+        shapes = [_shape(computation, name) for name in one.operands]
+        # The compiler drops dims of 1 in front.
+        floats = [(1,) * (4 - len(dims)) + dims for shape in shapes for dims in float_dims(shape) if len(dims) > 2]
+        flops = kernel_flops(one.name, floats) or 0
+        return Kernel(one.name, one.op_name, sum(map(shape_bytes, shapes)), shape_bytes(one.shape), flops)
 
 
 def sent_bytes(kind: str, operand: int, members: int) -> int:
