@@ -7,13 +7,13 @@ vary is the sum, and the forward and the backward pass are each a program of one
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from parallax.collectives import as_varying, bound_axis_sizes, varying_axes
@@ -163,11 +163,10 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
     return 2 * scores * widths[part]
 
 
-def kernel_flops(equation: JaxprEqn) -> int | None:
-    """FLOPs of a traced `pallas_call`; None where it is not one of this module's."""
-    name = equation.params["name"]
-    if not name.startswith("splash_mha_"):
+def kernel_flops(name: str, operand_shapes: Sequence[Sequence[int]]) -> int | None:
+    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's."""
+    part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
+    if not part:
         return None
-    q, _, v, *_ = (var.aval.shape for var in equation.invars if var.aval.ndim == 4)
-    part = name.split("_")[2]
-    return attention_flops(part, rows=q[0], heads=q[1], seq=q[2], d_qk=q[3], d_v=v[3])
+    q, _, v, *_ = (shape for shape in operand_shapes if len(shape) == 4)
+    return attention_flops(part[1], rows=q[0], heads=q[1], seq=q[2], d_qk=q[3], d_v=v[3])
