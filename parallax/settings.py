@@ -14,7 +14,7 @@ from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig
 from parallax.model import LayoutConfig, ModelConfig
 from parallax.optimizer import OptimizerConfig
-from parallax.pipeline import PipelineConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.sampling import SampleConfig
 
 # Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
@@ -53,6 +53,7 @@ class Settings:
     model: ModelConfig
     layout: LayoutConfig
     pipeline: PipelineConfig
+    fsdp: FsdpConfig
     loss: LossConfig
     optimizer: OptimizerConfig
     data: DataConfig

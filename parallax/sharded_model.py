@@ -20,16 +20,18 @@ from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
-from parallax.pipeline import Executor, PipelineConfig, Stage
+from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
+from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.spread import SpreadEnds
 from parallax.pipeline.storage import Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
+PLAIN_FSDP = FsdpConfig(prefetch=0)
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
@@ -40,9 +42,18 @@ class ShardedModel:
     Raises ConfigError or NotationError when a size does not divide over its axes.
     """
 
-    def __init__(self, model: ModelConfig, layout: LayoutConfig, pipeline: PipelineConfig, loss: LossConfig, mesh: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        pipeline: PipelineConfig,
+        loss: LossConfig,
+        mesh: Any,
+        fsdp: FsdpConfig = PLAIN_FSDP,
+    ):
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
-        self.mesh = mesh
+        self.mesh, self.fsdp = mesh, fsdp
+        fsdp.check_gather(pipeline.gather)
         self.axis_sizes: dict[str, int] = {axis: mesh.shape[axis] for axis in AXES}
         check_divides(model, self.axis_sizes)
         check_kernel(model, mesh)
@@ -156,6 +167,10 @@ class ShardedModel:
         map_layouts(lambda layout: layout.local_shape(self.model.sizes, self.axis_sizes), self.layouts)
 
     @property
+    def _simulated(self) -> bool:
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def _specs(self) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
@@ -203,7 +218,6 @@ class ShardedModel:
         return tokens, jax.tree.map(as_varying, params), in_turn(self.schedule.placement, microbatches)
 
     def _executor(self, schedule: Schedule, blocks: Any, ends: Any) -> Executor:
-        simulated = isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
         return Executor(
             schedule,
             self._stage(),
@@ -212,7 +226,7 @@ class ShardedModel:
             ends,
             self.layout.residual,
             self.pipeline.branches,
-            messages_last=simulated,
+            messages_last=self._simulated,
         )
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
@@ -233,17 +247,20 @@ class ShardedModel:
 
     def _stage(self) -> Stage:
         block = self._parts(SPREAD, gathered=True).block
-        gather, scatters = self.storage.layer_moves()
-        return Stage(
-            lambda weights, x, context: block.apply({"params": weights}, x, context),
-            gather,
-            scatters,
-            self.pipeline.remat,
+        loop = LayerLoop(
+            *self.storage.layer_moves(),
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),
-            uneven=self.arrangement.uneven,
-            split=self.schedule.split,
+            self.arrangement.uneven,
             masked=self.pipeline.branches == "mask",
+            prefetch=self.fsdp.prefetch == 1,
+            in_turn=self._simulated,
+        )
+        return Stage(
+            lambda weights, x, context: block.apply({"params": weights}, x, context),
+            loop,
+            self.pipeline.remat,
+            self.schedule.split,
         )
 
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:

@@ -21,7 +21,12 @@ CUTS = {
     "embedding": ["vocab_parallel", "all_to_all"],
     "microbatches": [1, 4, 8],
 }
-COSTS = {"remat": ["none", "layer", "stage"], "gather": ["microbatch", "step"], "tied": [True, False]}
+COSTS = {
+    "remat": ["none", "layer", "stage"],
+    "gather": ["microbatch", "step"],
+    "prefetch": [0, 1],
+    "tied": [True, False],
+}
 Z_COEFFICIENT = 1e-3
 
 # Adam's first step is learning_rate * g / (|g| + eps), of slope learning_rate / eps at most: with the usual eps it is
@@ -32,15 +37,21 @@ ROUNDING = 2.0**-22  # two last places of a float32
 
 
 def grid(factors):
-    """All combinations; one microbatch only where there is no pipeline, for on several stages it is all bubble."""
+    """All combinations that can be; one microbatch only where there is no pipeline, for on several stages it is all
+    bubble, and nothing gathered ahead where nothing is gathered layer by layer."""
     cases = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
-    return [case for case in cases if case["microbatches"] > 1 or case["mesh"][0] == 1]
+    return [case for case in cases if not is_empty(case)]
+
+
+def is_empty(case):
+    ahead_of_all = case.get("prefetch") == 1 and case.get("gather") == "step"
+    all_bubble = "mesh" in case and case["microbatches"] == 1 and case["mesh"][0] > 1
+    return ahead_of_all or all_bubble
 
 
 def whole_grid():
     """Every way to cut, with the settings of cost taking turns."""
-    costs = itertools.cycle(itertools.product(*COSTS.values()))
-    return [case | dict(zip(COSTS, cost)) for case, cost in zip(grid(CUTS), costs)]
+    return [case | cost for case, cost in zip(grid(CUTS), itertools.cycle(grid(COSTS)))]
 
 
 def name_of(case):

@@ -14,6 +14,7 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 from parallax.errors import ConfigError
 from parallax.pipeline import PipelineConfig, Stage
 from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.stage import Place
 
 LAYERS, WIDTH = 3, 4
@@ -23,12 +24,20 @@ def toy_layer(weights, x, context):
     return x * weights["scale"][None] + jnp.tanh(x @ weights["up"]) @ weights["down"]
 
 
-def toy_stage(remat, *, split=False, layers=LAYERS):
+def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
     unchanged = [lambda grad: grad] * 3
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
-    return Stage(
-        toy_layer, lambda weights: weights, unchanged, remat, LAYERS, numbers, uneven=layers < LAYERS, split=split
+    loop = LayerLoop(
+        lambda weights: weights,
+        unchanged,
+        LAYERS,
+        numbers,
+        uneven=layers < LAYERS,
+        masked=False,
+        prefetch=prefetch,
+        in_turn=False,
     )
+    return Stage(toy_layer, loop, remat, split)
 
 
 class NoDropout:
@@ -72,10 +81,11 @@ def two_slots(stage, weights, x):
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
 @pytest.mark.parametrize("split", [False, True], ids=["BW together", "BW apart"])
-@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
-def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, split, layers):
+@pytest.mark.parametrize(("remat", "prefetch"), [("none", 0), ("layer", 0), ("stage", 0), ("none", 1), ("stage", 1)])
+def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, split, layers):
     weights, x, dy = toy()
-    stage, ones = toy_stage(remat, split=split, layers=layers), jax.tree.map(jnp.ones_like, weights)
+    stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
+    ones = jax.tree.map(jnp.ones_like, weights)
     kept, place = two_slots(stage, weights, x)
     y, kept = stage.forward(weights, x, NoDropout(), kept, place)
     dx, grads, kept = stage.backward(weights, kept, NoDropout(), dy, jax.tree.leaves(ones), place)

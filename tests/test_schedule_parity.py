@@ -33,12 +33,13 @@ REST = {
     "tied": [True, False],
     "uneven": [False, True],
     "branches": ["skip", "skip", "mask"],
+    "prefetch": [0, 1],
 }
 
 # The largest error of a gradient that was seen, 7e-6: two rows a microbatch, and much that cancels.
 WORST = dict(
     mesh=(8, 1, 1), layers=12, microbatches=32, gather="microbatch", attention="mla", residual=HIDDEN_CUT,
-    embedding="all_to_all", remat="none", tied=False, branches="skip", schedule="zero_bubble",
+    embedding="all_to_all", remat="none", tied=False, branches="skip", prefetch=0, schedule="zero_bubble",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def case_of(mesh, schedule, share, gather, number):
     stages = mesh[0] * STAGES.get(schedule, 1)
     layers = stages + max(stages // 2, 1) if rest.pop("uneven") else stages
     case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), gather=gather)
+    rest["prefetch"] *= gather == "microbatch"
     return case | rest | SCHEDULES[schedule]
 
 

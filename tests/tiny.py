@@ -10,7 +10,7 @@ from parallax.loss import IGNORED, LossConfig
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.model import LayoutConfig, ModelConfig
 from parallax.optimizer import OptimizerConfig
-from parallax.pipeline import PipelineConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.sharded_model import ShardedModel
 
 VOCAB, SEQ, ROWS = 64, 16, 64
@@ -49,6 +49,7 @@ def build(mesh, **changes):
         PipelineConfig(**section("pipeline", **changes)),
         LossConfig(**section("loss", **changes)),
         mesh_of(*mesh),
+        FsdpConfig(**section("fsdp", **changes)),
     )
 
 

@@ -2,12 +2,37 @@
 
 import dataclasses
 
-from parallax.errors import check_choice, check_whole
+from parallax.errors import ConfigError, check_choice, check_whole
 from parallax.schedules import check_name, check_virtual
 
 REMAT = ("none", "layer", "stage")
 GATHER = ("microbatch", "step")
 BRANCHES = ("skip", "mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpConfig:
+    """`prefetch` is how many layers ahead weights are gathered, where pipeline.gather is "microbatch".
+
+    0: a layer is gathered when it runs. 1: while a layer computes, the next one is gathered and the gradients of the
+    one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not one. The
+    results are the same bit for bit.
+    """
+
+    prefetch: int
+
+    def __post_init__(self):
+        check_whole("fsdp.prefetch", self.prefetch, least=0)
+        if self.prefetch > 1:
+            raise ConfigError(f"fsdp.prefetch={self.prefetch} would hold more than two layers whole; use 0 or 1.")
+
+    def check_gather(self, gather: str) -> None:
+        """Raise ConfigError where nothing is gathered layer by layer."""
+        if self.prefetch and gather == "step":
+            raise ConfigError(
+                f"fsdp.prefetch={self.prefetch} gathers a layer ahead, but pipeline.gather={gather!r} "
+                "gathers all before the first; use fsdp.prefetch=0, or pipeline.gather='microbatch'."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

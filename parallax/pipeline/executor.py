@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from parallax.collectives import as_varying, permute, varying_axes
 from parallax.layers.context import Context
+from parallax.pipeline.simulated import after
 from parallax.pipeline.stage import Place, Stage
 from parallax.schedules import Schedule, Segment
 
@@ -255,18 +256,6 @@ def at_rank(rank: int, ranks: int, there: Callable, elsewhere: Callable) -> Any:
 def vary_all(tree: Any) -> Any:
     """The branches of a cond must agree on where their results vary; over pp they all do."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
-
-
-def after(x: Array, earlier: Array) -> Array:
-    """`x`, but not before `earlier` is known.
-
-    XLA runs collectives of simulated devices in whatever order their operands are ready, and each blocks one of few
-    threads: where one device waits in a message and its neighbour in a pass of this tick, both wait for ever.
-    An optimization_barrier is gone before that order is made, so this is arithmetic that XLA cannot see through:
-    where a gradient is NaN, and the step lost, messages are NaN, too.
-    """
-    probe = earlier.reshape(-1)[0].astype(x.dtype)
-    return jnp.where(jnp.isnan(probe), probe, x)
 
 
 def _read(slots: Array, slot: Array) -> Array:

@@ -1,0 +1,42 @@
+"""Arrays stacked in slots: one entry read, one replaced, nothing else copied."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.collectives import as_varying, varying_axes
+
+
+def zeros(like: Any, *leading: int) -> Array:
+    """Room for arrays like this one, varying where it does and over pp."""
+    return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
+
+
+def entry(stacked: Any, *numbers: Array | int) -> Any:
+    """The entry at these indices of the leading dims; nothing else is copied."""
+
+    def read(leaf: Array) -> Array:
+        at = _indices(leaf, numbers)
+        rest = leaf.shape[len(numbers) :]
+        return lax.dynamic_slice(leaf, at, (*(1 for _ in numbers), *rest)).reshape(rest)
+
+    return jax.tree.map(read, stacked)
+
+
+def put(stacked: Any, values: Any, *numbers: Array | int) -> Any:
+    """The same with that entry replaced."""
+
+    def write(leaf: Array, value: Array) -> Array:
+        piece = as_varying(value, ["pp"]).reshape(*(1 for _ in numbers), *value.shape)
+        return lax.dynamic_update_slice(leaf, piece, _indices(leaf, numbers))
+
+    return jax.tree.map(write, stacked, values)
+
+
+def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
+    """Start of an entry. A dim of one has a static index: XLA sees that what was written is what is read."""
+    at = tuple(jnp.int32(0) if size == 1 else jnp.int32(number) for size, number in zip(leaf.shape, numbers))
+    return (*at, *(jnp.int32(0) for _ in leaf.shape[len(numbers) :]))
