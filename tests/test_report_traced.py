@@ -16,7 +16,7 @@ from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig
 from parallax.pipeline import PipelineConfig
-from parallax.report.executed import matmul_flops, matmul_flops_by_direction
+from parallax.report.executed import flops_by_direction, matmul_flops
 from parallax.report.traced import Sent, bytes_per_token, collectives, collectives_by_rank, step_collectives, totals
 from parallax.sharded_model import ShardedModel
 
@@ -174,7 +174,7 @@ def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
 def test_flops_are_told_apart_by_direction():
     model, at = step(remat="layer"), dict.fromkeys(AXES, 0)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((ROWS, SEQ), "int32"))
-    found = matmul_flops_by_direction(model.loss_and_grad, model.shapes, batch, at=at)
+    found = flops_by_direction(jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), at=at)
     assert found["backward"] == 2 * found["forward"]
     assert 0.7 * found["forward"] < found["recompute"] < found["forward"], (
         "not the head, and not a layer's last product"

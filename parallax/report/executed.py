@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from parallax.report.origin import Origin
+from parallax.layers.kernels import kernel_flops
 from parallax.report.walk import walk
 
-UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
+UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
 def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
@@ -23,21 +23,30 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
     >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
     256
     """
-    return sum(matmul_flops_by_direction(function, *args, at=at).values())
+    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at).values())
 
 
-def matmul_flops_by_direction(function: Callable, *args: Any, at: Mapping[str, int]) -> dict[str, int]:
-    """The same apart for "forward", "backward" and "recompute"."""
-    return dict(walk(jax.make_jaxpr(function)(*args), at=at, count=_product_flops))
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[str, int]:
+    """The same of a program that was traced, apart for "forward", "backward" and "recompute"."""
+    count = lambda equation, origin: Counter({origin.direction: product_flops(equation)})  # noqa: E731
+    return dict(walk(program, at=at, count=count))
 
 
-def _product_flops(equation: JaxprEqn, origin: Origin) -> Counter:
+def product_flops(equation: JaxprEqn) -> int:
+    """FLOPs of one equation's matrix products; ValueError where it has some that nobody can count."""
     name = equation.primitive.name
-    if name in UNCOUNTED:
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    flops = _kernel_flops(equation) if name == "pallas_call" else 0
+    if flops is None or name in UNCOUNTED:
         raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
-    if name != "dot_general":
-        return Counter()
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    terms = math.prod(left[dim] for dim in contracted)
-    return Counter({origin.direction: 2 * math.prod(equation.outvars[0].aval.shape) * terms})
+    return flops
+
+
+def _kernel_flops(equation: JaxprEqn) -> int | None:
+    arrays = (var.aval for var in equation.invars)
+    shapes = [x.shape for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and x.ndim > 2]
+    # A dim of one row is not there.
+    return kernel_flops(equation.params["name"] or "", [(1,) * (4 - len(shape)) + shape for shape in shapes])

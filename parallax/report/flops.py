@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from parallax.budget import flops_per_token, matmul_parameters, qk_width
 from parallax.layers.kernels import attention_flops
 from parallax.mesh import AXES
-from parallax.report.executed import matmul_flops_by_direction
+from parallax.report.executed import flops_by_direction
 from parallax.report.traced import INPUTS
 from parallax.sharded_model import ShardedModel
 
@@ -20,7 +20,7 @@ class Flops(NamedTuple):
     """FLOPs of matrix products in a step, of an average device.
 
     `model` is 6 for each parameter in a matmul and token, and causal attention's; the next five are executed beside it.
-    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads, vocab and tokens filled up.
+    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up.
     `repeated`: what several devices do alike, or do in vain. `recomputed`: forward passes run again in the backward
     pass. `waiting` is not executed, but could have been while a tick lasts as long as its dearest rank.
     """
@@ -58,9 +58,10 @@ def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int
     """
     tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
     counted = _countable(model)
-    ranks = [_by_direction(counted, global_batch, seq, rank) for rank in range(model.axis_sizes["pp"])]
+    ranks = _by_rank(counted, global_batch, seq)
     mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
-    alone = sum(_by_direction(_on_one_device(counted), global_batch, seq, 0).values()) / devices
+    (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
+    alone = sum(one.values()) / devices
     counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
     useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
@@ -83,16 +84,19 @@ def _countable(model: ShardedModel) -> ShardedModel:
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
-    """The model on a mesh of one device, with nothing recomputed."""
+    """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
     mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none", branches="skip")
-    return ShardedModel(model.model, model.layout, pipeline, model.loss_config, mesh)
+    loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
+    return ShardedModel(model.model, model.layout, pipeline, loss, mesh)
 
 
-def _by_direction(model: ShardedModel, global_batch: int, seq: int, rank: int) -> dict[str, int]:
+def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
+    """FLOPs by direction, of a device of each pipeline rank."""
     batch = dict.fromkeys(INPUTS, jax.ShapeDtypeStruct((global_batch, seq), "int32"))
-    at = dict.fromkeys(AXES, 0) | {"pp": rank}
-    return matmul_flops_by_direction(model.loss_and_grad, model.shapes, batch, at=at)
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [flops_by_direction(program, at=at) for at in places]
 
 
 def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
@@ -102,7 +106,9 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     if config.kernel != "splash":
         return causal  # every token reads all, twice as many as come before it
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1])
-    return config.layers * sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv")) - causal
+    products = sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv"))
+    products += 2 * rows * config.heads * seq * config.d_head  # of each output with its gradient, before both kernels
+    return config.layers * products - causal
 
 
 def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:

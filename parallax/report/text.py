@@ -97,7 +97,8 @@ def memory(report: Any) -> Iterator[str]:
 def made(report: Any) -> Iterator[str]:
     """What became of the collectives."""
     if report.compiled is None:
-        yield report.compiled_for
+        if report.compiled_for:
+            yield report.compiled_for
         return
     yield f"What the compiler made of the collectives, for {report.compiled_for}"
     yield ""

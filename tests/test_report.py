@@ -1,0 +1,229 @@
+"""A report says what a step sends, stores and computes; its parts add up, and its command is as the others."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+import tiny
+
+import parallax as px
+from parallax.command import likely_entries, read_command
+from parallax.errors import ConfigError
+from parallax.loss import LossConfig
+from parallax.mesh import AXES
+from parallax.model import LayoutConfig
+from parallax.optimizer import make_optimizer
+from parallax.pipeline import PipelineConfig
+from parallax.report.__main__ import main
+from parallax.report.executed import flops_by_direction
+from parallax.report.flops import step_flops
+from parallax.report.text import WIDTH
+from parallax.report.traced import step_collectives
+from parallax.report.whole import abstract_mesh, report_settings
+from parallax.schedules.pricing import Costs, figures
+from parallax.sharded_model import ShardedModel
+from parallax.step import init_state, make_train_step
+
+ROOT = pathlib.Path(__file__).parents[1]
+HEAD = 6 * tiny.VOCAB * 32 * tiny.ROWS * tiny.SEQ  # FLOPs of its products, on all devices
+QUICKSTART = "--config=configs/quickstart.py"
+
+
+def on(mesh, **changes):
+    """A tiny model on a mesh of no devices, whose chunks of tokens are never filled up."""
+    changes = dict(attention="gqa", layers=4, chunk_tokens=64) | changes
+    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "loss": LossConfig}
+    sections = (kind(**tiny.section(name, **changes)) for name, kind in kinds.items())
+    return ShardedModel(tiny.model_config(**changes), *sections, abstract_mesh(dict(zip(AXES, mesh))))
+
+
+def flops_of(mesh, **changes):
+    return step_flops(on(mesh, **changes), tiny.ROWS, tiny.SEQ)
+
+
+# ---- FLOPs
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [((2, 2, 2), dict(schedule="one_f_one_b", remat="none")), ((4, 1, 2), dict(schedule="zero_bubble"))],
+    ids=str,
+)
+def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
+    model = on(mesh, **changes)
+    flops = step_flops(model, tiny.ROWS, tiny.SEQ)
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, tiny.make_batch())
+    ranks = [flops_by_direction(program, at={"pp": rank, "dp": 0, "tp": 0}) for rank in range(mesh[0])]
+    assert flops.executed == pytest.approx(sum(sum(rank.values()) for rank in ranks) / len(ranks), rel=1e-12)
+    assert (flops.recomputed > 0) == (model.pipeline.remat != "none")
+    assert all(part >= 0 for part in flops)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_model(kernel):
+    dtype = {"dtype": "bfloat16"} if kernel == "cudnn" else {}
+    flops = flops_of((1, 1, 1), remat="none", kernel=kernel, **dtype)
+    causal = 3 * 4 * tiny.SEQ * 8 * (8 + 8) * tiny.ROWS * tiny.SEQ  # as many as the model's own: half of all scores
+    assert flops == (flops.model, causal, 0, 0, 0, 0)
+
+
+def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
+    flops = step_flops(on((1, 1, 1), remat="none", kernel="splash"), 4, 384)
+    scores = 4 * 4 * 8 * 384 * 384 * 6 / 9  # of layers, rows and heads; six of nine blocks of 128
+    products = 2 + (3 + 4)  # forward; backward in two kernels, both of which make the scores again
+    rows = 4 * 4 * 8 * 384 * 8  # each output with its gradient
+    causal = 3 * 4 * 384 * 8 * (8 + 8) * 4 * 384
+    assert flops.masked == pytest.approx(2 * 8 * products * scores + 2 * rows - causal)
+    assert flops.repeated == flops.padding == 0
+
+
+def test_the_ceiling_is_the_same_whether_idle_ticks_wait_or_compute_in_vain():
+    skip, mask = (flops_of((2, 1, 1), branches=way) for way in ("skip", "mask"))
+    assert skip.waiting > 0 == mask.waiting and mask.executed > skip.executed
+    assert skip.ceiling == pytest.approx(mask.ceiling)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_waiting_is_the_schedules_bubble(schedule):
+    model = on((4, 1, 1), schedule=schedule, remat="none")
+    flops = step_flops(model, tiny.ROWS, tiny.SEQ)
+    blocks = flops.executed - HEAD / 4
+    kernels = 4 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 64) * tiny.ROWS * tiny.SEQ / 4
+    bubble = figures(model.schedule, Costs(blocks / 3, 2 * blocks / 3, 2 * kernels)).lockstep_bubble
+    assert flops.waiting / (flops.waiting + blocks) == pytest.approx(bubble)
+
+
+def test_stages_of_unequal_size_wait_for_the_largest():
+    flops = flops_of((4, 1, 1), layers=5, remat="none")
+    # Stages of 2, 1, 1, 1 layers, 4 microbatches: of 7 ticks the first one's 4 take 2 layers, the others 1.
+    layers_in_time, layers_of_a_rank = 4 * 2 + 3, 4 * 5 / 4
+    waiting = layers_in_time / layers_of_a_rank - 1
+    assert flops.waiting == pytest.approx(waiting * (flops.executed - HEAD / 4))
+
+
+def test_vocab_that_is_no_token_is_padding():
+    model = on((1, 1, 1), remat="none")
+    all_tokens, some = (step_flops(model, tiny.ROWS, tiny.SEQ, entries=entries) for entries in (None, tiny.VOCAB - 10))
+    assert all_tokens.model - some.model == 6 * 10 * 32 * tiny.ROWS * tiny.SEQ == some.padding - all_tokens.padding
+
+
+# ---- the report
+
+
+def quickstart(**changes):
+    settings, _ = read_command(["report", QUICKSTART, *(f"--config.{k}={v}" for k, v in changes.items())], {})
+    return report_settings(settings, abstract_mesh({"pp": 2, "dp": 2, "tp": 2}), name="quickstart")
+
+
+@pytest.fixture
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_report_is_plain_data_that_fits_the_width(in_root):
+    found = quickstart()
+    plain = json.loads(found.to_json())
+    assert all(len(line) <= WIDTH for line in str(found).splitlines())
+    assert sum(one["bytes"] * one["count"] for one in plain["sent"]) == sum(one.total_bytes for one in found.sent)
+    assert plain["mesh"] == {"pp": 2, "dp": 2, "tp": 2} and plain["tokens"] == 16 * 256 and plain["compiled"] is None
+    assert plain["flops"]["mfu_ceiling"] == found.flops.ceiling < 1
+    assert set(found.memory) <= set(plain["memory"]) and "<iframe" in found._repr_html_()
+
+
+def test_every_byte_is_in_the_totals_and_at_a_place(in_root):
+    found = quickstart(**{"pipeline.remat": "layer"})
+    sections = str(found).split("\n\n")
+    assert found.sent == tuple(step_collectives(build_quickstart(), 16, 256))
+    calls = sum(one.count for one in found.sent if one.bytes)
+    assert f"{calls:,}" in next(line for line in sections[2].splitlines() if line.startswith("all "))
+    places = [line.split() for line in sections[4].splitlines()[1:]]
+    assert sum(int(cells[-3].replace(",", "")) for cells in places) == calls
+    assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "loss"}
+
+
+def build_quickstart():
+    settings, _ = read_command(["report", QUICKSTART, "--config.pipeline.remat=layer"], {})
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab=1024))
+    mesh = abstract_mesh({"pp": 2, "dp": 2, "tp": 2})
+    return ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+
+
+def test_a_step_in_a_notebook_is_reported_as_it_runs():
+    model = tiny.build((1, 2, 2), attention="gqa", layers=1)
+    tx = make_optimizer(tiny.optimizer_config(warmup_steps=0), 10, model.layouts)
+    step = make_train_step(model, tx, seed=0)
+    with pytest.raises(ConfigError, match=r"has taken no batch yet.*write report\(step, batch\)"):
+        px.report(step)
+    step(init_state(model, tx, seed=0), tiny.make_batch())
+    found = px.report(step)
+    assert (found.rows, found.seq) == (tiny.ROWS, tiny.SEQ) and found.compiled_for == "4 x cpu"
+    made = found.compiled.collectives
+    assert {one.kind for one in made} >= {"all-gather", "reduce-scatter", "all-reduce"}
+    ours = [one for one in made if "shard_map" in one.source and one.kind == "reduce-scatter"]
+    traced = sum(one.total_bytes for one in found.sent if one.kind == "reduce-scatter")
+    assert sum(one.bytes * one.count for one in ours) == traced
+    assert "What the compiler made of the collectives, for 4 x cpu" in repr(found) and "(update)" in repr(found)
+    assert json.loads(found.to_json())["compiled"]["temporaries"] == found.compiled.temporaries
+
+
+# ---- the command
+
+
+def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tmp_path):
+    page = tmp_path / "report.html"
+    arguments = ["--config=configs/llama_1b_16.py", "--config.model.layers=2", f"--html={page}"]
+    assert main(["report", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "llama_1b_16: pp=1 dp=16 tp=1 on 16 devices" in out
+    assert "Nothing was compiled: the mesh has 16 devices, this machine 8. --config.mesh.simulate=16 compiles" in out
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_json_is_all_that_is_printed(in_root, capsys):
+    assert main(["report", QUICKSTART, "--trace_only", "--json", "--config.model.layers=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "quickstart" and found["compiled_for"] == "Nothing was compiled: --trace_only."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config is missing; use one of configs/base.py"),
+        ([QUICKSTART, "--trace-only"], "unknown flag --trace-only; did you mean 'trace_only'?"),
+        ([QUICKSTART, "--html="], "--html='' names no file"),
+        ([QUICKSTART, "--html=/nowhere/x.html", "--trace_only"], "--html=/nowhere/x.html cannot be written: No such"),
+        ([QUICKSTART, "--trace_only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
+        ([QUICKSTART, "--trace_only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),
+        (
+            ["--config=configs/llama_1b_16.py", "--trace_only", "--config.model.vocab=0"],
+            "model.vocab=0 takes that of the tokenizer 'corpus/tokenizer.json', which cannot be read",
+        ),
+    ],
+    ids=lambda value: value[-1] if value and isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_one_line_with_status_2(arguments, message, in_root, capsys):
+    assert main(["report", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and len(captured.err.splitlines()) == 1 and message in captured.err
+
+
+def test_a_run_is_reported_from_its_folder(in_root, tmp_path):
+    settings, _ = read_command(["report", QUICKSTART, "--config.model.layers=2"], {})
+    (tmp_path / "config.json").write_text(json.dumps(settings.to_dict()))
+    arguments = [f"--config={tmp_path / 'config.json'}", "--trace_only", "--json"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "parallax.report", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert math.prod(json.loads(ended.stdout)["mesh"].values()) == 8
+
+
+def test_a_vocab_that_waits_for_a_tokenizer_is_the_one_that_it_will_have(in_root):
+    quick, _ = read_command(["report", QUICKSTART], {})
+    assert likely_entries(quick.data) == 1024
+    assert likely_entries(dataclasses.replace(quick.data, tokenizer="bytes")) == 257
