@@ -1,6 +1,7 @@
 """How parameters are stored, how the ticks get them, and how gradients come back: FSDP, and the layers' order."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ from parallax.collectives import all_gather, reduce_scatter, sum_over
 from parallax.mesh import AXES
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline.arrangement import Arrangement
+
+SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +63,20 @@ class Storage:
         return self._moves(self.layouts[part])
 
     def sum_grads(self, grads: Any) -> Any:
-        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches."""
+        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
 
-        def summed(layout: Layout, grad: Array) -> Array:
-            return sum_over(grad, [axis for axis in AXES if axis not in layout.used_axes()])
-
-        return map_layouts(summed, self.layouts, grads)
+        Norms and biases, those with the same axes, travel in one message; what is large travels by itself.
+        """
+        leaves, structure = jax.tree.flatten(grads)
+        messages: dict[Any, list[int]] = {}
+        for at, layout in enumerate(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
+            axes = tuple(axis for axis in AXES if axis not in layout.used_axes())
+            alone = at if leaves[at].size > SMALL else None
+            messages.setdefault((axes, alone), []).append(at)
+        for (axes, _), members in messages.items():
+            for at, total in zip(members, _sum_together([leaves[at] for at in members], axes), strict=True):
+                leaves[at] = total
+        return jax.tree.unflatten(structure, leaves)
 
     @property
     def _stored_blocks(self) -> list[Layout]:
@@ -90,6 +101,15 @@ class Storage:
             return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.dtype))
 
         return map_layouts(gathered, layouts, weights)
+
+
+def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
+    """Each array's sum over these axes, all in one message; the same bits as one by one."""
+    if len(arrays) == 1 or not axes:
+        return [sum_over(x, axes) for x in arrays]
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
+    return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
 
 
 def scatter(layout: Layout, grad: Array) -> Array:
