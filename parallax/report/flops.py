@@ -80,7 +80,7 @@ def _countable(model: ShardedModel) -> ShardedModel:
     if model.model.kernel != "cudnn":
         return model
     seen = dataclasses.replace(model.model, kernel="xla")
-    return ShardedModel(seen, model.layout, model.pipeline, model.loss_config, model.mesh)
+    return ShardedModel(seen, model.layout, model.pipeline, model.loss_config, model.mesh, model.fsdp)
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
