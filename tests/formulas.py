@@ -1,0 +1,257 @@
+"""What a training step sends, from sizes alone: formulas on paper, for every family, layout and schedule.
+
+Bytes are those of a device in a step, keyed by (axes, kind, direction). A gather to `whole` bytes over n devices, or a
+reduce-scatter of them, sends (n-1)/n of them; an all-reduce twice that; an all-to-all (n-1)/n of a device's own piece.
+"""
+
+import dataclasses
+from collections import Counter
+from functools import cached_property
+from types import SimpleNamespace
+
+TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
+FLOAT32 = 4
+
+
+@dataclasses.dataclass
+class Step:
+    """A step of `model` (its config), in which all that forward computes is kept."""
+
+    mesh: tuple[int, int, int]
+    model: SimpleNamespace
+    family: str
+    residual: str  # "hidden" | "seq": which dim of the residual stream tp cuts
+    embedding: str
+    schedule: str
+    virtual: int
+    gather: str
+    chunk_tokens: int
+    rows: int
+    seq: int
+    microbatches: int
+
+    def __post_init__(self):
+        self.pp, self.dp, self.tp = self.mesh
+        self.sent = Counter()
+
+    # ---- sizes
+
+    @property
+    def bytes(self) -> int:
+        return {"float32": 4, "bfloat16": 2}[self.model.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch, on a data rank."""
+        return self.rows * self.seq // (self.dp * self.microbatches)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of the whole batch, on a rank of data and pipeline, which share the head by rows."""
+        return self.rows * self.seq // (self.dp * self.pp)
+
+    @property
+    def heads_between(self) -> bool:
+        """A pipeline under GPipe embeds all before its ticks and has the head between; others do both in the ticks."""
+        return self.schedule == "gpipe" and self.pp > 1
+
+    @property
+    def whole_kv(self) -> bool:
+        return self.model.kv_heads % self.tp != 0
+
+    @property
+    def layer_passes(self) -> int:
+        return self.microbatches * self.model.layers // self.pp
+
+    @cached_property
+    def kernels(self) -> list[tuple[int, bool]]:
+        """Of a layer: entries, and whether they are cut over tp; all are cut over dp."""
+        m, column = self.model, self.family == "column_row"
+        mlp = [(m.d_model * m.d_ff, True)] * 3
+        heads = m.heads * m.d_head
+        if m.attention == "gqa":
+            kv = (m.d_model * m.kv_heads * m.d_head, not (column and self.whole_kv))
+            return [*mlp, (m.d_model * heads, True), kv, kv, (heads * m.d_model, True)]
+        queries = [(m.d_model, m.heads * (m.d_head + m.d_rope))]
+        if m.d_latent_q:
+            queries = [(m.d_model, m.d_latent_q), (m.d_latent_q, m.heads * (m.d_head + m.d_rope))]
+        others = [(m.d_model, m.d_latent), (m.d_latent, heads), (m.d_latent, heads), (heads, m.d_model)]
+        rope = (m.d_model * m.d_rope, not column)
+        return [*mlp, *((rows * columns, True) for rows, columns in queries + others), rope]
+
+    @cached_property
+    def scales(self) -> list[tuple[int, bool]]:
+        """Of a layer's norms: entries, and whether they are cut over tp; none is cut over dp."""
+        m, mla = self.model, self.model.attention == "mla"
+        latents = [m.d_latent, m.d_latent_q] if mla else []
+        return [(m.d_model, self.residual == "hidden")] * 2 + [(width, True) for width in latents if width]
+
+    @property
+    def table(self) -> int:
+        """Entries of the embedding's table, or of the head's, on a tensor rank; cut over dp further."""
+        return self.model.vocab * self.model.d_model // (self.tp if self.embedding == "vocab_parallel" else 1)
+
+    def cut(self, entries: int, over_tp: bool) -> int:
+        return entries // self.tp if over_tp else entries
+
+    # ---- one collective
+
+    def add(self, axes: str, kind: str, direction: str, whole: int, times: int = 1) -> None:
+        devices = 1
+        for axis in axes.split():
+            devices *= getattr(self, axis)
+        share = -(-whole * (devices - 1) // devices)
+        self.sent[tuple(axes.split()), kind, direction] += times * (2 * share if kind == "all-reduce" else share)
+
+    def there_and_back(self, axis: str, kind: str, whole: int, times: int) -> None:
+        """Forward, and its transpose backward."""
+        self.add(axis, kind, "forward", whole, times)
+        self.add(axis, TRANSPOSE[kind], "backward", whole, times)
+
+    # ---- tensor parallelism
+
+    def norm(self, tokens: int, times: int) -> None:
+        """A norm over a cut dim adds up one number a token, in float32, in both directions."""
+        for direction in ("forward", "backward"):
+            self.add("tp", "all-reduce", direction, tokens * FLOAT32, times)
+
+    def layers(self) -> None:
+        if self.residual == "hidden":
+            self.norm(self.tokens, 2 * self.layer_passes)
+        {"column_row": self.column_row, "scatter": self.scatter}[self.family]()
+
+    def column_row(self) -> None:
+        """Attention and MLP each gather the residual and scatter it back; mla gathers its latents, too."""
+        m, row, times = self.model, self.tokens * self.bytes, self.layer_passes
+        self.there_and_back("tp", "all-gather", row * m.d_model, 2 * times)
+        self.there_and_back("tp", "reduce-scatter", row * m.d_model, 2 * times)
+        for width in [m.d_latent, m.d_latent_q] if m.attention == "mla" else []:
+            if width:
+                self.there_and_back("tp", "all-gather", row * width, times)
+                self.norm(self.tokens, times)
+
+    def scatter(self) -> None:
+        """Every projection scatters what it makes; what all ranks need whole is all-reduced, and so is its gradient."""
+        m, row, times = self.model, self.tokens * self.bytes, self.layer_passes
+        if self.residual == "seq":
+            self.there_and_back("tp", "all-to-all", row * m.d_model // self.tp, 2 * times)
+        wide, whole = [m.d_ff, m.d_ff, m.d_model, m.d_model], []
+        if m.attention == "gqa":
+            wide.append(m.heads * m.d_head)
+            (whole if self.whole_kv else wide).extend([m.kv_heads * m.d_head] * 2)
+        else:
+            wide += [m.heads * (m.d_head + m.d_rope), m.d_latent, m.heads * m.d_head, m.heads * m.d_head, m.d_latent_q]
+            whole.append(m.d_rope)
+            self.norm(self.tokens, times * (2 if m.d_latent_q else 1))
+        for width in wide:
+            self.there_and_back("tp", "reduce-scatter", row * width, times)
+        for width in whole:
+            for direction in ("forward", "backward"):
+                self.add("tp", "all-reduce", direction, row * width, times)
+
+    def embed_and_head(self) -> None:
+        head = self.shared_tokens * self.bytes * self.model.d_model
+        embedded = head * (1 if self.heads_between else self.pp)  # in the ticks the first rank embeds all
+        if self.embedding == "vocab_parallel":
+            self.there_and_back("tp", "reduce-scatter", embedded, 1)
+            self.there_and_back("tp", "all-gather", head, 1)
+        elif self.residual == "hidden":
+            self.there_and_back("tp", "all-to-all", embedded // self.tp, 1)
+            self.there_and_back("tp", "all-to-all", head // self.tp, 1)
+        if self.residual == "hidden":
+            self.norm(self.shared_tokens, 1)
+
+    def cross_entropy(self) -> None:
+        """Over a cut vocab, three numbers a token: the largest logit, the sum of exponentials, the label's logit."""
+        if self.embedding != "vocab_parallel":
+            return
+        calls = 1 if self.heads_between else self.microbatches
+        tokens = self.shared_tokens // calls
+        chunks = -(-tokens // self.chunk_tokens)
+        self.add("tp", "all-reduce", "forward", -(-tokens // chunks) * FLOAT32, 3 * chunks * calls)
+
+    # ---- data parallelism
+
+    def fsdp(self) -> None:
+        """Two gathers in the compute dtype and one reduce-scatter in float32: 3 (dp-1)/dp of the parameters' bytes in
+        float32; gathered once a step, one of each. The gradient of an embedding reads no table."""
+        once = self.gather == "step"
+        for entries, over_tp in self.kernels:
+            kernel, times = self.cut(entries, over_tp), self.layer_passes // (self.microbatches if once else 1)
+            self.add("dp", "all-gather", "forward", kernel * self.bytes, times)
+            self.add("dp", "all-gather", "recompute", kernel * self.bytes, 0 if once else times)
+            self.add("dp", "reduce-scatter", "backward", kernel * FLOAT32, times)
+        uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
+        if once:
+            uses = 1 if self.model.tied else 2
+        self.add("dp", "all-gather", "forward", self.table * self.bytes, uses)
+        self.add("dp", "reduce-scatter", "backward", self.table * FLOAT32, uses)
+
+    def replicated(self) -> None:
+        """Gradients of what several ranks hold are summed once a step, and so are the metrics."""
+        m, stage = self.model, self.model.layers // self.pp
+        for entries, over_tp in self.kernels:
+            if not over_tp:
+                self.add("tp", "all-reduce", "backward", stage * entries // self.dp * FLOAT32)
+        for entries, over_tp in self.scales:
+            axes = "dp" if over_tp else "dp tp"
+            self.add(axes, "all-reduce", "backward", stage * self.cut(entries, over_tp) * FLOAT32)
+        for _ in range(1 if m.tied else 2):
+            axes = "pp" if self.embedding == "vocab_parallel" else "pp tp"
+            self.add(axes, "all-reduce", "backward", self.table // self.dp * FLOAT32)
+        hidden = self.residual == "hidden"
+        self.add("pp dp" if hidden else "pp dp tp", "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
+        self.add("dp", "all-reduce", "forward", FLOAT32, 2)  # tokens, for the weight and for the metrics
+        losses = "pp dp" if self.embedding == "vocab_parallel" else "pp dp tp"
+        self.add(losses, "all-reduce", "forward", 2 * FLOAT32)
+
+    # ---- the pipeline
+
+    @property
+    def message(self) -> int:
+        """Bytes of a microbatch's activation, as a rank holds it."""
+        return self.tokens * self.model.d_model * self.bytes // self.tp
+
+    @property
+    def messages(self) -> int:
+        """In a tick every rank sends on what it has, in a V both ways round; between two ranks both ways are one."""
+        p, m, v = self.pp, self.microbatches, self.virtual
+        ticks = {
+            "gpipe": m + p - 1,
+            "one_f_one_b": m + 2 * (p - 1),
+            "zero_bubble": m + 2 * (p - 1),
+            "interleaved": v * m + (v + 1) * p - 2,
+            "zero_bubble_v": (2 * m + 5 * p - 3) * (1 if p == 2 else 2),
+        }
+        return 0 if p == 1 else ticks[self.schedule]
+
+    def pipeline(self) -> None:
+        for direction in ("forward", "backward"):
+            self.sent[("pp",), "permute", direction] += self.messages * self.message
+        outputs = self.microbatches * self.message
+        self.there_and_back("pp", "reduce-scatter", outputs, 1)  # of the last stage, shared for the head
+        if self.heads_between:
+            self.there_and_back("pp", "all-gather", outputs, 1)  # of the embedding, which ranks shared
+        if self.schedule in ("interleaved", "zero_bubble_v") and self.pp > 1:
+            self.layers_to_their_ranks()
+
+    def layers_to_their_ranks(self) -> None:
+        """Stored in another order than they run in, weights change ranks before the ticks, gradients after them."""
+        pieces = {"kernels": 0, "scales": 0}
+        for entries, over_tp in self.kernels:
+            pieces["kernels"] += self.cut(entries, over_tp) // self.dp
+        for entries, over_tp in self.scales:
+            pieces["scales"] += self.cut(entries, over_tp)
+        own = self.model.layers // self.pp
+        forward = pieces["kernels"] * self.bytes + pieces["scales"] * FLOAT32
+        self.add("pp", "all-to-all", "forward", own * forward)
+        self.add("pp", "all-to-all", "backward", own * FLOAT32 * (pieces["kernels"] + pieces["scales"]))
+
+    # ---- all of it
+
+    def total(self) -> Counter:
+        self.sent = Counter()
+        parts = (self.layers, self.embed_and_head, self.cross_entropy, self.fsdp, self.replicated, self.pipeline)
+        for part in parts:
+            part()
+        return +self.sent
