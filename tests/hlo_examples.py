@@ -117,8 +117,9 @@ dynamic_slice_sizes={10,4}
 
 %active (q.2: f32[40,4]) -> f32[10,4] {
   %q.2 = f32[40,4]{1,0:T(8,128)} parameter(0)
+  %table.1 = s8[1,1,1]{2,1,0} constant({...})
   %heads.1 = bf16[2,128,64]{2,1,0} constant({...})
-  %splash_mha_fwd_segmented = f32[40,4]{1,0} custom-call(%q.2, %heads.1, %heads.1, %heads.1), \
+  %splash_mha_fwd_segmented = f32[40,4]{1,0} custom-call(%table.1, %table.1, %heads.1, %heads.1, %heads.1, %q.2), \
 custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 128}"
 }}, metadata={op_name="jit(step)/while/body/F/cond/branch_1_fun/Block/attention/splash"}

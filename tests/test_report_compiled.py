@@ -20,7 +20,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.report.compiled import read_compiled, read_text
 from parallax.report.groups import axes_of, groups_of
-from parallax.report.links import route
+from parallax.report.links import one_way, route
 from parallax.report.shares import Share, name_of, shares_of
 from parallax.report.steptime import step_time
 from parallax.report.timeline import Branch, Loop
@@ -128,7 +128,7 @@ def test_branches_messages_fused_and_merged_collectives_and_kernels_are_read():
     assert total.merged == 3 and total.source == "jit(step)/norm/mul"
     assert read.cycles == 0.25 * 10 + 0.75 * 900 + 40
     (kernel,) = read.pallas_calls
-    assert kernel.operand_bytes == 640 + 3 * 2 * 128 * 64 * 2 and kernel.result_bytes == 640
+    assert kernel.operand_bytes == 640 + 3 * 2 * 128 * 64 * 2 + 2 and kernel.result_bytes == 640
     assert kernel.flops == 2 * 2 * 128 * 128 * (64 + 64) and kernel.source.endswith("attention/splash")
 
 
@@ -203,6 +203,26 @@ def test_links_follow_the_torus():
     assert route(apart, ("dp",), v5e).bandwidth == v5e.dcn_bandwidth
 
 
+def test_messages_share_the_links_that_they_pass():
+    square = [(x, y) for x in range(4) for y in range(4)]
+    v5e, line, mesh = CHIPS["TPU v5e"], 50e9, on_torus((1, 16, 1), square)
+    assert one_way(mesh, [(0, 1), (1, 2), (2, 3), (3, 0)], v5e) == line  # back along the other direction
+    assert one_way(mesh, [(0, 2), (1, 3)], v5e) == line / 2
+    snake = [(at, (at + 1) % 16) for at in range(16)]
+    assert one_way(mesh, snake, v5e) == line
+    ring = on_torus((1, 16, 1), [(0, at) for at in range(16)])
+    assert one_way(ring, snake, v5e) == line
+    assert one_way(ring, [(at, (at + 5) % 16) for at in range(16)], v5e) == line / 5
+
+
+def test_a_loop_that_the_compiler_unrolled_turns_less_often():
+    rising = "%get-tuple-element.2 = s32[]{:T(128)} get-tuple-element(%p.6), index=0"
+    sum_ = "%constant.9 = s32[] constant(2)\n  %add.7 = s32[] add(%get-tuple-element.2, %constant.9)"
+    unrolled = CHAIN.replace(rising, f"{rising}\n  {sum_}").replace("tuple(%get-tuple-element.2,", "tuple(%add.7,")
+    (made,) = read_text(with_cycles(unrolled), small_mesh(2, 4, 1)).collectives
+    assert made.count == 3
+
+
 def test_a_switch_gives_all_links_within_a_process():
     cards = [SimpleNamespace(process_index=at // 8) for at in range(16)]
     mesh = on_torus((1, 2, 8), [()] * 16)
@@ -229,7 +249,7 @@ def test_kernels_are_priced_apart_and_idle_ranks_are_the_bubble():
     read = read_text(with_cycles(PASS), small_mesh(2, 4, 1), {"F": Share(own=0.5, lockstep=1.0)})
     v5e = chip("v5e")._replace(ici_bandwidth=1e30)
     times = step_time(read, v5e, 1.0)
-    assert times.pallas_secs == pytest.approx((1280 + 3 * 2 * 128 * 64 * 2) / 819e9)
+    assert times.pallas_secs == pytest.approx((1280 + 3 * 2 * 128 * 64 * 2 + 2) / 819e9)
     without = step_time(read, v5e, 1.0, kernel_secs=lambda kernel: 0.0)
     assert without.pallas_secs == 0 and without.total_secs == pytest.approx(940 / 1.5e9)
     assert without.bubble == pytest.approx(1 - (0.5 * 910 + 40) / 940)

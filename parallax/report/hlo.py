@@ -91,29 +91,30 @@ class Module(NamedTuple):
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
         """How often a while loop of this computation turns; None where it depends on data.
 
-        From the compiler's own note, or from the constant that the loop's counter is compared with; the counter
-        rises by 1, as in all loops that JAX makes of a known length.
+        From the compiler's own note, or from the constants that its counter starts with, rises by (1 where the sum is
+        hidden in a fusion) and is compared with.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
-        condition = self.computations[loop.attribute("condition")]
+        condition, body = (self.computations[loop.attribute(name)] for name in ("condition", "body"))
         test = condition.root
         compare = self.computations[test.called[0]].root if test.kind == "fusion" else test
         if compare.kind != "compare" or compare.attribute("direction") != "LT" or len(test.operands) != 2:
             return None
-        counter, limit = (self._scalar(condition, name, caller, loop) for name in test.operands)
-        return None if limit is None else limit - (counter or 0)
-
-    def _scalar(self, condition: Computation, name: str, caller: Computation, loop: Instruction) -> int | None:
-        """A whole number that a condition reads: its own constant, or one that the loop is started with."""
-        one = condition.find(name)
-        if one is not None and one.kind == "get-tuple-element":
-            start = caller.find(loop.operands[0])
-            at = int(one.attribute("index"))
-            one = caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
-        if one is None or one.kind != "constant" or not re.fullmatch(r"-?\d+", one.literal):
+        counter, limit = map(condition.find, test.operands)
+        last = _whole_number(self._at_start(limit, caller, loop))
+        if last is None or counter is None or counter.kind != "get-tuple-element":
             return None
-        return int(one.literal)
+        first = _whole_number(self._at_start(counter, caller, loop)) or 0
+        return -(-(last - first) // _rise(body, int(counter.attribute("index"))))
+
+    def _at_start(self, one: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
+        """What a condition reads, before the first turn: its own constant, or what the loop is started with."""
+        if one is None or one.kind != "get-tuple-element":
+            return one
+        start = caller.find(loop.operands[0])
+        at = int(one.attribute("index"))
+        return caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
 
     def lines(self, one: Instruction) -> list[tuple[str, int]]:
         """File and line of the source that asked for it, innermost first."""
@@ -175,6 +176,20 @@ def _closed(after: str) -> tuple[str, str]:
     return after, ""
 
 
+def _whole_number(one: Instruction | None) -> int | None:
+    if one is None or one.kind != "constant" or not re.fullmatch(r"-?\d+", one.literal):
+        return None
+    return int(one.literal)
+
+
+def _rise(body: Computation, at: int) -> int:
+    """By how much the counter, at this place of what a loop carries, rises in a turn; unrolled loops skip turns."""
+    sum_ = body.find(body.root.operands[at]) if body.root.kind == "tuple" else None
+    if sum_ is None or sum_.kind not in ("add", "fusion"):
+        return 1
+    return next(filter(None, (_whole_number(body.find(name)) for name in sum_.operands)), 1)
+
+
 def _numbers(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
@@ -201,4 +216,4 @@ def float_dims(shape: str) -> list[tuple[int, ...]]:
     [(2, 3)]
     """
     floats = (dims for dtype, dims in ARRAY.findall(shape) if re.match(r"b?f\d", dtype))
-    return [tuple(int(dim) for dim in dims.split(",") if dim) for dims in floats]
+    return [tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim) for dims in floats]

@@ -1,6 +1,8 @@
 """How fast devices of a mesh exchange something: which links lie between them."""
 
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +49,36 @@ def closes(chip: Chip, extents: list[int], extent: int) -> bool:
     """Whether a dim of a slice of these extents is a ring."""
     fits = [size % chip.ring_multiple == 0 for size in extents]
     return all(fits) if chip.cube else extent % chip.ring_multiple == 0
+
+
+def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
+    """Bytes a second of each message, where all devices of these pairs send at once.
+
+    On a torus a message goes along one dim after the other, the shorter way round a ring, and those that share a link
+    share its bandwidth. A switch gives a card all of its links.
+    """
+    devices = mesh.devices.reshape(-1)
+    if any(_differ([devices[one], devices[other]], "slice_index") for one, other in pairs):
+        return chip.dcn_bandwidth
+    if not chip.torus_dims:
+        apart = any(_differ([devices[one], devices[other]], "process_index") for one, other in pairs)
+        return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
+    places, extents = _places(mesh, mesh.axis_names, list(devices))
+    rings = [closes(chip, extents, extent) for extent in extents]
+    load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
+    return chip.ici_bandwidth / max(load.values(), default=1)
+
+
+def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bool]) -> Iterator[tuple]:
+    """The links that a message takes, each as its chip, its dim and its direction."""
+    here = [int(at) for at in start]
+    for dim, goal in enumerate(map(int, end)):
+        way = 1 if goal > here[dim] else -1
+        if rings[dim] and 2 * abs(goal - here[dim]) > extents[dim]:
+            way = -way
+        while here[dim] != goal:
+            yield *here, dim, way
+            here[dim] = (here[dim] + way) % extents[dim]
 
 
 def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from parallax.chips import Chip
 from parallax.errors import ConfigError
 from parallax.report.compiled import Compiled
-from parallax.report.links import Route, route
+from parallax.report.links import Route, one_way, route
 from parallax.report.timeline import Begin, Branch, Call, Compute, End, Kernel, Loop
 
 
@@ -38,11 +38,12 @@ def step_time(
     """The time of one step, with `model_flops` a device.
 
     Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
-    A collective takes its bytes over its links' bandwidth (see `route`); those of the same axes follow each other. What
-    compute between its start and its end does not cover is exposed. Pallas calls, to which the compiler gives no
-    cycles, take `kernel_secs(kernel)`: by default the longer of their stated FLOPs at peak and of reading operands and
-    writing results once; `lambda kernel: 0.0` leaves them out. Raises ConfigError where the program has no cycles,
-    as on backends other than TPU.
+    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
+    axes follow each other, but messages in two directions travel at once. What compute between its start and its end
+    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take `kernel_secs(kernel)`: by
+    default the longer of their FLOPs at peak and of reading operands and writing results once, which no kernel beats;
+    `lambda kernel: 0.0` leaves them out. Raises ConfigError where the program has no cycles, as on backends other than
+    TPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
@@ -66,13 +67,6 @@ def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
     return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
 
 
-def collective_secs(call: Call, found: Route, chip: Chip) -> float:
-    """How long one call takes with the links to itself. A message to a neighbour goes over one of them."""
-    if call.kind == "permute":
-        return call.bytes / min(found.bandwidth, chip.ici_bandwidth)
-    return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
-
-
 class Clock:
     """Runs through a timeline as a device does, and tells where its time goes."""
 
@@ -83,14 +77,14 @@ class Clock:
     def run(self, events: list) -> Counter:
         """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
         spent: Counter = Counter()
-        free: dict[tuple[str, ...], float] = {}  # when the links of these axes have done all that has begun
+        free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
         for event in events:
             now = sum(spent.values())
             if isinstance(event, Begin):
-                axes = event.call.axes
-                free[axes] = max(now, free.get(axes, 0.0)) + self._secs(event.call)
-                ready[event.call.op] = free[axes], "+".join(axes)
+                links = event.call.axes, event.call.shift
+                free[links] = max(now, free.get(links, 0.0)) + self._secs(event.call)
+                ready[event.call.op] = free[links], "+".join(event.call.axes)
             elif isinstance(event, End) and event.op in ready:
                 done, axes = ready.pop(event.op)
                 spent[axes] += max(0.0, done - now)
@@ -113,6 +107,10 @@ class Clock:
         return {}
 
     def _secs(self, call: Call) -> float:
+        """How long one call takes with the links to itself."""
+        if call.pairs:
+            return call.bytes / one_way(self.mesh, call.pairs, self.chip)
         if call.axes not in self._routes:
             self._routes[call.axes] = route(self.mesh, call.axes, self.chip)
-        return collective_secs(call, self._routes[call.axes], self.chip)
+        found = self._routes[call.axes]
+        return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from parallax.layers.kernels import kernel_flops
@@ -18,6 +19,7 @@ PROJECT = "parallax/"
 class Call(NamedTuple):
     """A collective of the compiled program; `bytes` are what a device sends in one call of it.
 
+    `pairs` are a permutation's senders and receivers, none for other collectives.
     `merged` are the arrays that it moves together. `source` is the operation's name in the traced program, and where
     the compiler dropped that, its operand's; `line` is the innermost of this project's.
     """
@@ -27,8 +29,14 @@ class Call(NamedTuple):
     axes: tuple[str, ...]
     bytes: int
     merged: int
+    pairs: tuple[tuple[int, ...], ...]
     source: str
     line: str
+
+    @property
+    def shift(self) -> int:
+        """How many devices further a permutation's messages go, most of them; 0 for other collectives."""
+        return int(np.median([receiver - sender for sender, receiver in self.pairs])) if self.pairs else 0
 
 
 class Compute(NamedTuple):
@@ -169,8 +177,6 @@ class Reader:
         kind = piece.kind.removesuffix("-start")
         groups = groups_of(piece.rest, self.mesh.size)
         axes, members = axes_of(groups, self.sizes), len(groups[0])
-        if kind == "collective-permute":
-            axes, members = axes_of([pair for pair in groups if pair[0] != pair[1]], self.sizes), 0
         operand = sum(shape_bytes(_shape(home, name)) for name in piece.operands)
         if kind == "all-reduce" and "all-reduce-scatter" in home.name:
             kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
@@ -180,6 +186,7 @@ class Reader:
             axes,
             sent_bytes(KINDS[kind], operand, members),
             len(piece.operands) if kind != "all-to-all" else 1,
+            tuple(groups) if kind == "collective-permute" else (),
             *self._origin(piece, outer, caller),
         )
 
@@ -196,9 +203,7 @@ class Reader:
 
     def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
         shapes = [_shape(computation, name) for name in one.operands]
-        # The compiler drops dims of 1 in front.
-        floats = [(1,) * (4 - len(dims)) + dims for shape in shapes for dims in float_dims(shape) if len(dims) > 2]
-        flops = kernel_flops(one.name, floats) or 0
+        flops = kernel_flops(one.name, [dims for shape in shapes for dims in float_dims(shape)]) or 0
         return Kernel(one.name, one.op_name, sum(map(shape_bytes, shapes)), shape_bytes(one.shape), flops)
 
 
