@@ -34,8 +34,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def nothing_kept_between_runs():
-    """jaxlib 0.10.2 on CPU loads a program with interpreted kernels from the cache as one whose collectives meet in
-    any order: it hangs, or gives NaN. As it is compiled, it is right."""
+    """Programs as large as these, with either kernel, are right as XLA compiles them for CPUs; loaded from the cache
+    they hang or give NaN (jaxlib 0.10.2 and 0.12.0.1), as if their collectives met in another order."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)
@@ -240,13 +240,14 @@ def counted(equation):
     return a_block * int(np.prod(rows_and_heads)) * queries * (keys + 1) // 2
 
 
-def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run():
-    (q, k, v), segments = heads(seq=384, d_qk=96, d_v=64)  # three blocks a side
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows):
+    (q, k, v), segments = heads(rows=rows, seq=384, d_qk=96, d_v=64)  # three blocks a side
     run = lambda q, k, v: value_and_pulled(lambda q, k, v: causal_attention(q, k, v, segments, scale=0.1), (q, k, v))  # noqa: E731
     kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
     assert [e.params["name"].split("_")[2] for e in kernels] == ["fwd", "dkv", "dq"]
     for equation in kernels:
-        shapes = [var.aval.shape for var in equation.invars]
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
         assert kernel_flops(equation.params["name"], shapes) == counted(equation)
     assert kernel_flops("another", []) is None
 

@@ -7,6 +7,7 @@ vary is the sum, and the forward and the backward pass are each a program of one
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -163,10 +164,14 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
     return 2 * scores * widths[part]
 
 
-def kernel_flops(name: str, operand_shapes: Sequence[Sequence[int]]) -> int | None:
-    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's."""
+def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
+    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's.
+
+    `float_shapes` are those of its operands that are not of whole numbers, in order; a batch of one row may be left out.
+    """
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None
-    q, _, v, *_ = (shape for shape in operand_shapes if len(shape) == 4)
-    return attention_flops(part[1], rows=q[0], heads=q[1], seq=q[2], d_qk=q[3], d_v=v[3])
+    q, _, v, *_ = float_shapes
+    *rows, heads, seq, d_qk = q
+    return attention_flops(part[1], rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=v[-1])
