@@ -167,7 +167,7 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
     """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's.
 
-    `float_shapes` are those of its operands that are not of whole numbers, in order; a batch of one row may be left out.
+    `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
     """
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
