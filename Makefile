@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-all lint format clean
+.PHONY: setup train test test-all golden lint format clean
 
 setup: $(STAMP)
 
@@ -21,6 +21,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+golden: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python tests/goldens.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

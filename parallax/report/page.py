@@ -75,9 +75,7 @@ def memory(report: Any) -> Iterator[str]:
         yield from bar_row(name.replace("_", " "), [("model", size / most)], in_bytes(size))
     yield from bar_row("together", [("model", report.peak / most)], in_bytes(report.peak), kind="sum")
     for name, mine, theirs in beside:
-        yield from bar_row(
-            f"compiler's {name}", [("theirs", theirs / most)], in_bytes(theirs), difference(mine, theirs)
-        )
+        yield from bar_row(f"compiler: {name}", [("theirs", theirs / most)], in_bytes(theirs), difference(mine, theirs))
     yield "</div>"
 
 

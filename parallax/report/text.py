@@ -87,7 +87,7 @@ def memory(report: Any) -> Iterator[str]:
     yield ""
     rows = [[name.replace("_", " "), in_bytes(size), "", ""] for name, size in report.memory.items()]
     if report.compiled is None:
-        yield from table(["", "predicted"], [row[:2] for row in [*rows, ["peak", in_bytes(report.peak)]]], left=1)
+        yield from table(["", "predicted"], [row[:2] for row in [*rows, ["together", in_bytes(report.peak)]]], left=1)
         return
     for name, mine, theirs in report.beside_compiler():
         rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])

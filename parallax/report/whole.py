@@ -24,6 +24,7 @@ from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainStep, abstract_state, make_train_step
 
+GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
 LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
 
 
@@ -31,8 +32,8 @@ LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JS
 class Report:
     """A report as plain data. It prints as text; notebooks show it as a page.
 
-    `sent` is what a device sends for loss and gradients, `memory` the predicted bytes on a device by component, `peak`
-    the most at any moment. `compiled` is None where nothing was compiled, and `compiled_for` says for what, or why not.
+    `sent` is what a device sends for loss and gradients, `memory` the predicted bytes on a device by component, at the
+    moment when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
     """
 
     name: str
@@ -44,7 +45,6 @@ class Report:
     sent: tuple[Sent, ...]
     flops: Flops
     memory: dict[str, int]
-    peak: int
     compiled: Compiled | None
     compiled_for: str
 
@@ -57,18 +57,21 @@ class Report:
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
+    @property
+    def peak(self) -> int:
+        """Predicted bytes on a device, all components together."""
+        return sum(self.memory.values())
+
     def beside_compiler(self) -> list[tuple[str, int, int]]:
-        """Label, predicted bytes and the compiler's, of what both say."""
-        arguments, theirs = self.memory["parameters"] + self.memory["optimizer"], self.compiled
-        return [
-            ("arguments", arguments, theirs.arguments),
-            ("temporaries", self.peak - arguments, theirs.temporaries),
-            ("peak", self.peak, theirs.peak),
-        ]
+        """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
+        arguments = sum(size for name, size in self.memory.items() if name in GIVEN)
+        made = self.compiled
+        together = made.arguments + made.temporaries + made.outputs - made.aliased
+        return [("arguments", arguments, made.arguments), ("together", self.peak, together)]
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
-        plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices}
+        plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
         plain["sent"] = [one._asdict() for one in self.sent]
         plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
         if self.compiled is not None:
@@ -126,7 +129,6 @@ def report(
         sent=tuple(step_collectives(model, rows, seq)),
         flops=step_flops(model, rows, seq, entries=entries),
         memory=dict(planned._asdict()),
-        peak=sum(planned),
         compiled=made,
         compiled_for=made_for,
     )

@@ -1,0 +1,18 @@
+"""What each config sends, computes and holds is kept in tests/golden; a change of it is a diff there."""
+
+import difflib
+
+import goldens
+import pytest
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_a_config_sends_what_it_did(name):
+    path = goldens.FOLDER / f"{name}.txt"
+    kept, now = path.read_text().splitlines(), goldens.golden(name).splitlines()
+    diff = "\n".join(difflib.unified_diff(kept, now, f"tests/golden/{name}.txt", "now", lineterm="", n=1))
+    assert not diff, f"if this is meant, `make golden` writes it down:\n{diff}"
+
+
+def test_no_golden_is_of_a_config_that_is_gone():
+    assert sorted(path.stem for path in goldens.FOLDER.glob("*.txt")) == goldens.NAMES
