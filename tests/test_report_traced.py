@@ -171,6 +171,14 @@ def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
         assert by_module("none", direction) == by_module("layer", direction) == by_module("stage", direction)
 
 
+def test_weights_gathered_ahead_are_the_same_messages_in_the_same_directions():
+    plain, ahead = (
+        totals(step_collectives(step(remat="layer", prefetch=prefetch), ROWS, SEQ), "axes", "kind", "direction")
+        for prefetch in (0, 1)
+    )
+    assert plain == ahead and plain[("dp",), "all-gather", "recompute"] > 0
+
+
 def test_flops_are_told_apart_by_direction():
     model, at = step(remat="layer"), dict.fromkeys(AXES, 0)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((ROWS, SEQ), "int32"))

@@ -42,7 +42,7 @@ class Gradients:
 
     def _outputs(self, equation: JaxprEqn, outer: str, given: Set[int]) -> Set[int]:
         origin, name = Origin.of(equation, outer, bool(given)), equation.primitive.name
-        if origin.is_forward:
+        if origin.makes_no_gradient:
             return set()
         if name == "cond":
             sides = (closed(branch).jaxpr for branch in equation.params["branches"])

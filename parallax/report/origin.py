@@ -15,6 +15,7 @@ LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "pl
 # Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
 SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
+WAITING = "parallax/pipeline/simulated.py"  # holds an array back until a gradient is there
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 
 
@@ -35,8 +36,13 @@ class Origin(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Whether this is forward's by its scope, even if it waits for a gradient."""
+        """Whether this is forward's by its scope."""
         return _scope(self.stack) == "forward"
+
+    @property
+    def makes_no_gradient(self) -> bool:
+        """Whether what this returns is made of no gradient, even if it waits for one."""
+        return self.is_forward or self.source.startswith(WAITING)
 
     @property
     def direction(self) -> str:
