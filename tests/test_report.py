@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -227,3 +229,35 @@ def test_a_vocab_that_waits_for_a_tokenizer_is_the_one_that_it_will_have(in_root
     quick, _ = read_command(["report", QUICKSTART], {})
     assert likely_entries(quick.data) == 1024
     assert likely_entries(dataclasses.replace(quick.data, tokenizer="bytes")) == 257
+
+
+# ---- the docs
+
+
+def block(command):
+    """What docs/report.md says that a command prints, by words: columns and line numbers may move."""
+    text = (ROOT / "docs" / "report.md").read_text()
+    lines = text[text.index(f"    $ {command}\n") :].splitlines()[1:]
+    end = next(at for at, line in enumerate(lines) if line and not line.startswith("    "))
+    return words("\n".join(lines[:end]))
+
+
+def words(text):
+    return [re.sub(r"\.py:\d+$", ".py", word) for word in text.split()]
+
+
+def test_the_docs_show_what_the_command_prints(in_root, capsys):
+    assert main(["report", QUICKSTART, "--trace_only"]) == 0
+    assert words(capsys.readouterr().out) == block(
+        "python -m parallax.report --config=configs/quickstart.py --trace_only"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="the docs show what this version's compiler makes")
+def test_the_docs_show_what_the_compiler_makes():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "parallax.report", QUICKSTART]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    shown = ended.stdout[ended.stdout.index("Memory of a device") :]
+    assert ["...", *words(shown)] == block("python -m parallax.report --config=configs/quickstart.py")
