@@ -63,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
+    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
     parser.add_argument("--save", metavar="FOLDER")
     return parser.parse_args()
 
@@ -108,8 +109,9 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     array = jax.ShapeDtypeStruct((config.data.global_batch, args.seq), "int32", sharding=model.batch_sharding)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), array)
+    options = dict(option.split("=", 1) for option in args.options)
     started = time.perf_counter()
-    compiled = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile()
+    compiled = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile(compiler_options=options)
     compile_secs = time.perf_counter() - started
     read = read_compiled(compiled, mesh, shares_of(model.schedule))
     tokens = config.data.global_batch * args.seq / mesh.size
