@@ -66,18 +66,10 @@ def promised(thing, variant, facts, **others):
 # ---- layers of the residual stream
 
 LAYERS = {
-    "norm": None,
-    "mlp": "family",
-    "gqa": "family",
-    "gqa_bias": "family",
-    "gqa kv_heads": "family",
-    "mla": "family",
-    "mla_latent_queries": "family",
-    "embedding_vocab_parallel": "vocab_parallel",
-    "embedding_all_to_all": "all_to_all",
-    "head_vocab_parallel": "vocab_parallel",
-    "head_all_to_all": "all_to_all",
+    "norm": "",
+    **dict.fromkeys(["mlp", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
 }
+LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in ("vocab_parallel", "all_to_all")}
 
 
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
@@ -99,7 +91,7 @@ def test_a_layer_sends_what_it_says(name, family, residual):
     }
     found = sent(call(layer, rope), (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
     variant = family if LAYERS[name] == "family" else LAYERS[name]
-    assert found == promised(type(layer), variant or "", facts)
+    assert found == promised(type(layer), variant, facts)
 
 
 def test_a_block_sends_what_its_parts_send():
@@ -224,13 +216,16 @@ def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
 
 CUT, WHOLE = "batch/dp seq d_model/tp", "batch/dp seq d_model"
 OVER_SEQ = "batch/dp seq/tp d_model"
-RESHARD = {
-    "`after` cuts over it": False,
-    "`after` does not": False,
-    "it changes its dim": False,
-    "it goes": False,
-    "it comes and x does not vary over it": False,
-}
+RESHARD = dict.fromkeys(
+    [
+        "`after` cuts over it",
+        "`after` does not",
+        "it changes its dim",
+        "it goes",
+        "it comes and x does not vary over it",
+    ],
+    False,
+)
 COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x varies over every axis
     ("all_gather", lambda x: moves.all_gather(f"{CUT} -> {WHOLE}", x), CUT, {}, True),
     ("reduce_scatter", lambda x: moves.reduce_scatter(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
