@@ -195,10 +195,8 @@ def test_the_pipelines_ends_send_what_they_say(schedule, ends, variant, times):
     for one in step_collectives(model, 64, 16):
         if one.source.startswith(inspect.getmodule(ends).__name__.replace(".", "/")):
             found[one.direction, one.kind.replace("-", "_"), *one.axes] += one.count
-    said = Counter()
-    for direction in ("forward", "backward"):
-        for (kind, axis), count in expected(getattr(section, direction), {}).items():
-            said[direction, kind, axis] = count * times
+    both = ((way, expected(getattr(section, way), {})) for way in ("forward", "backward"))
+    said = {(way, *key): count * times for way, counts in both for key, count in counts.items()}
     assert found == said
 
 
@@ -277,29 +275,25 @@ def silent(modules):
 
 
 def test_every_layer_says_what_it_sends():
-    class Silent(nn.Module):
-        """It sends something."""
-
-    class Heir(Dense):
-        pass
-
+    Silent = type("Silent", (nn.Module,), {"__doc__": "It sends something."})
+    Heir = type("Heir", (Dense,), {})
     assert silent([Silent, Heir, MLA]) == ["Silent", "Heir"]
     assert len(list(modules_of(layers))) >= 10 and silent(modules_of(layers)) == []
 
 
 def test_every_collective_has_a_case_here():
-    public = {name for name, thing in inspect.getmembers(moves, inspect.isfunction)
-              if thing.__module__ == moves.__name__ and not name.startswith("_") and name != "offset"
-              and inspect.signature(thing).return_annotation is jax.Array}  # fmt: skip
+    functions = {name: thing for name, thing in inspect.getmembers(moves, inspect.isfunction)
+                 if thing.__module__ == moves.__name__ and not name.startswith("_")}  # fmt: skip
+    public = {name for name, f in functions.items() if inspect.signature(f).return_annotation is jax.Array}
     assert public == {case[0] for case in COLLECTIVES}
 
 
 def test_sections_are_read_as_they_are_written():
     section = sections(type(residual_layers(SEQ_CUT, FAMILIES["scatter"])["mlp"]))["scatter"]
-    assert section.forward == [
-        Item("all_to_all", 1, "tp", "it is cut over seq"),
-        Item("reduce_scatter", 3, "tp", None),
-    ]
+    first, second = section.forward
+    assert first == Item("all_to_all", 1, "tp", "it is cut over seq") and second == Item(
+        "reduce_scatter", 3, "tp", None
+    )
     assert [item.kind for item in section.backward] == ["all_to_all", "all_gather"]
     with pytest.raises(KeyError, match="cut over seq"):
         expected(section.forward, {})
