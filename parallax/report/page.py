@@ -6,7 +6,7 @@ from typing import Any
 
 from parallax.report.rows import DIRECTIONS, FLOPS_LABELS, by_axis_and_kind, by_place, shares_of_flops
 from parallax.report.style import STYLE
-from parallax.report.text import made_cells, made_notes, place_cells
+from parallax.report.text import executed, made_cells, made_notes, place_cells
 from parallax.units import in_bytes, in_flops, percent
 
 Part = tuple[str, float]  # a colour's class, and a share of the whole bar
@@ -81,9 +81,9 @@ def memory(report: Any) -> Iterator[str]:
 
 def flops(report: Any) -> Iterator[str]:
     """One bar of all FLOPs, and what its parts are."""
-    executed, ceiling = in_flops(report.flops.executed), percent(report.flops.ceiling)
+    ceiling = percent(report.flops.ceiling)
     yield "<h2>What a device computes</h2>"
-    yield f"<p>{executed} are executed in a step; MFU is at most {ceiling}, the share of the model's own.</p>"
+    yield f"<p>{escape(executed(report))} MFU is at most {ceiling}, the share of the model's own.</p>"
     rows = shares_of_flops(report.flops)
     names = {label: name for name, label in FLOPS_LABELS.items()}
     yield bar([(names[label], share) for label, _, share in rows], "tall", "flops")

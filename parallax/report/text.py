@@ -78,7 +78,15 @@ def flops(report: Any) -> Iterator[str]:
     yield ""
     rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
     yield from table(["", "FLOPs", "share"], rows, left=1)
-    yield f"executed {in_flops(report.flops.executed)}; MFU is at most {percent(report.flops.ceiling)}."
+    yield f"{executed(report)} MFU is at most {percent(report.flops.ceiling)}."
+
+
+def executed(report: Any) -> str:
+    """What a device executes, as traced and as compiled."""
+    traced = f"A device executes {in_flops(report.flops.executed)}"
+    if report.compiled_flops is None:
+        return f"{traced}."
+    return f"{traced}; in the compiled program, with the optimizer's, {in_flops(report.compiled_flops)}."
 
 
 def memory(report: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from parallax.optimizer import make_optimizer
 from parallax.report.compiled import Compiled, read_compiled
 from parallax.report.flops import Flops, step_flops
 from parallax.report.page import page
+from parallax.report.products import compiled_flops
 from parallax.report.shares import shares_of
 from parallax.report.text import text
 from parallax.report.traced import INPUTS, Sent, step_collectives
@@ -34,6 +35,7 @@ class Report:
 
     `sent` is what a device sends for loss and gradients, `memory` the predicted bytes on a device by component, at the
     moment when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
+    `compiled_flops` are those that an average device executes of the compiled program.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Report:
     memory: dict[str, int]
     compiled: Compiled | None
     compiled_for: str
+    compiled_flops: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -118,7 +121,10 @@ def report(
     rows, seq = _shape_of(step, batch)
     model = step.model
     planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
-    made, made_for = _compile(step, rows, seq) if compiled else (None, "")
+    made, made_for, shares = None, "", shares_of(model.schedule)
+    if compiled and isinstance(model.mesh, Mesh):
+        made = read_compiled(_compile(step, rows, seq), model.mesh, shares)
+        made_for = f"{model.mesh.size} x {model.mesh.devices.flat[0].device_kind}"
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),
@@ -131,6 +137,7 @@ def report(
         memory=dict(planned._asdict()),
         compiled=made,
         compiled_for=made_for,
+        compiled_flops=made and compiled_flops(made.text, shares),
     )
 
 
@@ -158,11 +165,6 @@ def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
     return shape
 
 
-def _compile(step: TrainStep, rows: int, seq: int) -> tuple[Compiled | None, str]:
-    mesh = step.model.mesh
-    if not isinstance(mesh, Mesh):
-        return None, ""
+def _compile(step: TrainStep, rows: int, seq: int) -> jax.stages.Compiled:
     array = jax.ShapeDtypeStruct((rows, seq), "int32", sharding=step.model.batch_sharding)
-    program = step.lower(abstract_state(step.model, step.tx), dict.fromkeys(INPUTS, array)).compile()
-    device = mesh.devices.flat[0]
-    return read_compiled(program, mesh, shares_of(step.model.schedule)), f"{mesh.size} x {device.device_kind}"
+    return step.lower(abstract_state(step.model, step.tx), dict.fromkeys(INPUTS, array)).compile()

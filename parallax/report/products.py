@@ -1,0 +1,106 @@
+"""FLOPs of the matrix products in a compiled program, as often as an average device runs them."""
+
+import math
+import re
+from collections.abc import Iterator
+
+from parallax.layers.kernels import kernel_flops
+from parallax.report.hlo import Computation, Instruction, Module, float_dims, parse
+from parallax.report.shares import Shares, name_of
+
+CALLS = ("fusion", "call", "async-start")
+
+
+def compiled_flops(text: str, shares: Shares | None = None) -> float:
+    """FLOPs that an average device executes, 2 for each multiply-add, of a program as text.
+
+    Loops turn as often as they say, once where that depends on data; branches are taken as `shares` say, and the
+    dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
+    """
+    module = parse(text)
+    return Products(module, shares or {}).of(module.entry)
+
+
+class Products:
+    """Adds FLOPs up, each computation once."""
+
+    def __init__(self, module: Module, shares: Shares):
+        self.module, self.shares = module, shares
+        self._known: dict[str, float] = {}
+
+    def of(self, name: str) -> float:
+        """Those of one computation and all that it calls."""
+        if name not in self._known:
+            home = self.module.computations[name]
+            self._known[name] = sum(self._flops(one, home) for one in home.instructions)
+        return self._known[name]
+
+    def _flops(self, one: Instruction, home: Computation) -> float:
+        if one.kind == "dot":
+            return _dot(one, home)
+        if one.kind == "convolution":
+            return _convolution(one, home)
+        if one.kind == "custom-call":
+            return _kernel(one, home)
+        if one.kind == "while":
+            return (self.module.trips(one, home) or 1) * self.of(one.attribute("body"))
+        if one.kind == "conditional":
+            return self._branch(one)
+        return sum(map(self.of, one.called)) if one.kind in CALLS else 0
+
+    def _branch(self, one: Instruction) -> float:
+        sides = list(map(self.of, one.called))
+        share = self.shares.get(name_of(one.op_name))
+        if share is None or len(sides) != 2:
+            return max(sides)
+        return (1 - share.own) * sides[0] + share.own * sides[1]
+
+
+def _dot(one: Instruction, home: Computation) -> int:
+    left = _dims(home, one.operands[0])
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
+    return 2 * math.prod(_array(one.shape)) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def _convolution(one: Instruction, home: Computation) -> int:
+    """The TPU compiler writes products as convolutions; batch dims become spatial ones, with zeros between."""
+    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
+    sizes = dict(zip(left, _dims(home, one.operands[0]))), dict(zip(right, _dims(home, one.operands[1])))
+    result = dict(zip(out, _array(one.shape)))
+    pairs = (
+        _pairs(sizes[0][dim], sizes[1][dim], result[dim], window)
+        for dim, window in zip(sorted(filter(str.isdigit, out)), _windows(one.rest))
+    )
+    return 2 * result["b"] * result["f"] * sizes[1]["i"] * math.prod(pairs)
+
+
+def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """Pairs of places in the output and the kernel that meet an entry of the input, along one dim."""
+    stride, spread, apart = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    places = (at * stride + k * apart - low for at in range(out) for k in range(kernel))
+    return sum(place % spread == 0 and 0 <= place < size * spread for place in places)
+
+
+def _windows(rest: str) -> Iterator[dict[str, str]]:
+    """The window's numbers, one dim after the other."""
+    found = re.search(r"window=\{([^}]*)\}", rest)
+    given = dict(part.split("=") for part in found[1].split()) if found else {}
+    yield from ({name: value.split("x")[at] for name, value in given.items()} for at in range(_rank(given)))
+
+
+def _rank(window: dict[str, str]) -> int:
+    return len(window["size"].split("x")) if window else 0
+
+
+def _kernel(one: Instruction, home: Computation) -> int:
+    shapes = [dims for name in one.operands for dims in float_dims(home.find(name).shape) if len(dims) > 2]
+    return kernel_flops(one.name, [(1,) * (4 - len(dims)) + tuple(dims) for dims in shapes]) or 0
+
+
+def _dims(home: Computation, name: str) -> list[int]:
+    return _array(home.find(name).shape)
+
+
+def _array(shape: str) -> list[int]:
+    return [int(size) for size in re.search(r"\[([\d,]*)\]", shape)[1].split(",") if size]
