@@ -4,13 +4,19 @@ python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
 python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
 """
 
-import dataclasses
+import os
 import sys
+
+# Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+if any(argument.startswith("--topology") for argument in sys.argv):
+    # The chips are not here: nobody on the network is asked for them, and another process may plan at the same time.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
 from parallax.command import usage as usage_of
@@ -81,7 +87,6 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
     """The settings with every mesh axis a number, and the place that they run on; ConfigError where they do not fit."""
     if topology is not None:
         place = read_topology(topology)
-        jax.config.update("jax_platforms", "cpu")  # whatever this machine has is not asked for
     else:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)

@@ -3,10 +3,11 @@
     step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
 
 *Work* is the sum over matrix products of the longer of FLOPs over the chip's peak and bytes of factors and result over
-its memory bandwidth; what is between products is taken to be fused with them. *Bubble* is the schedule's in lockstep,
-a recomputed pass counted as a forward one. *Messages* are the traced collectives over the links of their axes; gathers
-of weights over dp are hidden as far as the work lasts, all others exposed. The *update* reads and writes parameters and
-optimizer state, and reads gradients, at memory bandwidth.
+its memory bandwidth, and over reductions of reading what they reduce twice, for what comes after waits for the result;
+all else is taken to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward
+one. *Messages* are the traced collectives over the links of their axes. Gathers over dp hide as far as the work lasts,
+and with fsdp.prefetch=1 so do sums of gradients over dp; all others are exposed. The *update* reads and writes
+parameters and optimizer state, and reads gradients, at memory bandwidth.
 """
 
 import math
@@ -16,6 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from parallax.budget import BATCH_ARRAYS, Memory, flops_per_token, memory
@@ -31,12 +33,11 @@ from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state
 
-# What the TPU compiler starts early by itself, so that work runs meanwhile; it leaves sums of gradients as they are.
-HIDDEN = ("all-gather", ("dp",))
+REDUCTIONS = ("reduce_sum", "reduce_max")
 
 
 class Product(NamedTuple):
-    """A matrix product of one shape: FLOPs, bytes of factors and result, and how often a device runs it in a step."""
+    """A matrix product of one shape, or a reduction: FLOPs, bytes through memory, runs of a device in a step."""
 
     flops: int
     bytes: int
@@ -140,7 +141,7 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         if not one.bytes:
             continue
         bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
-        hides = (one.kind, one.axes) == HIDDEN and not place.shared
+        hides = one.axes == ("dp",) and (one.kind == "all-gather" or settings.fsdp.prefetch > 0) and not place.shared
         ticking = one.count >= settings.pipeline.microbatches > 1
         found.append(Message(" ".join(one.axes), one.total_bytes / bandwidth, hides, ticking))
     return found
@@ -176,17 +177,23 @@ def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs
 
 
 def _product(equation: JaxprEqn, origin: Origin) -> Counter:
-    if equation.primitive.name not in ("dot_general", "pallas_call"):
+    name, shapes = equation.primitive.name, [var.aval.shape for var in equation.invars]
+    moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in (*equation.invars, *equation.outvars))
+    if name in REDUCTIONS:
+        return Counter({Product(0, 2 * moved, origin.direction, 0): 1})
+    if name == "pallas_call":
+        flops = _kernel_flops(equation)
+    elif name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        flops = 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[0][dim] for dim in contracted)
+    else:
         return Counter()
-    arrays = [var.aval for var in (*equation.invars, *equation.outvars)]
-    moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    return Counter({Product(_flops(equation), moved, origin.direction, 0): 1})
+    return Counter({Product(flops, moved, origin.direction, 0): 1})
 
 
-def _flops(equation: JaxprEqn) -> int:
-    shapes = [var.aval.shape for var in equation.invars]
-    if equation.primitive.name == "pallas_call":
-        return kernel_flops(equation.params["name"] or "", shapes) or 0
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    terms = math.prod(shapes[0][dim] for dim in contracted)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * terms
+def _kernel_flops(equation: JaxprEqn) -> int:
+    """FLOPs of a kernel of this project; of another one they are not known, and its bytes alone count."""
+    floats = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    # JAX leaves out the dim of rows where there is one.
+    shapes = [(1,) * (4 - len(shape)) + shape for shape in floats if len(shape) > 2]
+    return kernel_flops(equation.params["name"] or "", shapes) or 0

@@ -50,7 +50,7 @@ class Bounds:
     def _work_secs(self, choice: Choice) -> float:
         model, tokens = self.settings.model, self.tokens / self.place.devices
         rate, bandwidth = self.place.matmul_rate(model.dtype), self.place.chip.hbm_bandwidth
-        flops = self.flops - self._attention_flops + (choice.remat != "none") * 2 * self._made_again
+        flops = self.flops - self._attention_flops + 2 * self._made_again(choice)
         scores = SCORES_MOVED * self._itemsize * model.layers * model.heads * self.settings.data.seq
         attention = self._attention_flops / rate
         if model.kernel == "xla":  # all scores are computed, and pass through memory
@@ -63,28 +63,29 @@ class Bounds:
         kernels = self._layers + self.settings.model.vocab * self.settings.model.d_model
         return self.flops - FLOPS_PER_WEIGHT * kernels
 
-    @property
-    def _made_again(self) -> float:
+    def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that are run once more for each token if layers are recomputed."""
-        if self.settings.pipeline.remat == "stage" or self.settings.model.layers < 2:
+        if choice.remat != "layer":
             return 0.0
         return self.parameters["attention"] + (1 - DOWN) * self.parameters["mlp"]
 
     def _gradient_secs(self, choice: Choice) -> float:
-        """The gradients of the layers are summed over dp once, or for each microbatch, in the compute dtype."""
+        """The layers' gradients are summed over dp once, or for each microbatch, in the compute dtype or wider."""
+        if choice.prefetch:
+            return 0.0  # all of it may hide
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
         times = choice.microbatches if choice.gather == "microbatch" else 1
         sent = times * (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp) * self._itemsize
         return sent / self.place.bandwidth(sizes, ["dp"])
 
     def _residual_secs(self, settings: Settings) -> float:
-        """Columns then rows: each of a layer's two branches gathers its input and scatters its output, both ways."""
+        """Columns then rows: a layer's two branches gather their inputs and scatter their outputs, forward and back."""
         sizes, model = settings.mesh.sizes, settings.model
         if sizes["tp"] == 1 or settings.layout.tensor_parallel != "column_row":
             return 0.0
         share = (sizes["tp"] - 1) / sizes["tp"]
         tokens = self.tokens / sizes["dp"] * model.layers / sizes["pp"]
-        sent = 4 * share * tokens * model.d_model * self._itemsize
+        sent = 8 * share * tokens * model.d_model * self._itemsize
         return sent / self.place.bandwidth(sizes, ["tp"])
 
     def _bytes(self, choice: Choice) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
-from parallax.plan.layouts import Choice, build_if_legal
+from parallax.plan.layouts import GATHERS, Choice, build_if_legal
 from parallax.plan.place import Place
 from parallax.settings import Settings
 
@@ -63,7 +63,9 @@ def _layouts(own: Choice) -> Iterator[Choice]:
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)
-    yield own._replace(gather="step" if own.gather == "microbatch" else "microbatch")
+    for gather, prefetch in GATHERS:
+        if own.dp > 1 and (gather, prefetch) != (own.gather, own.prefetch):
+            yield own._replace(gather=gather, prefetch=prefetch)
     for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -58,8 +57,6 @@ def devices_of(place: Place, *, local: bool) -> list[Any]:
         return jax.devices()
     from jax.experimental import topologies
 
-    # Nobody on the network is asked for the machine's TPU, and another process may plan at the same time.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices

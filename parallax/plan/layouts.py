@@ -4,15 +4,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType
-
 from parallax.errors import ParallaxError, divisors
 from parallax.mesh import AXES, MeshConfig, factorisations
-from parallax.pipeline.config import GATHER, REMAT
+from parallax.pipeline.config import REMAT, FsdpConfig
+from parallax.report.whole import abstract_mesh
 from parallax.schedules import SCHEDULES
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 
+# How weights are gathered over dp, and how many layers ahead.
+GATHERS = (("microbatch", 0), ("microbatch", 1), ("step", 0))
 # Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
 VIRTUAL = (2, 4)
 
@@ -28,24 +29,26 @@ class Choice(NamedTuple):
     virtual: int
     remat: str
     gather: str
+    prefetch: int
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
         """The layout of settings whose mesh has no -1."""
         pipeline = settings.pipeline
         schedule = (pipeline.schedule, pipeline.virtual) if settings.mesh.pp > 1 else ("gpipe", 1)
-        return cls(*settings.mesh.sizes.values(), pipeline.microbatches, *schedule, pipeline.remat, pipeline.gather)
+        kept = pipeline.remat, pipeline.gather, settings.fsdp.prefetch
+        return cls(*settings.mesh.sizes.values(), pipeline.microbatches, *schedule, *kept)
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
         names = ("microbatches", "schedule", "virtual", "remat", "gather")
         pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
         mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0)
-        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline)
+        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=FsdpConfig(prefetch=self.prefetch))
 
     def flags_to(self, other: "Choice") -> list[str]:
         """What to add to this layout's command line for another one."""
-        sections = {name: "mesh" if name in AXES else "pipeline" for name in self._fields}
+        sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh") | {"prefetch": "fsdp"}
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
         return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
 
@@ -56,8 +59,8 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
         for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
             for schedule, virtual in _schedules(pp):
                 for remat in REMAT:
-                    for gather in GATHER:
-                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather)
+                    for gather, prefetch in GATHERS if dp > 1 else GATHERS[:1]:
+                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch)
 
 
 def _schedules(pp: int) -> list[tuple[str, int]]:
@@ -68,7 +71,7 @@ def _schedules(pp: int) -> list[tuple[str, int]]:
 
 def build(settings: Settings) -> ShardedModel:
     """The model on a mesh of no devices; a ParallaxError says why the layout is not legal."""
-    mesh = AbstractMesh(tuple(settings.mesh.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(settings.mesh.sizes)
     model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model

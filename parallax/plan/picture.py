@@ -54,12 +54,7 @@ def draw(title: str, rows: Sequence[Row], place: Place, own: Choice) -> str:
     under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(place.chip.usable_bytes)}"
     parts = [
         _text(LEFT, 26, title, "font-size='15' font-weight='bold'"),
-        _text(
-            LEFT,
-            44,
-            f"{len(rows)} layouts, predicted; a chip holds {in_bytes(place.chip.usable_bytes)}",
-            fill="#555555",
-        ),
+        _text(LEFT, 44, under, fill="#555555"),
         *_axes(frame),
         *_front_line(rows, marked, frame),
         *(_point(row, row.choice in marked, row.choice == own, frame) for row in reversed(rows)),
@@ -159,13 +154,13 @@ def _kind(choice: Choice) -> str:
 def _name(choice: Choice) -> str:
     """A layout in few letters.
 
-    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "step"))
+    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "step", 0))
     '4·8·2 M=16 one_f_one_b remat layer gather step'
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
     return (
         f"{choice.pp}·{choice.dp}·{choice.tp} M={choice.microbatches}{schedule} "
-        f"remat {choice.remat} gather {choice.gather}"
+        f"remat {choice.remat} gather {choice.gather}" + " ahead" * choice.prefetch
     )
 
 

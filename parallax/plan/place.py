@@ -15,9 +15,9 @@ from parallax.report.links import closes
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 
 
-# Share of a data sheet's FLOP/s that matrix products reach by the cycles that the TPU compiler estimates for them;
-# docs/plan.md has the programs from which it is taken.
-MATMUL_EFFICIENCY = 0.94
+# Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included, by the TPU compiler's
+# estimate of cycles: docs/plan.md has the program that it is taken from.
+MATMUL_EFFICIENCY = 0.80
 
 
 class Place(NamedTuple):

@@ -54,8 +54,8 @@ def times(parts: dict[str, float], secs: float) -> Iterator[str]:
 def analytic_parts(found: Estimate) -> dict[str, float]:
     """The parts of a predicted step, with their names."""
     return {
-        "products of the model": found.work_secs - found.recompute_secs,
-        "products done again": found.recompute_secs,
+        "work of the model": found.work_secs - found.recompute_secs,
+        "work done again": found.recompute_secs,
         **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
         "bubble of the pipeline": found.bubble_secs,
         "update": found.update_secs,
@@ -74,7 +74,7 @@ def compiled_parts(made: Outcome) -> dict[str, float]:
 def beneath(found: Estimate) -> str:
     """What is largest, and what goes on beside the work."""
     name, size = max(found.components.items(), key=lambda item: item[1])
-    hidden = f"; {found.hidden_secs:.3f} s of gathers over dp hide behind the work" * (found.hidden_secs > 0)
+    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
     return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
@@ -95,7 +95,7 @@ def outcome(made: Outcome, place: Place) -> Iterator[str]:
 
 def changes(found: Sequence[Change]) -> Iterator[str]:
     """What each change of one setting would do, by the analytic plan."""
-    rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{change.secs:+.1%}"] for change in found]
+    rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"] for change in found]
     yield from table(["what would change it, each alone", "memory", "step"], rows, left=1)
 
 
@@ -108,10 +108,16 @@ def sweep_table(rows: Iterable[Row], compiled: dict[Choice, Outcome], front: set
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         sizes = map(str, (choice.pp, choice.dp, choice.tp, choice.microbatches))
         figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
-        lines.append([marks, *sizes, schedule, choice.remat, choice.gather, *figures])
+        lines.append([marks, *sizes, schedule, choice.remat, _gathers(choice), *figures])
         if choice in compiled:
             lines.append(["", "", "", "", "", "  compiled", "", "", *_figures(compiled[choice])])
     yield from (line.rstrip() for line in table(head, lines, left=1))
+
+
+def _gathers(choice: Choice) -> str:
+    if choice.dp == 1:
+        return "-"
+    return choice.gather + ", ahead" * choice.prefetch
 
 
 def _figures(made: Outcome) -> tuple[str, str, str, str]:

@@ -1,0 +1,447 @@
+"""A plan's memory, time and search, without any of the chips that it is for."""
+
+import itertools
+import pathlib
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.command import read_command
+from parallax.errors import ConfigError, ParallaxError
+from parallax.mesh import AXES
+from parallax.plan import __main__ as command
+from parallax.plan import sweep as sweep_module
+from parallax.plan.analytic import estimate, predicted_memory, trace
+from parallax.plan.bounds import Bound, Bounds
+from parallax.plan.cache import Cache
+from parallax.plan.changes import helpful
+from parallax.plan.layouts import VIRTUAL, Choice, build, choices, legal_choices
+from parallax.plan.picture import draw, front
+from parallax.plan.place import local_place, read_topology
+from parallax.plan.sweep import Sweep
+from parallax.plan.text import sweep_table
+from parallax.report.traced import collectives
+from parallax.schedules import SCHEDULES
+from parallax.settings import read_settings
+from parallax.sharded_model import ShardedModel
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAIR = read_topology("v5e:1x2")
+TINY = """
+from configs.base import get_config as get_base
+
+def get_config():
+    config = get_base()
+    config.mesh.update(pp=1, dp=2, tp=2)
+    config.model.update(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=4, d_head=8, d_latent=16, d_rope=4)
+    config.model.update(attention="gqa", dtype="bfloat16")
+    config.pipeline.microbatches = 2
+    config.data.update(seq=16, global_batch=4)
+    return config
+"""
+
+
+def tiny(**changes):
+    """Settings of the tiny model on two chips; `changes` are written as mesh_dp=2."""
+    scope: dict = {}
+    exec(TINY, scope)
+    config = scope["get_config"]()
+    config.mesh.tp = 1
+    for name, value in changes.items():
+        section, _, key = name.partition("_")
+        config[section][key] = value
+    return read_settings(config.to_dict())
+
+
+def priced(settings, place=PAIR):
+    model = build(settings)
+    return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY)
+    return f"--config={path}"
+
+
+@pytest.fixture(scope="module")
+def few():
+    """A sweep that looks at few layouts, legal and not; each takes about a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
+        yield
+
+
+@pytest.fixture(scope="module")
+def found(few, tmp_path_factory):
+    """A finished sweep, in which all layouts are kept."""
+    search = Sweep(tiny(), PAIR, Cache(tmp_path_factory.mktemp("plan")), keep=1000)
+    search.run()
+    return search
+
+
+# ---- time
+
+
+def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
+    settings = tiny()
+    model = build(settings)
+    batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
+    sizes = {"pp": 1, "dp": 2, "tp": 1}
+    sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
+    bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
+    found = priced(settings)
+    # Two chips in a row have one link to each other, of 50 GB/s.
+    assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 50e9)
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    found = priced(tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b"))
+    assert found.bubble == pytest.approx(1 / 3)  # P - 1 over M + P - 1
+    busy = found.work_secs + sum(found.exposed_secs.values())
+    assert found.bubble_secs > 0.3 * busy
+    assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
+
+
+def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
+    fast = PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15))
+    plain, ahead = priced(tiny(), fast), priced(tiny(fsdp_prefetch=1), fast)
+    assert 0 < plain.hidden_secs < ahead.hidden_secs < ahead.work_secs
+    assert ahead.secs < plain.secs
+
+
+def test_recomputing_costs_time_and_attention_without_scores_saves_it():
+    settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
+    none, layer, splash = (
+        priced(tiny(**settings, **more))
+        for more in ({"pipeline_remat": "none"}, {"pipeline_remat": "layer"}, {"model_kernel": "splash"})
+    )
+    assert none.recompute_secs == 0 < layer.recompute_secs
+    assert none.work_secs < layer.work_secs
+    assert splash.work_secs < layer.work_secs
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "axis", "links"),
+    [
+        ("v5p:4x4x4", (1, 64, 1), "dp", 6),  # three rings
+        ("v5p:4x4x4", (4, 4, 4), "pp", 2),
+        ("v5p:2x2x4", (1, 16, 1), "dp", 3),  # no cube of rings: three lines
+        ("v5e:4x4", (1, 16, 1), "dp", 2),  # lines, for only 16 close to a ring
+        ("v5e:16x16", (1, 16, 16), "tp", 2),
+        ("v5e:4x4", (2, 8, 1), "pp", 1),
+    ],
+)
+def test_an_axis_sends_over_the_links_of_the_dims_that_it_fills(topology, sizes, axis, links):
+    place = read_topology(topology)
+    bandwidth = place.bandwidth(dict(zip(AXES, sizes)), [axis])
+    assert bandwidth == links * place.chip.ici_bandwidth
+
+
+def test_gpus_of_one_host_use_the_switch_and_others_the_network():
+    place = read_topology("H100:2x8")
+    inside = place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["tp"])
+    assert inside == 18 * 25e9
+    assert place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == place.chip.dcn_bandwidth
+
+
+# ---- layouts
+
+
+def test_a_sweep_looks_at_exactly_the_legal_layouts():
+    settings = tiny(data_global_batch=2)
+    brute = set()
+    halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    rest = itertools.product(
+        (1, 2, 3), SCHEDULES, (1, *VIRTUAL), ("none", "layer", "stage"), ("microbatch", "step"), (0, 1)
+    )
+    for mesh, others in itertools.product(halves, list(rest)):
+        choice = Choice(*mesh, *others)
+        if (choice.schedule == "interleaved") != (choice.virtual > 1):
+            continue  # one stage on each rank is 1F1B
+        if choice.pp == 1 and (choice.schedule, choice.virtual) != ("gpipe", 1):
+            continue  # the same as gpipe
+        if choice.dp == 1 and (choice.gather, choice.prefetch) != ("microbatch", 0):
+            continue  # nothing is gathered
+        try:
+            s = choice.applied(settings)
+            mesh = AbstractMesh(choice[:3], AXES, axis_types=(AxisType.Auto,) * 3)
+            ShardedModel(s.model, s.layout, s.pipeline, s.loss, mesh, s.fsdp).check_batch(2, 16)
+        except ParallaxError:
+            continue
+        brute.add(choice)
+    assert set(legal_choices(settings, 2)) == brute
+    assert any(choice.schedule == "interleaved" for choice in choices(settings, 2))
+    assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
+
+
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_bounds_are_never_above_what_is_found(family, attention):
+    four = read_topology("v5e:2x2")
+    settings = tiny(layout_tensor_parallel=family, model_attention=attention)
+    legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
+    bounds = Bounds(settings, four, build(settings))
+    looked_at = 0
+    for choice in legal[:: len(legal) // 16]:
+        try:
+            found = priced(choice.applied(settings), four)
+        except ParallaxError:
+            continue
+        looked_at += 1
+        bound = bounds.of(choice)
+        assert bound.secs <= found.secs * (1 + 1e-9), choice
+        assert bound.peak_bytes <= found.peak_bytes, choice
+    assert looked_at >= 4
+
+
+# ---- the search
+
+
+def test_a_search_for_the_best_finds_the_same_as_pricing_all(found):
+    search = Sweep(tiny(), PAIR, found.cache, keep=2)
+    search.run()
+    assert search.rows[:2] == found.rows[:2]
+
+
+def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, monkeypatch):
+    fastest = found.rows[0]
+    monkeypatch.setattr(sweep_module, "Bounds", lambda *args: SlowerThan(fastest))
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1)
+    search.run()
+    assert {row.choice for row in search.rows} == {fastest.choice, search.own}
+    assert search.rows[0] == fastest and search.passed["slower"]
+
+
+class SlowerThan:
+    """Bounds that tell one layout from the others."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def of(self, choice):
+        return Bound(0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01, 0.0)
+
+
+def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
+    smallest, largest = (pick(row.estimate.peak_bytes for row in found.rows) for pick in (min, max))
+    middle = (smallest + largest) // 2
+    place = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=middle))
+    search = Sweep(tiny(), place, Cache(tmp_path), keep=1000)
+    search.run()
+    assert {row.choice for row in search.rows} == {r.choice for r in found.rows if r.estimate.peak_bytes <= middle}
+    assert search.passed["too large"] == len(found.rows) - len(search.rows)
+
+
+def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp_path, monkeypatch):
+    traced = []
+
+    def interrupted(model, settings):
+        traced.append(Choice.of(settings))
+        if len(traced) == 5:
+            raise KeyboardInterrupt
+        return trace(model, settings)
+
+    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    assert len(search.rows) == 4
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    search.run()
+    assert search.rows == found.rows and search.passed == found.passed
+    assert len(traced) == len(found.rows) + 1  # the interrupted one twice
+    monkeypatch.setattr(sweep_module, "trace", None)
+    again = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    again.run()
+    assert again.rows == found.rows
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"digest": "0", "value": {}}', "[1]"])
+def test_a_damaged_entry_is_none_and_is_written_anew(tmp_path, damage):
+    cache = Cache(tmp_path)
+    cache.put("key", {"secs": 1.5})
+    assert cache.get("key") == {"secs": 1.5}
+    (tmp_path / "key.json").write_text(damage)
+    assert cache.get("key") is None
+    cache.put("key", {"secs": 2.5})
+    assert cache.get("key") == {"secs": 2.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
+
+
+def test_an_entry_with_a_changed_figure_is_damaged(tmp_path):
+    cache = Cache(tmp_path)
+    cache.put("key", {"secs": 1.5})
+    path = tmp_path / "key.json"
+    path.write_text(path.read_text().replace("1.5", "1.4"))
+    assert cache.get("key") is None
+
+
+def test_entries_are_of_one_chip_one_config_and_one_version():
+    known = {"jax": "1"}
+    keys = {
+        sweep_module.key_of(settings, place, versions)
+        for settings, place, versions in [
+            (tiny(), PAIR, known),
+            (tiny(pipeline_microbatches=1), PAIR, known),
+            (tiny(), read_topology("v6e:1x2"), known),
+            (tiny(), PAIR, {"jax": "2"}),
+            (tiny(data_seed=1, train_steps=7), PAIR, known),  # the same as the first
+        ]
+    }
+    assert len(keys) == 4
+
+
+# ---- what is shown
+
+
+def test_the_table_fits_100_columns_and_marks_the_own_layout_and_the_front(found):
+    own = tiny()
+    long = Choice(32, 32, 32, 1024, "interleaved", 4, "layer", "microbatch", 1)
+    rows = [*found.rows[:5], found.rows[0]._replace(choice=long)]
+    lines = list(sweep_table(rows, {}, front(found.rows), found.rows[1].choice))
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 7
+    assert lines[2].split()[0].endswith(">")
+    assert lines[1].startswith("*")  # the fastest is always on the front
+    assert own  # the settings themselves are legal
+
+
+def test_the_front_holds_what_nothing_beats_in_both(found):
+    marked = front(found.rows)
+    for choice, one in found.rows:
+        better = [
+            r
+            for r in found.rows
+            if r.estimate.secs <= one.secs
+            and r.estimate.peak_bytes <= one.peak_bytes
+            and (r.estimate.secs, r.estimate.peak_bytes) != (one.secs, one.peak_bytes)
+        ]
+        assert not (choice in marked and better)
+        assert choice in marked or better or any(r.choice in marked and r.estimate == one for r in found.rows)
+
+
+def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
+    picture = ET.fromstring(draw("tiny", found.rows, PAIR, found.own))
+    points = [c for c in picture.iter("{http://www.w3.org/2000/svg}circle") if c.get("class") == "layout"]
+    assert len(points) == len(found.rows)
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    assert all(0 < float(p.get("cx")) < width and 0 < float(p.get("cy")) < height for p in points)
+    fastest = min(points, key=lambda p: -float(p.get("cy")))  # the lowest on the page
+    assert f"{found.rows[0].estimate.secs:.3f} s" in fastest[0].text
+
+
+def test_one_layout_alone_is_a_picture_too(found):
+    ET.fromstring(draw("tiny", found.rows[:1], PAIR, found.own))
+
+
+# ---- the command
+
+
+def test_the_command_says_what_a_plan_must(config, capsys):
+    assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^fits: [\d.]+ \w+ of 15.8 GiB a chip", out, re.M)
+    assert re.search(r"^MFU \d+\.\d %", out, re.M)
+    for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_flags_of_a_change_do_what_it_says(config):
+    settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
+    now = priced(settings, place)
+    change = helpful(settings, place, now)[0]
+    then = priced(read_command(["plan", config, *change.flags.split()], {})[0], place)
+    assert then.secs == pytest.approx(now.secs * (1 + change.secs))
+    assert then.peak_bytes == now.peak_bytes + change.bytes
+
+
+def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
+    flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--analytic", "--keep=4"]
+    files = [f"--cache={tmp_path / 'cache'}", f"--svg={tmp_path / 'plan.svg'}"]
+    assert command.main(["plan", config, *flags, *files]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^\d+ layouts priced; passed over: ", out, re.M)
+    assert (tmp_path / "plan.svg").read_text().count("class='layout'") >= 4
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config, tmp_path, capsys, monkeypatch):
+    traced = []
+
+    def interrupted(model, settings):
+        traced.append(1)
+        if len(traced) == 3:
+            raise KeyboardInterrupt
+        return trace(model, settings)
+
+    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
+    assert command.main(["plan", config, *flags]) == 130
+    shown = capsys.readouterr()
+    assert "2 layouts priced" in shown.out
+    assert "the same command goes on from here" in shown.err
+
+
+def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(config, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.main(["plan", config, "--topology=v5e:2x2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^MFU", out, re.M) and "pip install 'parallax[tpu]'" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v9:4x4"], "chip 'v9:4x4' is unknown; .*v5e"),
+        (["--topology=v5e:4x"], "--topology=v5e:4x is no topology; write CHIP:SIZES"),
+        (["--topology=v5e"], "is no topology"),
+        (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
+        (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
+        (["--topology=v5e:2x2", "--config.model.heads=3"], "model.heads=3 does not divide"),
+        (["--topology=v5e:2x2", "--config.pipeline.microbatches=3"], "data.global_batch=4 does not divide"),
+        (["--topology=v5e:2x2", "--svg=x.svg"], "--svg=x.svg is for --sweep"),
+        (["--topology=v5e:2x2", "--sweep", "--keep=0"], "--keep=0 must be a whole number of 1 or more"),
+        (["--topology="], "is no topology"),
+        (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(config, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "compile_step", None)
+    assert command.main(["plan", config, *flags]) == 2
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 1 and shown.err.startswith("ConfigError: ")
+    assert re.search(message, shown.err)
+
+
+def test_without_a_topology_the_devices_here_are_planned_for():
+    place = local_place("float32")
+    assert place.devices == 8 and place.shared
+    assert place.chip.flops["float32"] > 1e8 and place.chip.hbm_bandwidth > 1e7 and place.chip.ici_bandwidth > 1e5
+    with pytest.raises(ConfigError, match="peak of this machine in 'int4' is not known"):
+        place.chip.peak("int4")
+
+
+@pytest.mark.slow
+def test_without_a_topology_the_step_is_compiled_here(config, capsys):
+    flags = ["--config.mesh.dp=4", "--config.model.dtype=float32"]
+    assert command.main(["plan", config, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "(compiled)" in out and "this machine" in out
+
+
+@pytest.mark.slow
+def test_the_step_is_compiled_for_chips_that_are_not_here(config):
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "parallax.plan", config, "--topology=v5e:2x2"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert re.search(r"^MFU \d+\.\d % \(compiled", ended.stdout, re.M)
+    assert "WARNING" not in ended.stderr
