@@ -129,10 +129,10 @@ def memory(args: argparse.Namespace) -> None:
 
 def sizes(work: Work) -> tuple[int, int]:
     """The compiler's temporaries and the computed activations, in bytes on a device."""
-    from parallax import plan
+    from parallax import budget
 
     analysis = compiled(work).memory_analysis()
-    computed = plan.memory(work.model, {}, global_batch=work.rows, seq=work.seq)
+    computed = budget.memory(work.model, {}, global_batch=work.rows, seq=work.seq)
     return analysis.temp_size_in_bytes, computed.saved_activations
 
 

@@ -45,8 +45,7 @@ def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     data = settings.data
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
-    assert all(size > 0 for size in plan[:-1])
-    assert (plan.recomputed_activations > 0) == (settings.pipeline.remat != "none")
+    assert plan.peak > plan.parameters + plan.optimizer > 0 and plan.working_activations > 0
     assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
 
 
