@@ -12,6 +12,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 if any(argument.startswith("--topology") for argument in sys.argv):
     # The chips are not here: nobody on the network is asked for them, and another process may plan at the same time.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    # Else libtpu complains that this machine is none of theirs; what is compiled for, the topology says.
+    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
 import dataclasses
 from collections.abc import Sequence

@@ -118,10 +118,10 @@ def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> 
     exposed = exposed_secs(sent, hidden)
     bubble = 0.0 if place.shared else lockstep_bubble(settings)
     ticking = sum(exposed_secs([message for message in sent if message.ticking], hidden).values())
-    update = (2 * (held.parameters + held.optimizer) + held.gradients) / place.chip.hbm_bandwidth
+    update = (3 * held.parameters + 2 * held.optimizer) / place.chip.hbm_bandwidth
     secs = (work + ticking) / (1 - bubble) + sum(exposed.values()) - ticking + update
     return Estimate(
-        peak_bytes=sum(held),
+        peak_bytes=held.peak,
         components=held._asdict(),
         work_secs=work,
         recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),

@@ -95,10 +95,10 @@ def priced(settings: Settings, place: Place, cache: Cache, known: dict[str, str]
         cache.put(key, {})
         return None
     held = predicted_memory(model, settings)
-    fits = sum(held) <= place.chip.usable_bytes
+    fits = held.peak <= place.chip.usable_bytes
     made = estimate(settings, place, held, trace(model, settings)) if fits else None
-    cache.put(key, {"peak_bytes": sum(held), "estimate": made})
-    return {"peak_bytes": sum(held), "estimate": made}
+    cache.put(key, {"peak_bytes": held.peak, "estimate": made})
+    return {"peak_bytes": held.peak, "estimate": made}
 
 
 def key_of(settings: Settings, place: Place, known: dict[str, str]) -> str:

@@ -1,0 +1,136 @@
+"""Predicted against measured time of layouts, on simulated devices: does a plan rank them right?
+
+    python benchmarks/plan.py [--rounds 5] [--layers 8] [--d-model 256] [--seq 256]
+
+The work is that of configs/bench_small.py on 8 devices, cut in each way of LAYOUTS. What one of them does a second is
+measured here as `parallax.plan` measures it where no topology is given: matrix products, copies and a gather by all of
+them together. The devices share the machine's cores, so that a bubble costs nothing, and nothing hides. Layouts take
+turns, a step each; the least of the rounds counts, for the machine may have other things to do. Printed are both times,
+both ranks, and Spearman's correlation of the ranks: 1 where the order is the same.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+DEVICES = 8
+# pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch
+LAYOUTS = [
+    (1, 8, 1, 1, "gpipe", 1, "none", "microbatch", 0),
+    (1, 8, 1, 4, "gpipe", 1, "none", "microbatch", 0),
+    (1, 8, 1, 4, "gpipe", 1, "none", "step", 0),
+    (1, 8, 1, 4, "gpipe", 1, "layer", "microbatch", 0),
+    (1, 4, 2, 2, "gpipe", 1, "none", "step", 0),
+    (1, 2, 4, 2, "gpipe", 1, "none", "step", 0),
+    (1, 1, 8, 1, "gpipe", 1, "none", "microbatch", 0),
+    (2, 4, 1, 4, "gpipe", 1, "none", "step", 0),
+    (2, 2, 2, 4, "one_f_one_b", 1, "none", "step", 0),
+    (4, 2, 1, 8, "one_f_one_b", 1, "layer", "step", 0),
+]
+
+
+def main() -> None:
+    args = parse()
+    import parallax as px
+
+    px.simulate_devices(DEVICES)
+    from parallax.plan.analytic import estimate, predicted_memory, trace
+    from parallax.plan.layouts import Choice, build
+    from parallax.plan.place import local_place
+
+    settings, choices = work(args), [Choice(*layout) for layout in LAYOUTS]
+    place = local_place(settings.model.dtype)
+    chip = place.chip
+    rates = chip.flops[settings.model.dtype] / 1e9, chip.hbm_bandwidth / 1e9, chip.ici_bandwidth / 1e9
+    print("a device: {:.1f} GFLOP/s of products, {:.2f} GB/s of copies, {:.2f} GB/s of a gather".format(*rates))
+    predicted = []
+    for choice in choices:
+        applied = choice.applied(settings)
+        model = build(applied)
+        predicted.append(estimate(applied, place, predicted_memory(model, applied), trace(model, applied)).secs)
+    measured = measure([choice.applied(settings) for choice in choices], args.rounds)
+    rows = list(zip(choices, predicted, measured, ranks(predicted), ranks(measured)))
+    print(f"{'pp·dp·tp  M schedule     remat  gather':42}{'predicted':>10}{'measured':>10}{'ranks':>10}")
+    for choice, guess, secs, *places in sorted(rows, key=lambda row: row[2]):
+        mesh = "·".join(map(str, choice[:3]))
+        name = f"{mesh:8}{choice.microbatches:3} {choice.schedule:12} {choice.remat:6} {choice.gather}"
+        print(f"{name:42}{guess:8.3f} s{secs:8.3f} s{places[0]:6.0f}{places[1]:4.0f}")
+    print(f"Spearman's correlation of {len(rows)} layouts: {spearman(predicted, measured):.2f}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--d-model", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=256)
+    return parser.parse_args()
+
+
+def work(args: argparse.Namespace) -> Any:
+    import parallax as px
+    from configs.bench_small import get_config
+
+    config = get_config()
+    config.mesh.pp, config.mesh.dp, config.mesh.tp = 1, DEVICES, 1
+    config.model.layers, config.model.d_model, config.data.seq = args.layers, args.d_model, args.seq
+    return px.read_settings(config.to_dict())
+
+
+def measure(layouts: list[Any], rounds: int) -> list[float]:
+    """The least seconds of a step of each."""
+    import jax
+
+    running, least = [prepare(settings) for settings in layouts], [float("inf")] * len(layouts)
+    for _ in range(rounds):
+        for at, (step, state, batch) in enumerate(running):
+            begun = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch))
+            least[at] = min(least[at], time.perf_counter() - begun)
+            running[at] = step, state, batch
+    return least
+
+
+def prepare(settings: Any) -> tuple:
+    """A layout's compiled step, its state and a batch, run once."""
+    import jax
+
+    import parallax as px
+    from parallax.optimizer import make_optimizer
+    from parallax.step import init_state, make_train_step
+
+    mesh = px.make_mesh(settings.mesh)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    shape = settings.data.global_batch, settings.data.seq
+    tokens = np.random.default_rng(0).integers(0, settings.model.vocab, shape, dtype=np.int32)
+    positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+    batch = {
+        "tokens": tokens,
+        "labels": np.roll(tokens, -1, 1),
+        "segments": np.ones_like(tokens),
+        "positions": positions,
+    }
+    batch = jax.device_put(batch, model.batch_sharding)
+    step = make_train_step(model, tx, 0)
+    state, _ = jax.block_until_ready(step(init_state(model, tx, 0), batch))
+    return step, state, batch
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    """1 for the least."""
+    return 1 + np.argsort(np.argsort(values))
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """Correlation of ranks."""
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
+
+
+if __name__ == "__main__":
+    main()
