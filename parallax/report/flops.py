@@ -20,9 +20,10 @@ class Flops(NamedTuple):
     """FLOPs of matrix products in a step, of an average device.
 
     `model` is 6 for each parameter in a matmul and token, and causal attention's; the next five are executed beside it.
-    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up.
-    `repeated`: what several devices do alike, or do in vain. `recomputed`: forward passes run again in the backward
-    pass. `waiting` is not executed, but could have been while a tick lasts as long as its dearest rank.
+    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, and
+    whatever else layers multiply. `repeated`: what several devices do alike, or do in vain. `recomputed`: forward
+    passes run again in the backward pass. `waiting` is not executed, but could have been while a tick lasts as long as
+    its dearest rank.
     """
 
     model: float

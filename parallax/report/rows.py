@@ -12,7 +12,7 @@ DIRECTIONS = ("forward", "recompute", "backward")
 FLOPS_LABELS = {
     "model": "the model's own",
     "masked": "attention scores that are masked or made again",
-    "padding": "heads and vocab filled up",
+    "padding": "heads and vocab filled up, other products",
     "repeated": "done on several devices alike, or in vain",
     "recomputed": "forward run again in the backward pass",
     "waiting": "could be done while waiting in ticks",
