@@ -60,6 +60,7 @@ def get_config() -> ConfigDict:
     # parallax.pipeline.FsdpConfig
     config.fsdp = ConfigDict()
     config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes: 0 | 1
+    config.fsdp.reduce = "float32"  # dtype of gradients that travel: "float32" | "compute" (model.dtype)
 
     # parallax.loss.LossConfig
     config.loss = ConfigDict()

@@ -31,7 +31,7 @@ from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
-PLAIN_FSDP = FsdpConfig(prefetch=0)
+PLAIN_FSDP = FsdpConfig(prefetch=0, reduce="float32")
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
@@ -64,7 +64,12 @@ class ShardedModel:
         self.stage_layouts = layouts_of(declared)["blocks"]  # of the layers that a rank runs
         self.layouts = layouts_of(declared) | {"blocks": map_layouts(self._stored, self.stage_layouts)}
         self.storage = Storage(
-            self.layouts, self.stage_layouts, self.arrangement, model.dtype, once=pipeline.gather == "step"
+            self.layouts,
+            self.stage_layouts,
+            self.arrangement,
+            model.dtype,
+            model.dtype if fsdp.reduce == "compute" else "float32",
+            once=pipeline.gather == "step",
         )
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)

@@ -7,6 +7,7 @@ from parallax.schedules import check_name, check_virtual
 
 REMAT = ("none", "layer", "stage")
 GATHER = ("microbatch", "step")
+REDUCE = ("float32", "compute")
 BRANCHES = ("skip", "mask")
 
 
@@ -17,11 +18,16 @@ class FsdpConfig:
     0: a layer is gathered when it runs. 1: while a layer computes, the next one is gathered and the gradients of the
     one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not one. The
     results are the same bit for bit.
+
+    `reduce` is the dtype in which gradients are reduce-scattered: "float32", or "compute", that of the model, which
+    in bfloat16 sends half the bytes and rounds the sum at each rank. They are float32 before and after.
     """
 
     prefetch: int
+    reduce: str
 
     def __post_init__(self):
+        check_choice("fsdp.reduce", self.reduce, REDUCE)
         check_whole("fsdp.prefetch", self.prefetch, least=0)
         if self.prefetch > 1:
             raise ConfigError(f"fsdp.prefetch={self.prefetch} would hold more than two layers whole; use 0 or 1.")

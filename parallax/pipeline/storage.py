@@ -22,13 +22,15 @@ SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
 class Storage:
     """Of a model's parameters, in local view. `layouts` are those that are stored, `stage_layouts` those of the layers
     in the order in which ranks run them. With `once` all is gathered before the ticks and scattered after them, else
-    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`, gradients are float32.
+    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32
+    and travel over dp in `reduce_dtype`.
     """
 
     layouts: Any
     stage_layouts: Any
     arrangement: Arrangement
     dtype: str
+    reduce_dtype: str
     once: bool
 
     def blocks(self, stored: Any) -> Any:
@@ -41,7 +43,7 @@ class Storage:
     def block_grads(self, grads: Any) -> Any:
         """The inverse, for gradients."""
         if self.once:
-            grads = map_layouts(scatter, self.stage_layouts, grads)
+            grads = map_layouts(self._scatter, self.stage_layouts, grads)
         leaves, structure = jax.tree.flatten(grads)
         return jax.tree.unflatten(structure, self.arrangement.to_model(self._stored_blocks, leaves))
 
@@ -52,7 +54,9 @@ class Storage:
 
     def end_grads(self, grads: dict[str, Any]) -> dict[str, Any]:
         """The inverse, for gradients."""
-        return {part: map_layouts(scatter, self.layouts[part], grads[part]) for part in grads} if self.once else grads
+        if not self.once:
+            return grads
+        return {part: map_layouts(self._scatter, self.layouts[part], grad) for part, grad in grads.items()}
 
     def layer_moves(self) -> tuple[Callable, list[Callable]]:
         """In the ticks: what gathers one layer's weights, and for each leaf what scatters its gradient."""
@@ -91,7 +95,13 @@ class Storage:
         leaves = jax.tree.leaves(layouts, is_leaf=_is_layout)
         if self.once:
             return _unchanged, [_unchanged for _ in leaves]
-        return partial(self._gathered, layouts), [partial(scatter, layout) for layout in leaves]
+        return partial(self._gathered, layouts), [partial(self._scatter, layout) for layout in leaves]
+
+    def _scatter(self, layout: Layout, grad: Array) -> Array:
+        """The gradient of a gathered weight, reduce-scattered over dp to what is stored, in float32."""
+        whole = layout.without("dp")
+        travels = grad.astype(jnp.float32 if whole == layout else self.reduce_dtype)
+        return reduce_scatter(f"{whole} -> {layout}", travels).astype(jnp.float32)
 
     def _gathered(self, layouts: Any, weights: Any) -> Any:
         """Weights gathered over dp, in the compute dtype: cast first, so that fewer bytes are sent."""
@@ -110,11 +120,6 @@ def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
     ends = list(itertools.accumulate(x.size for x in arrays))
     pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
-
-
-def scatter(layout: Layout, grad: Array) -> Array:
-    """The gradient of a gathered weight, reduce-scattered over dp in float32 to what is stored."""
-    return reduce_scatter(f"{layout.without('dp')} -> {layout}", grad.astype(jnp.float32))
 
 
 def _is_layout(leaf: Any) -> bool:
