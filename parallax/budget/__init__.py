@@ -10,7 +10,7 @@ from parallax.budget.counts import (
     parameters_by_component,
     qk_width,
 )
-from parallax.budget.memory import BATCH_ARRAYS, Memory, memory
+from parallax.budget.held import BATCH_ARRAYS, Memory, memory
 
 __all__ = [
     "BATCH_ARRAYS",
