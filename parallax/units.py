@@ -35,5 +35,5 @@ def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
     at = 0
     while abs(number) >= base and at < len(units) - 1:
         number, at = number / base, at + 1
-    decimals = 1 if at or 0 < abs(number) < 10 and number != int(number) else 0
+    decimals = 1 if at or (0 < abs(number) < 10 and number != int(number)) else 0
     return f"{number:.{decimals}f} {units[at]}{of}"
