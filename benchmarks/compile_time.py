@@ -49,7 +49,7 @@ def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> f
     config.model.vocab, config.data.global_batch = 256, microbatches * dp
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     tx = make_optimizer(settings.optimizer, 1000, model.layouts)
     shape = (settings.data.global_batch, settings.data.seq)
     array = jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding)

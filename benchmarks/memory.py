@@ -86,7 +86,7 @@ def built(name: str, devices: Any, mesh: tuple[int, ...]) -> tuple[Any, Any, tup
     config.pipeline.microbatches = min(wanted, config.data.global_batch // mesh[1])
     settings = px.read_settings(config.to_dict())
     made = px.make_mesh(settings.mesh, devices[: math.prod(mesh)])
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, made)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, made)
     data = settings.data
     return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts), (data.global_batch, data.seq)
 

@@ -105,7 +105,7 @@ def prepare(settings: Any) -> tuple:
     from parallax.step import init_state, make_train_step
 
     mesh = px.make_mesh(settings.mesh)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     shape = settings.data.global_batch, settings.data.seq
     tokens = np.random.default_rng(0).integers(0, settings.model.vocab, shape, dtype=np.int32)

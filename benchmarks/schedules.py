@@ -88,7 +88,7 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
     config.pipeline.branches = branches or "skip"
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, jax.devices()[: config.mesh.pp * config.mesh.dp * config.mesh.tp])
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     return Work(model, rows, settings.data.seq)
 
 

@@ -90,7 +90,7 @@ def prepare(mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepare
     config.pipeline.remat, config.pipeline.gather = remat, gather
     config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
-    parts = settings.model, settings.layout, settings.pipeline, settings.loss
+    parts = settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss
     model = px.ShardedModel(*parts, px.make_mesh(settings.mesh))
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     rows, seq = settings.data.global_batch, settings.data.seq

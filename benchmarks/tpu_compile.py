@@ -105,7 +105,7 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     config.data.seq, config.data.global_batch = args.seq, args.microbatches * config.mesh.dp
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, devices)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     array = jax.ShapeDtypeStruct((config.data.global_batch, args.seq), "int32", sharding=model.batch_sharding)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), array)

@@ -221,9 +221,7 @@ class Parts(NamedTuple):
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         context = training_context(model.rope, ids, ids, ids[0], None)
         block = self.block.clone(model=dataclasses.replace(model, kernel="xla"))  # one token is too few for others
-        stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(
-            jax.random.split(blocks, model.layers)
-        )
+        stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(jax.random.split(blocks, model.layers))
         return {
             "embedding": self.embedding.init(embedding, ids, ids[0], None)["params"],
             "blocks": jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared)),

@@ -31,7 +31,6 @@ from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
-PLAIN_FSDP = FsdpConfig(prefetch=0, reduce="float32")
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
@@ -47,9 +46,9 @@ class ShardedModel:
         model: ModelConfig,
         layout: LayoutConfig,
         pipeline: PipelineConfig,
+        fsdp: FsdpConfig,
         loss: LossConfig,
         mesh: Any,
-        fsdp: FsdpConfig = PLAIN_FSDP,
     ):
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
         self.mesh, self.fsdp = mesh, fsdp

@@ -124,6 +124,12 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
         ({"model.vocab": 200}, "is less than the 257 ids of tokenizer 'bytes'; use as many or more, or 0 to take them"),
         ({"layout.residual": "batch seq d_model/tq"}, "unknown axis 'tq'; known: pp, dp, tp"),
         ({"pipeline.schedule": "gpip"}, "pipeline.schedule='gpip' is unknown; did you mean 'gpipe'?"),
+        ({"fsdp.prefetch": 2}, "fsdp.prefetch=2 would hold more than two layers whole; use 0 or 1"),
+        ({"fsdp.reduce": "bf16"}, "fsdp.reduce='bf16' is unknown; known: float32, compute"),
+        (
+            {"fsdp.prefetch": 1, "pipeline.gather": "step"},
+            "fsdp.prefetch=1 gathers a layer ahead, but pipeline.gather=",
+        ),
         ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown; known: none, layer, stage"),
         (
             {"pipeline.microbatches": 3},

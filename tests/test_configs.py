@@ -34,7 +34,7 @@ def build(name):
     written = [size for size in settings.mesh.sizes.values() if size > 0]
     sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return settings, model
 

@@ -20,7 +20,7 @@ from parallax.layers.context import training_context
 from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig
-from parallax.pipeline import PipelineConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.pipeline.saved import SplitVjp
 from parallax.report import matmul_flops
 from parallax.schedules.files import save_csv
@@ -98,10 +98,9 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
 def abstract_model(**changes):
     """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
     mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    layout, pipeline, loss = (section(name, **changes) for name in ("layout", "pipeline", "loss"))
-    return ShardedModel(
-        model_config(), LayoutConfig(**layout), PipelineConfig(**pipeline), LossConfig(**loss), mesh
-    )  # fmt: skip
+    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
+    sections = (kind(**section(name, **changes)) for name, kind in kinds.items())
+    return ShardedModel(model_config(), *sections, mesh)
 
 
 def ticks_of(model):

@@ -20,7 +20,7 @@ from parallax.loop import train
 from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.model import LayoutConfig, ModelConfig
-from parallax.pipeline import PipelineConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Bytes
 
@@ -71,6 +71,7 @@ def model_on(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
         PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
+        FsdpConfig(**defaults.fsdp.to_dict()),
         LossConfig(**defaults.loss.to_dict()),
         laid_out,
     )

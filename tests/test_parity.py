@@ -138,3 +138,15 @@ def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
 @pytest.mark.parametrize("case", whole_grid(), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case, record_property):
     check_parity(case, record_property)
+
+
+def test_layers_gathered_ahead_give_the_same_bits():
+    """What XLA fuses into what differs in the layers that stand before and after the loop, so nothing is fused."""
+
+    def results(prefetch):
+        model = build((2, 2, 1), schedule="one_f_one_b", attention="gqa", prefetch=prefetch)
+        lowered = jax.jit(model.loss_and_grad).lower(params_of(model), batch())
+        step = lowered.compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
+        return jax.tree.map(np.asarray, step(params_of(model), batch()))
+
+    jax.tree.map(np.testing.assert_array_equal, results(0), results(1))

@@ -13,8 +13,8 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.errors import ConfigError
 from parallax.pipeline import PipelineConfig, Stage
-from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.loops import LayerLoop
+from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.stage import Place
 
 LAYERS, WIDTH = 3, 4

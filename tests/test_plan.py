@@ -172,7 +172,7 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
         try:
             s = choice.applied(settings)
             mesh = AbstractMesh(choice[:3], AXES, axis_types=(AxisType.Auto,) * 3)
-            ShardedModel(s.model, s.layout, s.pipeline, s.loss, mesh, s.fsdp).check_batch(2, 16)
+            ShardedModel(s.model, s.layout, s.pipeline, s.fsdp, s.loss, mesh).check_batch(2, 16)
         except ParallaxError:
             continue
         brute.add(choice)
@@ -324,7 +324,8 @@ def test_the_front_holds_what_nothing_beats_in_both(found):
             and (r.estimate.secs, r.estimate.peak_bytes) != (one.secs, one.peak_bytes)
         ]
         assert not (choice in marked and better)
-        assert choice in marked or better or any(r.choice in marked and r.estimate == one for r in found.rows)
+        as_fast = [r for r in found.rows if r.choice in marked and r.estimate.secs <= one.secs * 1.01]
+        assert choice in marked or any(r.estimate.peak_bytes <= one.peak_bytes for r in as_fast)
 
 
 def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
@@ -335,6 +336,8 @@ def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
     assert all(0 < float(p.get("cx")) < width and 0 < float(p.get("cy")) < height for p in points)
     fastest = min(points, key=lambda p: -float(p.get("cy")))  # the lowest on the page
     assert f"{found.rows[0].estimate.secs:.3f} s" in fastest[0].text
+    key = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if text.text.startswith("MFU")]
+    assert len(key) == len(front(found.rows))
 
 
 def test_one_layout_alone_is_a_picture_too(found):

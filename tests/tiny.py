@@ -47,9 +47,9 @@ def build(mesh, **changes):
         model_config(**changes),
         LayoutConfig(**section("layout", **changes)),
         PipelineConfig(**section("pipeline", **changes)),
+        FsdpConfig(**section("fsdp", **changes)),
         LossConfig(**section("loss", **changes)),
         mesh_of(*mesh),
-        FsdpConfig(**section("fsdp", **changes)),
     )
 
 

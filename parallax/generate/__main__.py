@@ -100,7 +100,7 @@ def build(settings: Settings, mesh: MeshConfig) -> ShardedModel:
         raise ConfigError(f"{error}; choose with {', '.join(map(_flag, MESH_FLAGS))}") from error
     # Schedules are for training: one that needs this or that number of stages must not stand in the way.
     pipeline: PipelineConfig = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return ShardedModel(settings.model, settings.layout, pipeline, settings.loss, laid_out)
+    return ShardedModel(settings.model, settings.layout, pipeline, settings.fsdp, settings.loss, laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

@@ -105,7 +105,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
 
 def model_of(settings: Settings, mesh: Mesh) -> tuple[ShardedModel, optax.GradientTransformation]:
     """The model and its optimizer; ConfigError where they do not fit the mesh, the batch or the steps."""
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 

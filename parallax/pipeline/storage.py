@@ -43,20 +43,20 @@ class Storage:
     def block_grads(self, grads: Any) -> Any:
         """The inverse, for gradients."""
         if self.once:
-            grads = map_layouts(self._scatter, self.stage_layouts, grads)
+            grads = self._scattered(self.stage_layouts, grads)
         leaves, structure = jax.tree.flatten(grads)
         return jax.tree.unflatten(structure, self.arrangement.to_model(self._stored_blocks, leaves))
 
     def ends(self, stored: Any) -> dict[str, Any]:
         """The weights of embedding and head, as the ticks find them."""
         ends = {part: stored[part] for part in ("embedding", "head")}
-        return {part: self._gathered(self.layouts[part], ends[part]) for part in ends} if self.once else ends
+        return {part: self._gathered(self.layouts[part], ends[part], part) for part in ends} if self.once else ends
 
     def end_grads(self, grads: dict[str, Any]) -> dict[str, Any]:
         """The inverse, for gradients."""
         if not self.once:
             return grads
-        return {part: map_layouts(self._scatter, self.layouts[part], grad) for part, grad in grads.items()}
+        return {part: self._scattered(self.layouts[part], grad, part) for part, grad in grads.items()}
 
     def layer_moves(self) -> tuple[Callable, list[Callable]]:
         """In the ticks: what gathers one layer's weights, and for each leaf what scatters its gradient."""
@@ -64,7 +64,7 @@ class Storage:
 
     def end_moves(self, part: str) -> tuple[Callable, list[Callable]]:
         """The same for "embedding" or "head"."""
-        return self._moves(self.layouts[part])
+        return self._moves(self.layouts[part], part)
 
     def sum_grads(self, grads: Any) -> Any:
         """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
@@ -91,26 +91,35 @@ class Storage:
         moves = not self.arrangement.in_order and "dp" in layout.used_axes()
         return weight.astype(self.dtype) if moves else weight
 
-    def _moves(self, layouts: Any) -> tuple[Callable, list[Callable]]:
-        leaves = jax.tree.leaves(layouts, is_leaf=_is_layout)
+    def _moves(self, layouts: Any, part: str = "") -> tuple[Callable, list[Callable]]:
         if self.once:
-            return _unchanged, [_unchanged for _ in leaves]
-        return partial(self._gathered, layouts), [partial(self._scatter, layout) for layout in leaves]
+            return _unchanged, [_unchanged for _ in jax.tree.leaves(layouts, is_leaf=_is_layout)]
+        scatters = [partial(self._scatter, path, layout) for path, layout in _with_paths(layouts, part)]
+        return partial(self._gathered, layouts, part=part), scatters
 
-    def _scatter(self, layout: Layout, grad: Array) -> Array:
+    def _scatter(self, path: str, layout: Layout, grad: Array) -> Array:
         """The gradient of a gathered weight, reduce-scattered over dp to what is stored, in float32."""
         whole = layout.without("dp")
         travels = grad.astype(jnp.float32 if whole == layout else self.reduce_dtype)
-        return reduce_scatter(f"{whole} -> {layout}", travels).astype(jnp.float32)
+        with jax.named_scope(path):
+            return reduce_scatter(f"{whole} -> {layout}", travels).astype(jnp.float32)
 
-    def _gathered(self, layouts: Any, weights: Any) -> Any:
+    def _scattered(self, layouts: Any, grads: Any, part: str = "") -> Any:
+        leaves, structure = jax.tree.flatten(grads)
+        named = zip(_with_paths(layouts, part), leaves, strict=True)
+        return jax.tree.unflatten(structure, [self._scatter(path, layout, grad) for (path, layout), grad in named])
+
+    def _gathered(self, layouts: Any, weights: Any, part: str = "") -> Any:
         """Weights gathered over dp, in the compute dtype: cast first, so that fewer bytes are sent."""
 
-        def gathered(layout: Layout, weight: Array) -> Array:
+        def gathered(path: str, layout: Layout, weight: Array) -> Array:
             whole = layout.without("dp")
-            return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.dtype))
+            with jax.named_scope(path):
+                return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.dtype))
 
-        return map_layouts(gathered, layouts, weights)
+        leaves, structure = jax.tree.flatten(weights)
+        named = zip(_with_paths(layouts, part), leaves, strict=True)
+        return jax.tree.unflatten(structure, [gathered(path, layout, weight) for (path, layout), weight in named])
 
 
 def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
@@ -120,6 +129,13 @@ def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
     ends = list(itertools.accumulate(x.size for x in arrays))
     pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+
+
+def _with_paths(layouts: Any, part: str) -> list[tuple[str, Layout]]:
+    """Layouts with the modules that they belong to, as "attention/q": whom a report names for what is sent."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=_is_layout)
+    names = ((jax.tree_util.keystr(path[:-1], simple=True, separator="/"), layout) for path, layout in leaves)
+    return [("/".join(filter(None, [part, name])), layout) for name, layout in names]
 
 
 def _is_layout(leaf: Any) -> bool:

@@ -52,6 +52,8 @@ def neighbours(settings: Settings) -> Iterator[tuple[str, Settings]]:
         yield " ".join(own.flags_to(choice)), choice.applied(settings)
     if settings.model.kernel == "xla":
         yield "--config.model.kernel=splash", _with(settings, "model", kernel="splash")
+    if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
+        yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
         yield f"--config.loss.chunk_tokens={chunk}", _with(settings, "loss", chunk_tokens=chunk)

@@ -67,7 +67,7 @@ def devices_of(place: Place, *, local: bool) -> list[Any]:
 def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
     """Compile the training step of these settings and read the result."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     shape = settings.data.global_batch, settings.data.seq
     array = jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from parallax.errors import ParallaxError, divisors
 from parallax.mesh import AXES, MeshConfig, factorisations
-from parallax.pipeline.config import REMAT, FsdpConfig
+from parallax.pipeline.config import REMAT
 from parallax.report.whole import abstract_mesh
 from parallax.schedules import SCHEDULES
 from parallax.settings import Settings
@@ -44,7 +44,8 @@ class Choice(NamedTuple):
         names = ("microbatches", "schedule", "virtual", "remat", "gather")
         pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
         mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0)
-        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=FsdpConfig(prefetch=self.prefetch))
+        fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
+        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=fsdp)
 
     def flags_to(self, other: "Choice") -> list[str]:
         """What to add to this layout's command line for another one."""
@@ -72,7 +73,7 @@ def _schedules(pp: int) -> list[tuple[str, int]]:
 def build(settings: Settings) -> ShardedModel:
     """The model on a mesh of no devices; a ParallaxError says why the layout is not legal."""
     mesh = abstract_mesh(settings.mesh.sizes)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.loss, mesh, settings.fsdp)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model
 

@@ -13,12 +13,13 @@ from parallax.units import in_bytes, percent
 # The palette of Okabe and Ito, which colour-blind people can tell apart: by what the mesh uses.
 COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7"}
 LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
-INK, FAINT, PAPER = "#222222", "#bbbbbb", "#ffffff"
-WIDTH, HEIGHT = 860, 520
+LIGHT = (COLOURS["pp"], COLOURS["pp tp"])  # on which ink is dark
+INK, PAPER = "#222222", "#ffffff"
+WIDTH, HEIGHT = 860, 500  # without the key
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 60, 86
 MARGIN = 0.08  # of the range, left free around the points
 TICKS = 6
-LABELLED = 6  # points of the front that are named
+LINE = 17  # of the key
 
 
 class Frame(NamedTuple):
@@ -38,12 +39,15 @@ class Frame(NamedTuple):
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def front(rows: Sequence[Row]) -> set[Choice]:
-    """The layouts than which no other is faster in as little memory, nor smaller in as little time."""
-    found, least = set(), math.inf
-    for choice, estimate in sorted(rows, key=lambda row: (row.estimate.secs, row.estimate.peak_bytes)):
+def front(rows: Sequence[Row]) -> list[Choice]:
+    """The layouts than which no other is faster in as little memory, the fastest first.
+
+    Times that differ by less than three digits show are the same.
+    """
+    found, least = [], math.inf
+    for choice, estimate in sorted(rows, key=lambda row: (float(f"{row.estimate.secs:.3g}"), row.estimate.peak_bytes)):
         if estimate.peak_bytes < least:
-            found.add(choice)
+            found.append(choice)
             least = estimate.peak_bytes
     return found
 
@@ -51,17 +55,20 @@ def front(rows: Sequence[Row]) -> set[Choice]:
 def draw(title: str, rows: Sequence[Row], place: Place, own: Choice) -> str:
     """SVG with a point for each layout; `own` has a ring around it."""
     frame, marked = _frame(rows), front(rows)
+    row_of = {row.choice: row for row in rows}
+    on_front = [row_of[choice] for choice in marked]
     under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(place.chip.usable_bytes)}"
     parts = [
         _text(LEFT, 26, title, "font-size='15' font-weight='bold'"),
         _text(LEFT, 44, under, fill="#555555"),
         *_axes(frame),
-        *_front_line(rows, marked, frame),
+        *_front_line(on_front, frame),
         *(_point(row, row.choice in marked, row.choice == own, frame) for row in reversed(rows)),
-        *_names([row for row in rows if row.choice in marked], frame),
         *_legend(rows),
+        *_key(on_front, frame),
     ]
-    size = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
+    height = HEIGHT + LINE * (len(on_front) + 1)
+    size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
     style = "font-family='Helvetica, Arial, sans-serif' font-size='11'"
     body = "\n".join(parts)
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {style}>\n<rect width='100%' height='100%' fill='{PAPER}'/>"
@@ -108,32 +115,36 @@ def _nice_ticks(least: float, most: float) -> list[float]:
     return [round(n * step, 10) for n in range(math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9) + 1)]
 
 
-def _front_line(rows: Sequence[Row], marked: set[Choice], frame: Frame) -> Iterator[str]:
-    found = sorted((r.estimate.peak_bytes, r.estimate.secs) for r in rows if r.choice in marked)
-    points = " ".join(f"{frame.x(size):.1f},{frame.y(secs):.1f}" for size, secs in found)
+def _front_line(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
+    at = [(frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)) for row in on_front]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
     yield f"<polyline class='front' points='{points}' fill='none' stroke='{INK}' stroke-dasharray='4 3'/>"
 
 
 def _point(row: Row, marked: bool, own: bool, frame: Frame) -> str:
     x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
     colour = COLOURS[_kind(row.choice)]
-    radius, opacity = (6, 1) if marked else (4, 0.55)
+    radius, opacity = (9, 1) if marked else (4, 0.55)
     edge = f"stroke='{INK}' stroke-width='1.2'" if marked else f"stroke='{PAPER}' stroke-width='0.5'"
     at, fill = f"cx='{x:.2f}' cy='{y:.2f}'", f"fill='{colour}' fill-opacity='{opacity}'"
-    ring = f"<circle {at} r='10' fill='none' stroke='{INK}' stroke-width='1.5'/>" if own else ""
+    ring = f"<circle {at} r='13' fill='none' stroke='{INK}' stroke-width='1.5'/>" if own else ""
     figures = f"{in_bytes(row.estimate.peak_bytes)}, {row.estimate.secs:.3f} s, MFU {percent(row.estimate.mfu)}"
     title = f"<title>{escape(_name(row.choice))}: {figures}</title>"
     return f"{ring}<circle class='layout' {at} r='{radius}' {fill} {edge}>{title}</circle>"
 
 
-def _names(rows: Sequence[Row], frame: Frame) -> Iterator[str]:
-    """Names of points of the front, as far apart in time as can be."""
-    ordered = sorted(rows, key=lambda row: row.estimate.secs)
-    every = max(math.ceil(len(ordered) / LABELLED), 1)
-    for row in ordered[::every]:
+def _key(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
+    """Numbers on the points of the front, and what they stand for."""
+    for number, row in enumerate(on_front, 1):
         x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
-        left = x > 0.7 * WIDTH
-        yield _text(x + (-10 if left else 10), y - 8, _name(row.choice), "text-anchor='end'" * left)
+        ink = INK if COLOURS[_kind(row.choice)] in LIGHT else PAPER
+        yield _text(x, y + 4, str(number), "text-anchor='middle' font-weight='bold'", fill=ink)
+        line = HEIGHT + LINE * number
+        yield _text(LEFT + 12, line, str(number), "text-anchor='end' font-weight='bold'")
+        yield _text(LEFT + 22, line, _name(row.choice))
+        yield _text(LEFT + 470, line, in_bytes(row.estimate.peak_bytes), "text-anchor='end'")
+        yield _text(LEFT + 540, line, f"{row.estimate.secs:.3f} s", "text-anchor='end'")
+        yield _text(LEFT + 630, line, f"MFU {percent(row.estimate.mfu)}", "text-anchor='end'")
 
 
 def _legend(rows: Sequence[Row]) -> Iterator[str]:
@@ -144,7 +155,7 @@ def _legend(rows: Sequence[Row]) -> Iterator[str]:
         yield _text(x + 15, y, LABELS[kind])
         x += 15 + 6.2 * len(LABELS[kind]) + 14
     yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='none' stroke='{INK}' stroke-width='1.2'/>"
-    yield _text(x + 15, y, "edged: on the front; ringed: the config's own")
+    yield _text(x + 15, y, "numbered: on the Pareto front; ringed: the config's own")
 
 
 def _kind(choice: Choice) -> str:

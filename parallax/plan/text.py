@@ -99,7 +99,9 @@ def changes(found: Sequence[Change]) -> Iterator[str]:
     yield from table(["what would change it, each alone", "memory", "step"], rows, left=1)
 
 
-def sweep_table(rows: Iterable[Row], compiled: dict[Choice, Outcome], front: set[Choice], own: Choice) -> Iterator[str]:
+def sweep_table(
+    rows: Iterable[Row], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
+) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
     head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "gather", "GiB", "s/step", "MFU", "bubble"]
     lines = []

@@ -81,7 +81,7 @@ def _countable(model: ShardedModel) -> ShardedModel:
     if model.model.kernel != "cudnn":
         return model
     seen = dataclasses.replace(model.model, kernel="xla")
-    return ShardedModel(seen, model.layout, model.pipeline, model.loss_config, model.mesh, model.fsdp)
+    return ShardedModel(seen, model.layout, model.pipeline, model.fsdp, model.loss_config, model.mesh)
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
@@ -89,7 +89,7 @@ def _on_one_device(model: ShardedModel) -> ShardedModel:
     mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none", branches="skip")
     loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
-    return ShardedModel(model.model, model.layout, pipeline, loss, mesh)
+    return ShardedModel(model.model, model.layout, pipeline, model.fsdp, loss, mesh)
 
 
 def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:

@@ -144,7 +144,7 @@ def report(
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
     """The report of the step that these settings train on a mesh; compiled where its devices are real or simulated."""
     filled = with_likely_vocab(settings)
-    model = ShardedModel(filled.model, filled.layout, filled.pipeline, filled.loss, mesh, filled.fsdp)
+    model = ShardedModel(filled.model, filled.layout, filled.pipeline, filled.fsdp, filled.loss, mesh)
     model.check_batch(filled.data.global_batch, filled.data.seq)
     tx = make_optimizer(filled.optimizer, filled.train.steps, model.layouts)
     array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
