@@ -434,7 +434,7 @@ def test_without_a_topology_the_devices_here_are_planned_for():
 
 @pytest.mark.slow
 def test_without_a_topology_the_step_is_compiled_here(config, capsys):
-    flags = ["--config.mesh.dp=4", "--config.model.dtype=float32"]
+    flags = ["--config.mesh.tp=4", "--config.model.dtype=float32"]  # 8 devices
     assert command.main(["plan", config, *flags]) == 0
     out = capsys.readouterr().out
     assert "(compiled)" in out and "this machine" in out
