@@ -117,7 +117,8 @@ def layouts_in(tree):
 def test_a_column_row_layer_sends_four_residuals_in_each_direction():
     model = build((1, 1, 8), microbatches=1, remat="none", attention="gqa", layers=1, residual=SEQ_CUT)
     residual = ROWS * SEQ * model.model.d_model * 4
-    of_layer = [s for s in step_collectives(model, ROWS, SEQ) if s.module.split("/")[0] in ("attention", "mlp")]
+    over_tp = [s for s in step_collectives(model, ROWS, SEQ) if s.axes == ("tp",)]
+    of_layer = [s for s in over_tp if s.module.split("/")[0] in ("attention", "mlp")]
     assert totals(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
 
 

@@ -181,8 +181,15 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
-@pytest.mark.parametrize("family", ["column_row", "scatter"])
-@pytest.mark.parametrize("attention", ["gqa", "mla"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("column_row", "gqa"),
+        pytest.param("column_row", "mla", marks=pytest.mark.slow),
+        pytest.param("scatter", "gqa", marks=pytest.mark.slow),
+        pytest.param("scatter", "mla", marks=pytest.mark.slow),
+    ],
+)
 def test_bounds_are_never_above_what_is_found(family, attention):
     four = read_topology("v5e:2x2")
     settings = tiny(layout_tensor_parallel=family, model_attention=attention)
@@ -204,6 +211,7 @@ def test_bounds_are_never_above_what_is_found(family, attention):
 # ---- the search
 
 
+@pytest.mark.slow
 def test_a_search_for_the_best_finds_the_same_as_pricing_all(found):
     search = Sweep(tiny(), PAIR, found.cache, keep=2)
     search.run()
@@ -357,6 +365,7 @@ def test_the_command_says_what_a_plan_must(config, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_flags_of_a_change_do_what_it_says(config):
     settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
     now = priced(settings, place)
@@ -366,6 +375,7 @@ def test_flags_of_a_change_do_what_it_says(config):
     assert then.peak_bytes == now.peak_bytes + change.bytes
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--analytic", "--keep=4"]
     files = [f"--cache={tmp_path / 'cache'}", f"--svg={tmp_path / 'plan.svg'}"]

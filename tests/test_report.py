@@ -20,7 +20,7 @@ from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig
 from parallax.optimizer import make_optimizer
-from parallax.pipeline import PipelineConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.report.__main__ import main
 from parallax.report.executed import flops_by_direction
 from parallax.report.flops import step_flops
@@ -38,7 +38,7 @@ QUICKSTART = "--config=configs/quickstart.py"
 def on(mesh, **changes):
     """A tiny model on a mesh of no devices, whose chunks of tokens are never filled up."""
     changes = dict(attention="gqa", layers=4, chunk_tokens=64) | changes
-    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "loss": LossConfig}
+    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
     sections = (kind(**tiny.section(name, **changes)) for name, kind in kinds.items())
     return ShardedModel(tiny.model_config(**changes), *sections, abstract_mesh(dict(zip(AXES, mesh))))
 
