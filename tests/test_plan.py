@@ -181,15 +181,9 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        ("column_row", "gqa"),
-        pytest.param("column_row", "mla", marks=pytest.mark.slow),
-        pytest.param("scatter", "gqa", marks=pytest.mark.slow),
-        pytest.param("scatter", "mla", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_bounds_are_never_above_what_is_found(family, attention):
     four = read_topology("v5e:2x2")
     settings = tiny(layout_tensor_parallel=family, model_attention=attention)
@@ -218,6 +212,7 @@ def test_a_search_for_the_best_finds_the_same_as_pricing_all(found):
     assert search.rows[:2] == found.rows[:2]
 
 
+@pytest.mark.slow
 def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, monkeypatch):
     fastest = found.rows[0]
     monkeypatch.setattr(sweep_module, "Bounds", lambda *args: SlowerThan(fastest))
@@ -237,6 +232,7 @@ class SlowerThan:
         return Bound(0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01, 0.0)
 
 
+@pytest.mark.slow
 def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
     smallest, largest = (pick(row.estimate.peak_bytes for row in found.rows) for pick in (min, max))
     middle = (smallest + largest) // 2

@@ -82,6 +82,7 @@ def test_every_pair_of_settings_is_in_the_whole_grid():
         for a, b in itertools.combinations(factors, 2)
         for x, y in itertools.product(factors[a], factors[b])
     }
+    wanted.remove(frozenset({("gather", "step"), ("prefetch", 1)}))  # no layer is gathered ahead of all
     found = {frozenset(pair) for case in settings for pair in itertools.combinations(case.items(), 2)}
     assert wanted <= found
 
