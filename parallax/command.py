@@ -6,9 +6,7 @@ What is wrong with one is a ConfigError of one line, the same for every program.
 import dataclasses
 import difflib
 import logging
-import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +17,13 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from parallax.data import DataConfig
-from parallax.errors import ConfigError, DataError, ParallaxError, nearest
+from parallax.errors import ConfigError, DataError, exit_status, nearest
 from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SAVED = "saved.py"  # loads the config.json of a run
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
-INTERRUPTED = 130  # as shells count Ctrl-C
 
 
 class Flag(NamedTuple):
@@ -49,21 +46,8 @@ def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage
     """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
-    try:
-        if {"-h", "-help", "--help"} & set(argv):
-            print(usage())
-        else:
-            act(argv)
-        sys.stdout.flush()
-    except ParallaxError as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_status
-    except BrokenPipeError:
-        # Whoever read has seen enough; what is still in the buffer goes nowhere when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    wants_help = {"-h", "-help", "--help"} & set(argv)
+    return exit_status(lambda: print(usage()) if wants_help else act(argv), one_line=True)
 
 
 def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:

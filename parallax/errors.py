@@ -1,7 +1,11 @@
 """Errors that a user can cause: each quotes what was written, measures, and advises."""
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+INTERRUPTED = 130  # as shells count Ctrl-C
 
 
 class ParallaxError(ValueError):
@@ -28,6 +32,29 @@ class CheckpointError(ParallaxError):
     """A checkpoint is missing, damaged or of another model."""
 
     exit_status = 3
+
+
+def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:
+    """Run a command; its exit status, and on stderr what a user got wrong, in `one_line` if asked for.
+
+    Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough.
+    """
+    try:
+        status = act()
+        sys.stdout.flush()
+        return status or 0
+    except ParallaxError as error:
+        message = " ".join(str(error).split()) if one_line else str(error)
+        print(f"{type(error).__name__}: {message}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # What is still in the buffer goes nowhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        if interrupted:
+            print(interrupted, file=sys.stderr)
+        return INTERRUPTED
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 import jax
 import pytest
 from formulas import Step
-from tiny import HIDDEN_CUT, MESHES, ROWS, SEQ, SEQ_CUT, build, section
+from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
 from parallax.notation import Layout
 from parallax.report.traced import step_collectives, totals
@@ -50,15 +50,6 @@ def meshes(all_of_them, *fast):
 def test_every_family_sends_what_its_formula_says(attention, family, residual, mesh):
     measured, formula = both(mesh, attention=attention, tensor_parallel=family, residual=residual)
     assert measured == formula
-
-
-SCHEDULES = {
-    "gpipe": {},
-    "one_f_one_b": {},
-    "interleaved": {"virtual": 2},
-    "zero_bubble": {},
-    "zero_bubble_v": {},
-}
 
 
 @meshes([(2, 2, 2), (4, 2, 1), (8, 1, 1)], (4, 2, 1))

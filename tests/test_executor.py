@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxprs import equations, inside
 from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
-from tiny import build, make_batch, model_config, params_of, section
+from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
 
 from parallax.jaxprs import loop
 from parallax.layers.context import training_context
@@ -25,14 +25,6 @@ from parallax.pipeline.saved import SplitVjp
 from parallax.report import matmul_flops
 from parallax.schedules.files import save_csv
 from parallax.sharded_model import ShardedModel
-
-SCHEDULES = {
-    "gpipe": {},
-    "one_f_one_b": {},
-    "interleaved": {"virtual": 2},
-    "zero_bubble": {},
-    "zero_bubble_v": {},
-}
 
 
 def flops_by_rank(mesh, **changes):

@@ -20,6 +20,13 @@ MODEL = dict(
 # Chunks that do not divide the tokens of a microbatch.
 OTHERS = dict(chunk_tokens=48, microbatches=4)
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (8, 1, 1), (2, 2, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4)]
+SCHEDULES = {
+    "gpipe": {},
+    "one_f_one_b": {},
+    "interleaved": {"virtual": 2},
+    "zero_bubble": {},
+    "zero_bubble_v": {},
+}
 SEQ_CUT, HIDDEN_CUT = "batch/dp seq/tp d_model", "batch/dp seq d_model/tp"
 
 

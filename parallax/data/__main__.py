@@ -15,20 +15,13 @@ from parallax.data.config import BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
-from parallax.errors import ConfigError, DataError, ParallaxError
+from parallax.errors import ConfigError, DataError, exit_status
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the result is the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
     parsed = _parser().parse_args(arguments)
-    try:
-        return parsed.run(parsed)
-    except ParallaxError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to resume", file=sys.stderr)
-        return 130
+    return exit_status(lambda: parsed.run(parsed), interrupted="stopped; run the same command again to resume")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ import absl.logging
 import jax
 
 from parallax.checkpoint import latest_step, restore
-from parallax.errors import CheckpointError, ConfigError, DataError, ParallaxError, nearest
+from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
 from parallax.generate.write import complete, encode
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, simulate_devices
 from parallax.pipeline import PipelineConfig
@@ -51,14 +51,7 @@ MESH_FLAGS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
-    try:
-        print(run(parse(arguments)))
-        return 0
-    except ParallaxError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(lambda: print(run(parse(arguments))))
 
 
 def run(flags: argparse.Namespace) -> str:

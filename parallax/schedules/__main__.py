@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
-from parallax.errors import ConfigError, ParallaxError
+from parallax.errors import ConfigError, exit_status
 from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv, write_text
 from parallax.schedules.named import SCHEDULES, by_name, is_file
@@ -31,16 +31,7 @@ COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
     parsed = _parser().parse_args(arguments)
-    try:
-        run(parsed)
-        sys.stdout.flush()
-    except ParallaxError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
-    except BrokenPipeError:
-        # Whoever read has seen enough; what is still in the buffer goes nowhere when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return exit_status(lambda: run(parsed))
 
 
 def run(parsed: argparse.Namespace) -> None:
