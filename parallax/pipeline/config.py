@@ -17,7 +17,7 @@ class FsdpConfig:
 
     0: a layer is gathered when it runs. 1: while a layer computes, the next one is gathered and the gradients of the
     one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not one. The
-    results are the same bit for bit.
+    arithmetic is the same: a loss has the same bits, gradients too but for what XLA fuses.
 
     `reduce` is the dtype in which gradients are reduce-scattered: "float32", or "compute", that of the model, which
     in bfloat16 sends half the bytes and rounds the sum at each rank. They are float32 before and after.

@@ -25,9 +25,9 @@ class LayerLoop:
     gradients into those of what is stored.
 
     Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
-    gathered and the gradients of the one before are scattered; two layers exist whole at most, and the results are
-    the same bit for bit. The first and the last layer then stand before and after the loop, so that nothing is sent
-    for a layer that is not there.
+    gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
+    is the same. The first and the last layer then stand before and after the loop, so that nothing is sent for a layer
+    that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
 
     `in_turn` puts what a layer computes and what is sent meanwhile one after the other; simulated devices need that,
     see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says whether there are such
