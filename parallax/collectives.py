@@ -101,6 +101,32 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
     return x
 
 
+def exchange_and_add(pattern: str, x: Array) -> Array:
+    """What `reduce_scatter` does, in float32, while `x` travels as it is: in bfloat16 each summand is rounded once,
+    and no sum is. Devices exchange pieces, and each adds those of its own. Compilers for TPU let this go on while
+    something is computed, and a reduce_scatter not.
+
+    Communication:
+        forward   all_to_all of x over each axis that comes
+        backward  the transposes
+
+    >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
+    dtype('float32')
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                pieces = lax.all_to_all(as_varying(x, [axis]), axis, split_axis=dim, concat_axis=dim, tiled=True)
+                pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+                # One after the other: of TPU programs, a reduction would be the slowest part of this.
+                x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
+    return x.astype(jnp.float32)
+
+
 def all_reduce(pattern: str, x: Array) -> Array:
     """Add partial sums over the axes that `before` marks with `+`; every device gets the whole sum.
 

@@ -16,6 +16,7 @@ from parallax.layers.context import Context, training_context
 from parallax.layers.dropout import Dropout
 from parallax.layers.embedding import EMBEDDINGS, Embedding, Head, TableForm
 from parallax.layers.families import FAMILIES, Family
+from parallax.layers.kept import keep
 from parallax.layers.mla import MLA
 from parallax.layers.mlp import GatedMLP
 from parallax.layers.norm import RMSNorm
@@ -174,7 +175,7 @@ class Block(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key = context.rows_B, context.key
-        x = x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key)
+        x = keep(x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), of="attention")
         return x + self.drop_mlp(self.mlp(self.mlp_norm(x)), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:

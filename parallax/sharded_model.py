@@ -67,7 +67,7 @@ class ShardedModel:
             self.stage_layouts,
             self.arrangement,
             model.dtype,
-            model.dtype if fsdp.reduce == "compute" else "float32",
+            fsdp.reduce,
             once=pipeline.gather == "step",
         )
         self.shapes = nn.meta.unbox(declared)

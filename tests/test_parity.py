@@ -22,9 +22,10 @@ CUTS = {
     "microbatches": [1, 4, 8],
 }
 COSTS = {
-    "remat": ["none", "layer", "stage"],
+    "remat": ["none", "elementwise", "attention", "layer", "stage"],
     "gather": ["microbatch", "step"],
     "prefetch": [0, 1],
+    "reduce": ["float32", "compute"],
     "tied": [True, False],
 }
 Z_COEFFICIENT = 1e-3

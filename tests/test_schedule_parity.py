@@ -29,17 +29,19 @@ REST = {
     "attention": ["mla", "gqa"],
     "residual": [HIDDEN_CUT, SEQ_CUT],
     "embedding": ["vocab_parallel", "all_to_all"],
-    "remat": ["none", "layer", "stage"],
+    "remat": ["none", "elementwise", "attention", "layer", "stage"],
     "tied": [True, False],
     "uneven": [False, True],
     "branches": ["skip", "skip", "mask"],
     "prefetch": [0, 1],
+    "reduce": ["float32", "compute"],
 }
 
 # The largest error of a gradient that was seen, 7e-6: two rows a microbatch, and much that cancels.
 WORST = dict(
     mesh=(8, 1, 1), layers=12, microbatches=32, gather="microbatch", attention="mla", residual=HIDDEN_CUT,
-    embedding="all_to_all", remat="none", tied=False, branches="skip", prefetch=0, schedule="zero_bubble",
+    embedding="all_to_all", remat="none", tied=False, branches="skip", prefetch=0, reduce="float32",
+    schedule="zero_bubble",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from parallax.collectives import offset, reshard
 from parallax.layers.context import Context
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
+from parallax.layers.kept import keep
 from parallax.layers.kernels import causal_attention
 from parallax.layers.rope import rotate
 from parallax.notation import Layout
@@ -27,7 +28,7 @@ def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, sca
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
     mask = context.mask_B1ST
     out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale, implementation=kernel)
-    return out[..., : v_BTGK.shape[-1]]
+    return keep(out[..., : v_BTGK.shape[-1]], of="attention")
 
 
 def remember(cache_BT: Array, new_BS: Array, context: Context) -> Array:
@@ -88,7 +89,8 @@ class GQA(nn.Module):
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        return rotate(self.q(x), context.rope), rotate(self.k(x), context.rope), self.v(x)
+        heads = rotate(self.q(x), context.rope), rotate(self.k(x), context.rope), self.v(x)
+        return tuple(keep(x, of="attention") for x in heads)
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))

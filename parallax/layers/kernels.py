@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
 from parallax.collectives import as_varying, bound_axis_sizes, varying_axes
+from parallax.layers.kept import keep
 
 LANES = 128  # of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
@@ -80,7 +81,7 @@ def _forward(*arrays: Array) -> tuple[Array, Any]:
         made["pull"] = Pull(structure, given, tuple(tables.get(id(leaf)) for leaf in leaves))
         return out, rest
 
-    out, rest = unchecked(run, *arrays)
+    out, rest = jax.tree.map(functools.partial(keep, of="attention"), unchecked(run, *arrays))
     return out, ([*arrays, out, *rest], Fixed(made["pull"]))
 
 

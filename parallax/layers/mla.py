@@ -14,6 +14,7 @@ from parallax.layers.attention import attend, remember
 from parallax.layers.context import Context
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
+from parallax.layers.kept import keep
 from parallax.layers.norm import RMSNorm
 from parallax.layers.rope import rotate
 
@@ -67,7 +68,7 @@ class MLA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
-        k, v = self.up_k(latent), self.up_v(latent)
+        k, v = (keep(up(latent), of="attention") for up in (self.up_k, self.up_v))
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
         return self.out(attend(q, k, v, context, scale=self._scale, kernel=self.kernel))
@@ -115,12 +116,12 @@ class MLA(nn.Module):
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         q = x
         for layer in self.queries:
-            q = layer(q)
+            q = keep(layer(q), of="attention") if isinstance(layer, Dense) else layer(q)
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
-        q = jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
-        latent = self.norm(self.down(x))
+        q = keep(jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1), of="attention")
+        latent = self.norm(keep(self.down(x), of="attention"))
         latent = reshard(f"{ROWS} d_latent/tp -> {self.family.input('d_latent')}", latent)
-        k_rope = rotate(self.k_rope(x)[:, :, None], context.rope)[:, :, 0]
+        k_rope = rotate(keep(self.k_rope(x), of="attention")[:, :, None], context.rope)[:, :, 0]
         return q, latent, k_rope
 
 

@@ -8,6 +8,7 @@ from jax import Array
 from parallax.collectives import reshard
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
+from parallax.layers.kept import keep
 
 
 class GatedMLP(nn.Module):
@@ -43,4 +44,5 @@ class GatedMLP(nn.Module):
             scale=self.out_scale,
             name="down",
         )
+        gate, up = keep(gate, of="mlp"), keep(up, of="mlp")
         return down(nn.silu(gate) * up)

@@ -3,9 +3,10 @@
 import dataclasses
 
 from parallax.errors import ConfigError, check_choice, check_whole
+from parallax.layers.kept import KEPT
 from parallax.schedules import check_name, check_virtual
 
-REMAT = ("none", "layer", "stage")
+REMAT = ("none", *KEPT, "layer", "stage")
 GATHER = ("microbatch", "step")
 REDUCE = ("float32", "compute")
 BRANCHES = ("skip", "mask")
@@ -19,8 +20,9 @@ class FsdpConfig:
     one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not one. The
     arithmetic is the same: a loss has the same bits, gradients too but for what XLA fuses.
 
-    `reduce` is the dtype in which gradients are reduce-scattered: "float32", or "compute", that of the model, which
-    in bfloat16 sends half the bytes and rounds the sum at each rank. They are float32 before and after.
+    `reduce` is the dtype in which gradients travel to the rank that stores them: "float32", by a reduce-scatter, or
+    "compute", that of the model. bfloat16 is half the bytes; ranks exchange pieces and add them in float32, so that
+    each summand is rounded once, to 8 bits, and no sum is.
     """
 
     prefetch: int
@@ -45,8 +47,9 @@ class FsdpConfig:
 class PipelineConfig:
     """`remat` is what the backward pass recomputes, `gather` how often FSDP collects the weights.
 
-    Kept per microbatch in flight: "none" all that the backward pass reads; "layer" each layer's input; "stage"
-    the stage's input. Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the
+    Kept per microbatch in flight: "none" all that the backward pass reads; "elementwise" each layer's input and
+    what its products and its attention made, so that only what stands between is made again; "attention" each layer's
+    input and the MLP's wide products; "layer" each layer's input; "stage" the stage's input. Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the
     whole stage's exist all the time, and their gradients too, but they are sent once.
 
     `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold

@@ -1,6 +1,6 @@
 """The backward pass of a layer in two: B, all that the gradient of the input needs, and W, the rest."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import jax
@@ -60,6 +60,32 @@ def divide(function: Callable, args: tuple, *, wanted: Iterable[int], readable: 
     )
 
 
+class Selection(NamedTuple):
+    """`make(*args)` returns `(*outputs at given places, *kept)`, `again(*args, *kept)` the other outputs."""
+
+    make: Callable
+    again: Callable
+
+
+def select(function: Callable, args: tuple, *, now: Iterable[int], names: Collection[str]) -> Selection:
+    """Divide `function(*args) -> flat list` in time: the outputs at `now` are made first, the others later, from the
+    arguments again and from values of these names, which are kept where the others need them."""
+    whole = inlined(jax.make_jaxpr(function)(*args))
+    jaxpr = whole.jaxpr
+    named = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "name" and e.params["name"] in names}
+    first, later = [], []
+    for at, out in enumerate(jaxpr.outvars):
+        (first if at in now else later).append(out)
+    again = _ancestors(jaxpr, later, given=named)
+    read = [var for number in again for var in jaxpr.eqns[number].invars] + later
+    kept = [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var in named)]
+    first += kept
+    return Selection(
+        _numbered(whole, _ancestors(jaxpr, first), jaxpr.invars, first),
+        _numbered(whole, again, [*jaxpr.invars, *kept], later),
+    )
+
+
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without calls of jitted functions: an einsum's two gradients are two equations then."""
 
@@ -76,15 +102,15 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
-def _ancestors(jaxpr: Jaxpr, outs: Iterable) -> set[int]:
-    """Numbers of the equations that these outputs need."""
-    needed = {out for out in outs if not isinstance(out, Literal)}
+def _ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
+    """Numbers of the equations that these outputs need, where these values are given."""
+    needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
     found = set()
     for number in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[number]
         if needed & set(equation.outvars):
             found.add(number)
-            needed |= {var for var in equation.invars if not isinstance(var, Literal)}
+            needed |= {var for var in equation.invars if not isinstance(var, Literal) and var not in given}
     return found
 
 

@@ -1,20 +1,21 @@
 """The split of a layer's forward from its backward, and of the backward in two: what is kept between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 from jax import Array
 
 from parallax.collectives import as_varying
-from parallax.pipeline.division import Division, divide
+from parallax.pipeline.division import Division, Selection, divide, select
 
 
 class SplitVjp:
     """`y = layer(weights, x, context)` now, its gradient later, from the arrays that were saved.
 
     Weights and context are at hand again when the gradient is taken, so they are not saved. `forward` must be
-    traced before `backward`, and `plan_division` before the two halves of a divided backward pass.
+    traced before `backward`, `plan_division` before the two halves of a divided backward pass, and `plan_selection`
+    before the forward pass that keeps little.
     """
 
     def __init__(self, layer: Callable):
@@ -35,6 +36,25 @@ class SplitVjp:
         leaves = [next(rest) if at is None else known[at] for at in self.source]
         pull = jax.tree.unflatten(self.structure, leaves)
         return pull(dy)
+
+    def plan_selection(self, weights: Any, x: Array, context: Any, names: Collection[str]) -> None:
+        """Divide the forward pass: what has one of these names is kept, the rest made again."""
+        args, structure = jax.tree.flatten((weights, x, context))
+
+        def forward(*args):
+            y, saved = self.forward(*jax.tree.unflatten(structure, args))
+            return [y, *saved]
+
+        self.selection: Selection = select(forward, tuple(args), now=[0], names=names)
+
+    def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
+        """The layer's output, and what `saved_again` needs besides weights, x and context."""
+        y, *kept = self.selection.make(*jax.tree.leaves((weights, x, context)))
+        return y, kept
+
+    def saved_again(self, weights: Any, x: Array, context: Any, kept: list[Array]) -> list[Array]:
+        """What `forward` saves."""
+        return self.selection.again(*jax.tree.leaves((weights, x, context)), *kept)
 
     def plan_division(self, weights: Any, saved: list[Array], context: Any, dy: Array, *, saved_is_kept: bool) -> None:
         """Divide the backward pass. With `saved_is_kept` the second half reads of `saved` what it needs, in place."""

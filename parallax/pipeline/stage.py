@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from parallax.layers.context import Context
+from parallax.layers.kept import KEPT
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.slots import entry, put, zeros
@@ -49,6 +50,9 @@ class Stage:
         y, saved = self.vjp.forward(gathered, x, context)
         in_place = self.remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
+        if self.remat in KEPT:
+            self.vjp.plan_selection(gathered, x, context, KEPT[self.remat])
+            pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
         if self.split:
             self.vjp.plan_division(gathered, saved, context, y, saved_is_kept=in_place)
             pools["FW"] = [saved[at] for at in self.vjp.read_later]
@@ -89,6 +93,9 @@ class Stage:
             (x, kept), here = carry, self._at(context, number)
             if self.remat == "layer":
                 saved, y = [x], self.layer(gathered, x, here)
+            elif self.remat in KEPT:
+                y, kept_of_layer = self.vjp.forward_selected(gathered, x, here)
+                saved = [x, *kept_of_layer]
             else:
                 y, saved = self.vjp.forward(gathered, x, here)
             return (y, self._keep(kept, saved, place, layer)), {}
@@ -148,6 +155,8 @@ class Stage:
         own = entry(kept["FB"], place.slots["FB"], layer)
         if self.remat == "layer":
             return self.vjp.forward(gathered, own[0], context)[1]
+        if self.remat in KEPT:
+            return self.vjp.saved_again(gathered, own[0], context, own[1:])
         if not self.split:
             return own
         later = dict(zip(self.vjp.read_later, entry(kept["FW"], place.slots["FW"], layer), strict=True))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.collectives import all_gather, reduce_scatter, sum_over
+from parallax.collectives import all_gather, exchange_and_add, reduce_scatter, sum_over
 from parallax.mesh import AXES
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline.arrangement import Arrangement
@@ -22,15 +22,15 @@ SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
 class Storage:
     """Of a model's parameters, in local view. `layouts` are those that are stored, `stage_layouts` those of the layers
     in the order in which ranks run them. With `once` all is gathered before the ticks and scattered after them, else
-    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32
-    and travel over dp in `reduce_dtype`.
+    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32,
+    and travel over dp as `reduce` says: see FsdpConfig.
     """
 
     layouts: Any
     stage_layouts: Any
     arrangement: Arrangement
     dtype: str
-    reduce_dtype: str
+    reduce: str
     once: bool
 
     def blocks(self, stored: Any) -> Any:
@@ -98,11 +98,13 @@ class Storage:
         return partial(self._gathered, layouts, part=part), scatters
 
     def _scatter(self, path: str, layout: Layout, grad: Array) -> Array:
-        """The gradient of a gathered weight, reduce-scattered over dp to what is stored, in float32."""
+        """The gradient of a gathered weight, summed over dp to what is stored, in float32."""
         whole = layout.without("dp")
-        travels = grad.astype(jnp.float32 if whole == layout else self.reduce_dtype)
+        pattern = f"{whole} -> {layout}"
         with jax.named_scope(path):
-            return reduce_scatter(f"{whole} -> {layout}", travels).astype(jnp.float32)
+            if whole == layout or self.reduce == "float32":
+                return reduce_scatter(pattern, grad.astype(jnp.float32))
+            return exchange_and_add(pattern, grad.astype(self.dtype))
 
     def _scattered(self, layouts: Any, grads: Any, part: str = "") -> Any:
         leaves, structure = jax.tree.flatten(grads)
