@@ -53,9 +53,7 @@ def get_config() -> ConfigDict:
     config.pipeline.schedule = "gpipe"  # | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
-    config.pipeline.remat = (
-        "layer"  # what backward recomputes: "none" | "elementwise" | "attention" | "layer" | "stage"
-    )
+    config.pipeline.remat = "layer"  # backward recomputes "none" | "elementwise" | "attention" | "layer" | "stage"
     config.pipeline.gather = "microbatch"  # FSDP all-gather: per "microbatch" (least memory) | per "step"
     config.pipeline.branches = "skip"  # what a rank does in an idle tick: "skip" | "mask" computes and throws away
 

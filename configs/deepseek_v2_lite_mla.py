@@ -44,8 +44,10 @@ def get_config() -> ConfigDict:
     config.model.rope_original_seq = 4096
     config.model.tied = False
     config.model.dtype = "bfloat16"
+    config.model.kernel = "splash"
 
     config.pipeline.microbatches = 16
+    config.fsdp.reduce = "compute"
 
     config.optimizer.learning_rate = 4.2e-4
     config.optimizer.schedule = "wsd"

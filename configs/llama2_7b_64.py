@@ -33,8 +33,10 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-5
     config.model.tied = False
     config.model.dtype = "bfloat16"
+    config.model.kernel = "splash"
 
     config.pipeline.microbatches = 4
+    config.fsdp.reduce = "compute"
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.warmup_steps = 2000

@@ -31,8 +31,10 @@ def get_config() -> ConfigDict:
     config.model.d_head = 128
     config.model.tied = False
     config.model.dtype = "bfloat16"
+    config.model.kernel = "splash"
 
-    config.pipeline.microbatches = 4
+    config.pipeline.microbatches = 2
+    config.fsdp.reduce = "compute"
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.warmup_steps = 2000

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from parallax.errors import NotationError
 from parallax.mesh import AXES
-from parallax.notation import DIMS, Layout, parse_move
+from parallax.notation import Layout, check_rank, parse_move
 
 
 def is_bound(axis: str) -> bool:
@@ -60,8 +60,11 @@ def _bound(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted and is_bound(axis))
 
 
-def all_gather(pattern: str, x: Array) -> Array:
+def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
     """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
+
+    With `first`, each in two steps: among so many neighbouring ranks, then among those groups. It is the same result,
+    and as many bytes.
 
     Communication:
         forward   all_gather of x over each axis that goes
@@ -79,8 +82,21 @@ def all_gather(pattern: str, x: Array) -> Array:
             )
         for axis in reversed(old[len(new) :]):
             if is_bound(axis):
-                x = lax.all_gather(x, axis, axis=dim, tiled=True)
+                for groups in _gather_groups(lax.axis_size(axis), first):
+                    x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return x
+
+
+def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
+    """Who gathers from whom, one step after the other; None is all from all.
+
+    >>> _gather_groups(6, 1), _gather_groups(6, 2)
+    ([None], [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]])
+    """
+    if first == 1 or first == ranks:
+        return [None]
+    numbers = range(ranks)
+    return [[[*numbers[at : at + first]] for at in numbers[::first]], [[*numbers[at::first]] for at in range(first)]]
 
 
 def reduce_scatter(pattern: str, x: Array) -> Array:
@@ -247,68 +263,17 @@ def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
     """
     if axis in Layout.parse(layout).used_axes():
         raise NotationError(f"permute over {axis}: {layout!r} is cut over it; permute whole pieces only.")
-    _check_rank(layout, Layout.parse(layout), x)
+    check_rank(layout, Layout.parse(layout), x)
     if not is_bound(axis):
         return x
     size = lax.axis_size(axis)
     return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
 
 
-def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Contract in the notation; what a contracted, cut dim leaves is a partial sum, and the result must say so.
-
-    `dtype` is that of the sums and the result; without it, the operands'.
-
-    Communication:
-        forward   nothing
-        backward  nothing
-
-    >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
-    >>> einsum("batch/dp seq d_ff/tp, d_ff/tp d_model -> batch/dp seq d_model +tp", x, w).shape
-    (2, 3, 5)
-    """
-    left, arrow, right = pattern.partition("->")
-    if not arrow:
-        raise NotationError(f"{pattern!r}: write 'operand, operand -> result'.")
-    inputs, output = [Layout.parse(part.strip()) for part in left.split(",")], Layout.parse(right.strip())
-    expected = einsum_layout(inputs, output.names)
-    if expected != output:
-        raise NotationError(f"{pattern!r}: the result is {str(expected)!r}, not {str(output)!r}.")
-    for layout, operand in zip(inputs, operands, strict=True):
-        _check_rank(pattern, layout, operand)
-    letters = ["".join(DIMS[name] for name in layout.names) for layout in (*inputs, output)]
-    return jnp.einsum(f"{','.join(letters[:-1])}->{letters[-1]}", *operands, preferred_element_type=dtype)
-
-
-def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:
-    """The layout that an einsum of `inputs` leaves for the dims `names`, partial sums included."""
-    cuts: dict[str, tuple[str, ...]] = {}
-    for layout in inputs:
-        for name, axes in zip(layout.names, layout.axes, strict=True):
-            if cuts.setdefault(name, axes) != axes:
-                raise NotationError(
-                    f"einsum: {name} is cut over {'/'.join(cuts[name]) or 'nothing'} in one operand and over "
-                    f"{'/'.join(axes) or 'nothing'} in {str(layout)!r}; reshard one of them first."
-                )
-    missing = [name for name in names if name not in cuts]
-    if missing:
-        raise NotationError(f"einsum: the result's {missing[0]!r} is in no operand; they have {', '.join(cuts)}.")
-    partial = [axis for name in cuts if name not in names for axis in cuts[name]]
-    result = Layout(names, tuple(cuts[name] for name in names)).with_partial(*partial)
-    return Layout.parse(str(result))
-
-
 def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     before, after = parse_move(pattern)
-    _check_rank(pattern, before, x)
+    check_rank(pattern, before, x)
     return before, after
-
-
-def _check_rank(pattern: str, layout: Layout, x: Array) -> None:
-    if x.ndim != len(layout.names):
-        raise NotationError(
-            f"{pattern!r}: {str(layout)!r} has {len(layout.names)} dims, the array has {x.ndim}: {x.shape}."
-        )
 
 
 def _check_divides(pattern: str, name: str, size: int, axis: str) -> int:

@@ -191,3 +191,11 @@ def parse_move(pattern: str) -> tuple[Layout, Layout]:
             f"{' '.join(after.names)!r}."
         )
     return before, after
+
+
+def check_rank(pattern: str, layout: Layout, x: Any) -> None:
+    """Raise NotationError where an array has not the dims that `pattern` says."""
+    if x.ndim != len(layout.names):
+        raise NotationError(
+            f"{pattern!r}: {str(layout)!r} has {len(layout.names)} dims, the array has {x.ndim}: {x.shape}."
+        )

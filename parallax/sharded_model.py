@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
 from parallax.collectives import as_varying, offset, sum_over
+from parallax.compiler import first_group
 from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
@@ -68,6 +69,7 @@ class ShardedModel:
             self.arrangement,
             model.dtype,
             fsdp.reduce,
+            first_group(mesh, "dp"),
             once=pipeline.gather == "step",
         )
         self.shapes = nn.meta.unbox(declared)

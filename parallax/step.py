@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.compiler import compiler_options
 from parallax.optimizer import global_norm
 from parallax.sharded_model import ShardedModel
 
@@ -59,7 +60,8 @@ class TrainStep:
         self.model, self.tx, self.seed = model, tx, seed
         self.batch_shape: tuple[int, int] | None = None
         shardings = state_shardings(model, tx), NamedSharding(model.mesh, P())
-        self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings)
+        options = compiler_options(model.mesh)
+        self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         return self._jitted(state, batch)
@@ -85,7 +87,7 @@ def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed:
 
 def make_eval_step(model: ShardedModel) -> Callable:
     """`(params, batch) -> metrics`, jitted: loss and tokens, forward only."""
-    return jax.jit(model.loss)
+    return jax.jit(model.loss, compiler_options=compiler_options(model.mesh))
 
 
 def _like_params(model: ShardedModel, opt_state: Any, whole: NamedSharding) -> Any:

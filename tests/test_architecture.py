@@ -14,7 +14,7 @@ ROWS = [
     {"errors", "units"},
     {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
     {"notation", "data", "checkpoint", "chips", "launch"},
-    {"collectives"},
+    {"collectives", "contraction", "compiler"},
     {"layers", "loss", "optimizer"},
     {"model"},
     {"pipeline", "checks"},

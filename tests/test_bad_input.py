@@ -130,7 +130,10 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
             {"fsdp.prefetch": 1, "pipeline.gather": "step"},
             "fsdp.prefetch=1 gathers a layer ahead, but pipeline.gather=",
         ),
-        ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown; known: none, layer, stage"),
+        (
+            {"pipeline.remat": "some"},
+            "pipeline.remat='some' is unknown; known: none, elementwise, attention, layer, stage",
+        ),
         (
             {"pipeline.microbatches": 3},
             "does not divide over mesh.dp=8 x pipeline.microbatches=3; use a multiple of 24",

@@ -1,5 +1,7 @@
 """Every collective sends what its pattern says, forward and backward, on each axis; NumPy says what that is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from parallax.collectives import (
     all_to_all,
     as_varying,
     cut,
-    einsum,
+    exchange_and_add,
     is_bound,
     max_over,
     offset,
@@ -23,6 +25,7 @@ from parallax.collectives import (
     reshard,
     sum_over,
 )
+from parallax.contraction import einsum
 from parallax.errors import NotationError
 from parallax.mesh import AXES
 from parallax.notation import Layout
@@ -54,6 +57,42 @@ def test_all_gather_collects_pieces(axis, dim):
 def test_reduce_scatter_adds_and_keeps_its_own(axis, dim):
     pattern = [f"seq d_ff -> seq/{axis} d_ff", f"seq d_ff +{axis} -> seq d_ff/{axis}"][dim]
     check(lambda x: reduce_scatter(pattern, x), (2, 2), along(axis, scattered(dim)))
+
+
+@pytest.mark.parametrize("first", [2, 4, 8])
+def test_a_gather_in_two_steps_is_the_gather(first):
+    mesh, x = mesh_of(1, 8, 1), jnp.arange(48.0).reshape(16, 3)
+
+    def both(x):
+        results = []
+        for steps in (1, first):
+            whole, pull = jax.vjp(functools.partial(all_gather, "seq/dp d_ff -> seq d_ff", first=steps), x)
+            results += [whole[None], *pull(jnp.arange(48.0).reshape(16, 3))]
+        return results
+
+    results = jax.shard_map(both, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(x)
+    (at_once, in_steps), gradients = results[::2], results[1::2]
+    np.testing.assert_array_equal(at_once, np.stack([x] * 8))
+    np.testing.assert_array_equal(in_steps, at_once)
+    np.testing.assert_array_equal(*gradients)
+    assert gradients[0].any()
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_exchange_and_add_adds_and_keeps_its_own(axis, dim):
+    pattern = [f"seq d_ff -> seq/{axis} d_ff", f"seq d_ff +{axis} -> seq d_ff/{axis}"][dim]
+    check(lambda x: exchange_and_add(pattern, x), (2, 2), along(axis, scattered(dim)))
+
+
+def test_what_is_exchanged_in_bfloat16_is_rounded_once():
+    """One large summand and many small ones: a sum that is rounded on its way loses them."""
+    pieces = jnp.concatenate([jnp.full((1, 8), 256.0), jnp.full((7, 8), 0.75)]).astype("bfloat16")
+    add = lambda x: exchange_and_add("seq d_ff -> seq d_ff/dp", x)  # noqa: E731
+    total = jax.shard_map(add, mesh=mesh_of(1, 8, 1), in_specs=P("dp"), out_specs=P(None, "dp"), check_vma=True)(pieces)
+    assert total.dtype == jnp.float32
+    np.testing.assert_array_equal(total, np.full((1, 8), 256 + 7 * 0.75))
+    assert jnp.bfloat16(256) + jnp.bfloat16(0.75) != 256.75
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -176,6 +215,7 @@ def test_offsets_number_the_entries_of_a_dim_in_order():
 MOVES = {
     "all_gather": lambda x: all_gather("seq/dp d_ff/tp -> seq d_ff", x),
     "reduce_scatter": lambda x: reduce_scatter("seq d_ff -> seq/dp d_ff/tp", x),
+    "exchange_and_add": lambda x: exchange_and_add("seq d_ff -> seq/dp d_ff/tp", x),
     "all_reduce": lambda x: all_reduce("seq d_ff +dp +tp -> seq d_ff", x),
     "all_to_all": lambda x: all_to_all("seq/tp d_ff -> seq d_ff/tp", x),
     "cut": lambda x: cut("seq d_ff -> seq/dp d_ff/tp", x),
@@ -209,6 +249,7 @@ def test_over_axes_of_one_rank_a_collective_changes_nothing(name):
         (all_gather, "d_ff seq -> d_ff/tp seq", "only the last axes of a dim can be gathered, d_ff needs"),
         (reduce_scatter, "d_ff/tp seq -> d_ff seq", "a dim is scattered behind the axes that cut it, d_ff is not"),
         (reduce_scatter, "d_ff/tp seq -> d_ff/dp/tp seq", "a dim is scattered behind the axes that cut it"),
+        (exchange_and_add, "d_ff/tp seq -> d_ff seq", "a dim is scattered behind the axes that cut it, d_ff is not"),
         (all_reduce, "d_ff/tp seq -> d_ff seq", "an all-reduce leaves the cut as it is"),
         (all_to_all, "d_ff/tp seq/dp -> d_ff/dp seq/tp", "an all-to-all moves exactly one axis"),
         (all_to_all, "d_ff/tp seq -> d_ff seq", "an all-to-all moves exactly one axis"),

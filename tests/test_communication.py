@@ -15,7 +15,7 @@ from sections import Item, expected, sections
 from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
 from parallax import collectives as moves
-from parallax import layers
+from parallax import contraction, layers
 from parallax.collectives import as_varying
 from parallax.layers.context import training_context
 from parallax.layers.dense import Dense
@@ -227,6 +227,7 @@ RESHARD = dict.fromkeys(
 COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x varies over every axis
     ("all_gather", lambda x: moves.all_gather(f"{CUT} -> {WHOLE}", x), CUT, {}, True),
     ("reduce_scatter", lambda x: moves.reduce_scatter(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
+    ("exchange_and_add", lambda x: moves.exchange_and_add(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
     ("all_reduce", lambda x: moves.all_reduce(f"{WHOLE} +tp -> {WHOLE}", x), WHOLE, {}, True),
     ("sum_over", lambda x: moves.sum_over(x, ["tp"]), WHOLE, {}, True),
     ("max_over", lambda x: moves.max_over(jax.lax.stop_gradient(x), ["tp"]) * x, WHOLE, {}, True),
@@ -236,7 +237,7 @@ COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x 
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": True}, False),
     ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": False}, True),
     ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": True}, False),
-    ("einsum", lambda x: moves.einsum(f"{CUT}, {CUT} -> batch/dp seq +tp", x, x), CUT, {}, True),
+    ("einsum", lambda x: contraction.einsum(f"{CUT}, {CUT} -> batch/dp seq +tp", x, x), CUT, {}, True),
     ("reshard", lambda x: moves.reshard(f"{WHOLE} +tp -> {CUT}", x), WHOLE, {"`after` cuts over it": True}, True),
     ("reshard", lambda x: moves.reshard(f"{WHOLE} +tp -> {WHOLE}", x), WHOLE, {"`after` does not": True}, True),
     ("reshard", lambda x: moves.reshard(f"{CUT} -> {OVER_SEQ}", x), CUT, {"it changes its dim": True}, True),
@@ -254,7 +255,8 @@ def test_a_collective_sends_what_it_says(name, run, layout, facts, vary):
     def kinds(counter):
         return Counter({kind: sum(n for (k, _), n in counter.items() if k == kind) for kind, _ in counter})
 
-    said = promised(getattr(moves, name), "", RESHARD | facts if name == "reshard" else facts)
+    function = getattr(contraction if name == "einsum" else moves, name)
+    said = promised(function, "", RESHARD | facts if name == "reshard" else facts)
     assert tuple(map(kinds, sent(run, ones(layout), (layout,), vary=vary))) == tuple(map(kinds, said))
 
 
@@ -282,8 +284,9 @@ def test_every_layer_says_what_it_sends():
 
 
 def test_every_collective_has_a_case_here():
-    functions = {name: thing for name, thing in inspect.getmembers(moves, inspect.isfunction)
-                 if thing.__module__ == moves.__name__ and not name.startswith("_")}  # fmt: skip
+    functions = {name: thing for module in (moves, contraction)
+                 for name, thing in inspect.getmembers(module, inspect.isfunction)
+                 if thing.__module__ == module.__name__ and not name.startswith("_")}  # fmt: skip
     public = {name for name, f in functions.items() if inspect.signature(f).return_annotation is jax.Array}
     assert public == {case[0] for case in COLLECTIVES}
 

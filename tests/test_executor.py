@@ -21,6 +21,7 @@ from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.pipeline.config import REMAT
 from parallax.pipeline.saved import SplitVjp
 from parallax.report import matmul_flops
 from parallax.schedules.files import save_csv
@@ -170,7 +171,7 @@ drawn = st.builds(
 )
 
 
-layers, remat = st.sampled_from([8, 12]), st.sampled_from(["none", "layer", "stage"])
+layers, remat = st.sampled_from([8, 12]), st.sampled_from(REMAT)
 
 
 @given(drawn, layers, remat)

@@ -12,7 +12,9 @@ from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.errors import ConfigError
+from parallax.layers.kept import keep
 from parallax.pipeline import PipelineConfig, Stage
+from parallax.pipeline.config import REMAT
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.stage import Place
@@ -21,7 +23,8 @@ LAYERS, WIDTH = 3, 4
 
 
 def toy_layer(weights, x, context):
-    return x * weights["scale"][None] + jnp.tanh(x @ weights["up"]) @ weights["down"]
+    up = keep(x @ weights["up"], of="mlp")
+    return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
 
 
 def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
@@ -81,7 +84,9 @@ def two_slots(stage, weights, x):
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
 @pytest.mark.parametrize("split", [False, True], ids=["BW together", "BW apart"])
-@pytest.mark.parametrize(("remat", "prefetch"), [("none", 0), ("layer", 0), ("stage", 0), ("none", 1), ("stage", 1)])
+@pytest.mark.parametrize(
+    ("remat", "prefetch"), [*((remat, 0) for remat in REMAT), ("none", 1), ("attention", 1), ("stage", 1)]
+)
 def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, split, layers):
     weights, x, dy = toy()
     stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
@@ -115,7 +120,7 @@ def test_a_pass_that_is_not_active_changes_no_gradient(split):
 def test_what_is_kept_is_what_remat_says():
     weights, x, _ = toy()
     shapes = {}
-    for remat in ("none", "layer", "stage"):
+    for remat in REMAT:
         stage = toy_stage(remat)
         kept, place = two_slots(stage, weights, x)
         _, kept = stage.forward(weights, x, NoDropout(), kept, place)
@@ -125,6 +130,7 @@ def test_what_is_kept_is_what_remat_says():
             np.testing.assert_array_equal(kept["FB"][0][0], 0)
     assert shapes["stage"] == [(2, *x.shape)] and shapes["layer"] == [(2, LAYERS, *x.shape)]
     # Activations of the layer alone, and the scale as it was reshaped: weights are at hand again in the backward pass.
+    assert shapes["attention"] == shapes["elementwise"] == [(2, LAYERS, *x.shape)] * 2  # the input and the product
     assert set(shapes["none"]) == {(2, LAYERS, *x.shape), (2, LAYERS, 1, WIDTH)} and len(shapes["none"]) >= 2
 
 
@@ -251,7 +257,12 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
     ("field", "value", "message"),
     [
         ("schedule", "gpip", "pipeline.schedule='gpip' is unknown; did you mean 'gpipe'?"),
-        ("remat", "layers", "pipeline.remat='layers' is unknown; did you mean 'layer'? Known: none, layer, stage"),
+        (
+            "remat",
+            "layers",
+            "pipeline.remat='layers' is unknown; did you mean 'layer'? Known: none, elementwise, attention, "
+            "layer, stage",
+        ),
         ("gather", "batch", "pipeline.gather='batch' is unknown; "),
         ("microbatches", 0, "pipeline.microbatches=0 must be a whole number of 1 or more."),
         ("microbatches", 2.0, "pipeline.microbatches=2.0 must be a whole number"),

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from parallax.command import read_command
 from parallax.errors import ConfigError, ParallaxError
 from parallax.mesh import AXES
+from parallax.pipeline.config import REMAT
 from parallax.plan import __main__ as command
 from parallax.plan import sweep as sweep_module
 from parallax.plan.analytic import estimate, predicted_memory, trace
@@ -158,9 +159,7 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     settings = tiny(data_global_batch=2)
     brute = set()
     halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    rest = itertools.product(
-        (1, 2, 3), SCHEDULES, (1, *VIRTUAL), ("none", "layer", "stage"), ("microbatch", "step"), (0, 1)
-    )
+    rest = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT, ("microbatch", "step"), (0, 1))
     for mesh, others in itertools.product(halves, list(rest)):
         choice = Choice(*mesh, *others)
         if (choice.schedule == "interleaved") != (choice.virtual > 1):

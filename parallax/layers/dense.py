@@ -7,7 +7,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.collectives import all_gather, einsum, einsum_layout, reshard
+from parallax.collectives import all_gather, reshard
+from parallax.contraction import einsum, einsum_layout
 from parallax.layers.parameter import parameter
 from parallax.notation import Layout
 

@@ -7,7 +7,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.collectives import all_gather, cut, einsum, einsum_layout, offset, reshard
+from parallax.collectives import all_gather, cut, offset, reshard
+from parallax.contraction import einsum, einsum_layout
 from parallax.layers.dropout import Dropout
 from parallax.layers.norm import RMSNorm
 from parallax.layers.parameter import parameter

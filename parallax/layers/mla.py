@@ -9,7 +9,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.collectives import all_gather, einsum, reshard
+from parallax.collectives import all_gather, reshard
+from parallax.contraction import einsum
 from parallax.layers.attention import attend, remember
 from parallax.layers.context import Context
 from parallax.layers.dense import Dense

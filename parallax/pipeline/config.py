@@ -47,10 +47,12 @@ class FsdpConfig:
 class PipelineConfig:
     """`remat` is what the backward pass recomputes, `gather` how often FSDP collects the weights.
 
-    Kept per microbatch in flight: "none" all that the backward pass reads; "elementwise" each layer's input and
-    what its products and its attention made, so that only what stands between is made again; "attention" each layer's
-    input and the MLP's wide products; "layer" each layer's input; "stage" the stage's input. Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the
-    whole stage's exist all the time, and their gradients too, but they are sent once.
+    Kept per microbatch in flight: "none" all that the backward pass reads; "elementwise" each layer's input and what
+    its products and its attention made, so that only what stands between is made again; "attention" each layer's input
+    and the MLP's wide products; "layer" each layer's input; "stage" the stage's input.
+
+    Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the whole stage's exist all the
+    time, and their gradients too, but they are sent once.
 
     `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
     collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.

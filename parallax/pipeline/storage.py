@@ -31,6 +31,7 @@ class Storage:
     arrangement: Arrangement
     dtype: str
     reduce: str
+    gather_first: int  # see all_gather
     once: bool
 
     def blocks(self, stored: Any) -> Any:
@@ -117,7 +118,9 @@ class Storage:
         def gathered(path: str, layout: Layout, weight: Array) -> Array:
             whole = layout.without("dp")
             with jax.named_scope(path):
-                return weight if whole == layout else all_gather(f"{layout} -> {whole}", weight.astype(self.dtype))
+                if whole == layout:
+                    return weight
+                return all_gather(f"{layout} -> {whole}", weight.astype(self.dtype), first=self.gather_first)
 
         leaves, structure = jax.tree.flatten(weights)
         named = zip(_with_paths(layouts, part), leaves, strict=True)

@@ -6,10 +6,11 @@
 its memory bandwidth, and over reductions of reading what they reduce twice, for what comes after waits for the result;
 all else is taken to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward
 one. *Messages* are the traced collectives over the links of their axes. Gathers over dp hide as far as the work lasts,
-and with fsdp.prefetch=1 so do sums of gradients over dp; all others are exposed. The *update* reads and writes
-parameters and optimizer state, and reads gradients, at memory bandwidth.
+and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of gradients over dp; all others are exposed. The *update*
+reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -20,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from parallax.budget import BATCH_ARRAYS, Memory, flops_per_token, memory
+from parallax.budget import BATCH_ARRAYS, Memory, flops_per_token, memory, parameters_by_component
 from parallax.layers.kernels import kernel_flops
-from parallax.mesh import AXES
+from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
+from parallax.plan.layouts import build
 from parallax.plan.place import Place
 from parallax.report.origin import Origin
 from parallax.report.traced import Sent, collectives
@@ -141,7 +143,8 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         if not one.bytes:
             continue
         bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
-        hides = one.axes == ("dp",) and (one.kind == "all-gather" or settings.fsdp.prefetch > 0) and not place.shared
+        can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
+        hides = one.axes == ("dp",) and can_hide and not place.shared
         ticking = one.count >= settings.pipeline.microbatches > 1
         found.append(Message(" ".join(one.axes), one.total_bytes / bandwidth, hides, ticking))
     return found
@@ -158,8 +161,18 @@ def exposed_secs(sent: Iterable[Message], hidden: float) -> dict[str, float]:
 
 
 def schedule_costs(settings: Settings) -> Costs:
-    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more."""
-    return Costs(forward=1, backward=2 + (settings.pipeline.remat != "none"), weights=1)
+    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more, or
+    of one that makes again attention alone, its share of the parameters."""
+    again = {"none": 0.0, "elementwise": 0.0}.get(settings.pipeline.remat, 1.0)
+    if settings.pipeline.remat == "attention":
+        again = _attention_share(dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0)))
+    return Costs(forward=1, backward=2 + again, weights=1)
+
+
+@cache
+def _attention_share(settings: Settings) -> float:
+    counts = parameters_by_component(build(settings).shapes)
+    return counts["attention"] / (counts["attention"] + counts["mlp"])
 
 
 def lockstep_bubble(settings: Settings) -> float:

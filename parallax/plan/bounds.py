@@ -65,13 +65,14 @@ class Bounds:
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that are run once more for each token if layers are recomputed."""
-        if choice.remat != "layer":
+        mlp = {"attention": 0.0, "layer": 1 - DOWN}
+        if choice.remat not in mlp:
             return 0.0
-        return self.parameters["attention"] + (1 - DOWN) * self.parameters["mlp"]
+        return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
 
     def _gradient_secs(self, choice: Choice) -> float:
         """The layers' gradients are summed over dp once, or for each microbatch, in the compute dtype or wider."""
-        if choice.prefetch:
+        if choice.prefetch or self.settings.fsdp.reduce == "compute":
             return 0.0  # all of it may hide
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
         times = choice.microbatches if choice.gather == "microbatch" else 1

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from parallax.pipeline.config import REMAT
 from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
 from parallax.plan.layouts import GATHERS, Choice, build_if_legal
 from parallax.plan.place import Place
@@ -60,8 +61,9 @@ def neighbours(settings: Settings) -> Iterator[tuple[str, Settings]]:
 
 
 def _layouts(own: Choice) -> Iterator[Choice]:
-    for remat in {"none", "layer", "stage"} - {own.remat}:
-        yield own._replace(remat=remat)
+    for remat in REMAT:
+        if remat != own.remat:
+            yield own._replace(remat=remat)
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)

@@ -18,8 +18,8 @@ class Route(NamedTuple):
     spread: float
 
 
-def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> Route:
-    """The links between devices that differ along these mesh axes.
+def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = ()) -> Route:
+    """The links between devices that differ along these mesh axes: all of them, or a group of them by their numbers.
 
     On a torus, a collective uses all dims along which its devices lie at once. A dim that they fill, and that closes to
     a ring, gives two links of each chip, one for each direction; any other dim, a line, one, since its end has no
@@ -28,7 +28,7 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> Route:
     quarter of each dim on average, and loads links by as much. A switch gives all links of a chip. Between slices,
     and between processes of a switch, it is the network. Latency counts as nothing.
     """
-    devices = _members(mesh, axes)
+    devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
     if _differ(devices, "slice_index") or (not chip.torus_dims and _differ(devices, "process_index")):
         return Route(chip.dcn_bandwidth, 1.0)
     if not chip.torus_dims:
@@ -96,4 +96,6 @@ def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarra
         everywhere = np.array([device.coords for device in mesh.devices.flat])
         return np.array([device.coords for device in devices]), list(np.ptp(everywhere, axis=0) + 1)
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in axes]
+    if len(devices) < math.prod(sizes):  # a group of them
+        sizes = [len(devices)]
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1), sizes

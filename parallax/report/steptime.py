@@ -72,7 +72,7 @@ class Clock:
 
     def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
         self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
-        self._routes: dict[tuple[str, ...], Route] = {}
+        self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
         """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
@@ -110,7 +110,8 @@ class Clock:
         """How long one call takes with the links to itself."""
         if call.pairs:
             return call.bytes / one_way(self.mesh, call.pairs, self.chip)
-        if call.axes not in self._routes:
-            self._routes[call.axes] = route(self.mesh, call.axes, self.chip)
-        found = self._routes[call.axes]
+        key = call.axes, call.group
+        if key not in self._routes:
+            self._routes[key] = route(self.mesh, call.axes, self.chip, call.group)
+        found = self._routes[key]
         return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth

@@ -1,5 +1,6 @@
 """A compiled program as what a device does in turn: compute, collectives that begin and end, loops and branches."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ PROJECT = "parallax/"
 class Call(NamedTuple):
     """A collective of the compiled program; `bytes` are what a device sends in one call of it.
 
-    `pairs` are a permutation's senders and receivers, none for other collectives.
+    `pairs` are a permutation's senders and receivers, none for other collectives; `group` are the devices of one group
+    of the others, where they are not all along `axes`.
     `merged` are the arrays that it moves together. `source` is the operation's name in the traced program, and where
     the compiler dropped that, its operand's; `line` is the innermost of this project's.
     """
@@ -30,6 +32,7 @@ class Call(NamedTuple):
     bytes: int
     merged: int
     pairs: tuple[tuple[int, ...], ...]
+    group: tuple[int, ...]
     source: str
     line: str
 
@@ -187,6 +190,7 @@ class Reader:
             sent_bytes(KINDS[kind], operand, members),
             len(piece.operands) if kind != "all-to-all" else 1,
             tuple(groups) if kind == "collective-permute" else (),
+            groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
             *self._origin(piece, outer, caller),
         )
 

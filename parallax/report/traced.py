@@ -105,7 +105,8 @@ def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: M
         return Counter()
     axes = _axes(equation)
     operand = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
-    count = math.prod(sizes[axis] for axis in axes)
+    groups = equation.params.get("axis_index_groups")  # a step of a gather in two
+    count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     if kind == "permute":
         moves = any(source == at[axes[0]] != target for source, target in equation.params["perm"])
         size = operand if moves else 0

@@ -1,0 +1,135 @@
+"""How much of what FSDP and TP send hides behind compute, in the step that the TPU compiler makes; no TPU is needed.
+
+    python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3]
+
+Needs the TPU compiler: pip install 'parallax[tpu]'. One row for each way to send: as the config has it, without what
+hides it, and layouts of other meshes. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits*
+are in milliseconds as parallax.report.steptime estimates them. *dp* and *tp* are the shares of bytes over these axes
+that go on while something is computed: asynchronous, with compute between start and done. The compiler gives attention
+kernels no cycles; they are priced at the longer of their FLOPs at peak and their bytes, and *MFU* is with them, *MFU-*
+leaves them out.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tpu_compile import tpu_devices
+
+
+class Row(NamedTuple):
+    changes: Mapping[str, Any]  # of the config, by "section.key"
+    options: bool = True  # whether the compiler is told what parallax/compiler.py says
+
+
+PLAIN = {"fsdp.reduce": "float32"}
+PIPELINE = {"mesh.pp": 4, "pipeline.gather": "step", "pipeline.schedule": "interleaved"}
+ROWS = {
+    "llama_1b_16": [
+        Row({}),
+        Row({}, options=False),
+        Row(PLAIN),
+        Row(PLAIN | {"fsdp.prefetch": 1}),
+        Row({"fsdp.prefetch": 1}),
+        Row({"mesh.dp": 8, "mesh.tp": 2}),
+        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
+        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8, "loss.chunk_tokens": 512}),
+    ],
+    "llama2_7b_64": [
+        Row({}),
+        Row({}, options=False),
+        Row(PLAIN),
+        Row(PLAIN | {"fsdp.prefetch": 1}),
+        Row({"fsdp.prefetch": 1}),
+        Row({"mesh.dp": 16, "mesh.tp": 4}),
+        Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
+    ],
+}
+COLUMNS = ("GiB", "compute", "kernels", "waits", "dp", "tp", "MFU", "MFU-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
+    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
+    args = parser.parse_args()
+    devices, rows = tpu_devices(args.topology), ROWS[args.config]
+    print(
+        f"{args.config} on {args.topology}\n| changed | "
+        + " | ".join(COLUMNS)
+        + " |\n|---"
+        + "|---" * len(COLUMNS)
+        + "|"
+    )
+    for at in range(len(rows)) if args.rows is None else args.rows:
+        started = time.perf_counter()
+        cells = figures(args, devices, rows[at])
+        print(f"| {title(rows[at])} | " + " | ".join(cells) + " |", flush=True)
+        print(f"row {at}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def title(row: Row) -> str:
+    changes = [f"{name}={value}" for name, value in row.changes.items()]
+    return ", ".join(changes + ["no options"] * (not row.options)) or "nothing"
+
+
+def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
+    import importlib
+    import math
+
+    import jax
+
+    import parallax as px
+    from parallax.budget import BATCH_ARRAYS, flops_per_token
+    from parallax.chips import chip
+    from parallax.compiler import compiler_options
+    from parallax.optimizer import make_optimizer
+    from parallax.plan.analytic import schedule_costs
+    from parallax.report.compiled import read_compiled
+    from parallax.report.shares import shares_of
+    from parallax.report.steptime import step_time
+    from parallax.step import abstract_state, make_train_step
+
+    config = importlib.import_module(f"configs.{args.config}").get_config()
+    config.update_from_flattened_dict(row.changes)
+    settings = px.read_settings(config.to_dict())
+    mesh = px.make_mesh(settings.mesh, devices)
+    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    shape = settings.data.global_batch, settings.data.seq
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding))
+    options = {} if row.options else {name: not on for name, on in compiler_options(mesh).items()}
+    program = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile(compiler_options=options)
+    read = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
+    found = step_time(read, chip(args.topology), flops)
+    without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
+    millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()))
+    return [
+        f"{(read.arguments + read.temporaries) / 2**30:.2f}",
+        *(f"{1e3 * secs:.0f}" for secs in millis),
+        *(hidden(read.collectives, axis) for axis in ("dp", "tp")),
+        *(f"{100 * share:.1f} %" for share in (found.mfu, without)),
+    ]
+
+
+def hidden(collectives: Any, axis: str) -> str:
+    """The share of bytes over this axis alone that are sent while something is computed."""
+    sent = [(made.bytes * made.count, made.asynchronous and made.cycles_between > 0) for made in collectives
+            if made.axes == (axis,)]  # fmt: skip
+    total = sum(size for size, _ in sent)
+    return f"{100 * sum(size for size, beside in sent if beside) / total:.0f} %" if total else "-"
+
+
+if __name__ == "__main__":
+    main()

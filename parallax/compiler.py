@@ -1,0 +1,61 @@
+"""What XLA is told for each kind of chip, and what it must be spared.
+
+Measured in programs that libtpu 0.0.42 compiles, by where their time goes: `python benchmarks/tpu_compile.py`, which
+can leave the options out.
+"""
+
+import numpy as np
+from jax.sharding import Mesh
+
+from parallax.chips import chip
+from parallax.errors import ConfigError
+
+# Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
+EXCHANGE = ("xla_tpu_enable_async_all_to_all",)
+# On chips of two cores, gathers wait unless all of these are said, the last one too, whichever way.
+GATHER = (
+    "xla_enable_async_all_gather",
+    "xla_tpu_enable_async_collective_fusion",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    "xla_tpu_overlap_compute_collective_tc",
+)
+OPTIONS = {
+    "TPU v5e": dict.fromkeys(EXCHANGE, True),
+    "TPU v5p": dict.fromkeys((*EXCHANGE, *GATHER), True) | {"xla_tpu_megacore_fusion_allow_ags": False},
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool]:
+    """What the compiler is told for the devices of this mesh; nothing for chips of which nothing was measured."""
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    if device is None or device.platform != "tpu":
+        return {}
+    try:
+        return OPTIONS.get(chip(device.device_kind).name, {})
+    except ConfigError:
+        return {}
+
+
+def first_group(mesh: Mesh, axis: str) -> int:
+    """Among how many neighbouring ranks of an axis a gather begins, before it goes on among all; 1: at once among all.
+
+    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. Two
+    gathers, along one dim and then along the others, stay what they are.
+    """
+    ranks = _along(mesh, axis)
+    if getattr(ranks[0], "coords", None) is None:
+        return 1
+    moved = np.diff([device.coords for device in ranks], axis=0) != 0
+    if moved.any(axis=0).sum() < 3:
+        return 1
+    turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
+    near = int(turns[0]) + 1 if len(turns) else 1
+    return near if len(ranks) % near == 0 else 1
+
+
+def _along(mesh: Mesh, axis: str) -> list:
+    """The devices of the first group along an axis; of a mesh without devices, none that are anywhere."""
+    if not isinstance(mesh, Mesh):
+        return [None]
+    return list(mesh.devices[tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)])
