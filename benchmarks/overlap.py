@@ -64,13 +64,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
     args = parser.parse_args()
     devices, rows = tpu_devices(args.topology), ROWS[args.config]
-    print(
-        f"{args.config} on {args.topology}\n| changed | "
-        + " | ".join(COLUMNS)
-        + " |\n|---"
-        + "|---" * len(COLUMNS)
-        + "|"
-    )
+    print(f"{args.config} on {args.topology}")
+    print(f"| changed | {' | '.join(COLUMNS)} |")
+    print("|---" * (1 + len(COLUMNS)) + "|")
     for at in range(len(rows)) if args.rows is None else args.rows:
         started = time.perf_counter()
         cells = figures(args, devices, rows[at])
