@@ -1,6 +1,7 @@
 """Initial values, training runs and programs: the same on every mesh, and for any number of microbatches and layers."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -19,8 +20,19 @@ def initial(mesh, **changes):
     return jax.tree.map(np.asarray, build(mesh, **changes).init(3))
 
 
-@pytest.mark.parametrize("changes", [dict(attention="mla", tied=True), dict(attention="gqa", tied=False)], ids=str)
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+MLA, GQA = dict(attention="mla", tied=True), dict(attention="gqa", tied=False)
+# Each mesh with one of the two, and (2, 2, 2) with both.
+SLOW = [case for case in zip(MESHES[1:], itertools.cycle([MLA, GQA])) if case[0] != (2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+        for case in itertools.product(MESHES[1:], [MLA, GQA])
+    ],
+    ids=str,
+)
 def test_initial_values_are_bitwise_the_same_on_every_mesh(mesh, changes):
     jax.tree.map(np.testing.assert_array_equal, initial(mesh, **changes), initial((1, 1, 1), **changes))
 
