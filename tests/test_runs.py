@@ -117,15 +117,18 @@ def test_rows_without_labels_count_nothing_wherever_they_lie():
     np.testing.assert_allclose(evaluate(params, swapped)["loss"], half["loss"], rtol=1e-6)
 
 
+@functools.cache
+def two_layers(mesh, dtype):
+    """Metrics and gradients."""
+    model = build(mesh, layers=2, dtype=dtype)
+    return jax.jit(model.loss_and_grad)(params_of(model), make_batch())
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_bfloat16_compute_is_float32_but_for_rounding(sizes):
     """A bfloat16 has 8 bits: each rounding is off by 2^-9. About 100 of them lie between loss and gradient,
     and add up as a random walk to 10 * 2^-9, 2 %."""
-    exact, rounded = (
-        build(mesh, layers=2, dtype=dtype) for mesh, dtype in (((1, 1, 1), "float32"), (sizes, "bfloat16"))
-    )
-    batch = make_batch()
-    (metrics, grads), (near, near_grads) = (jax.jit(m.loss_and_grad)(params_of(m), batch) for m in (exact, rounded))
+    (metrics, grads), (near, near_grads) = two_layers((1, 1, 1), "float32"), two_layers(sizes, "bfloat16")
     np.testing.assert_allclose(near["loss"], metrics["loss"], rtol=2**-9)
     for leaf, other in zip(jax.tree.leaves(grads), jax.tree.leaves(near_grads), strict=True):
         leaf, other = np.asarray(leaf), np.asarray(other)
