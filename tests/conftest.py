@@ -1,5 +1,6 @@
 """Tests run on eight simulated CPU devices, with compiled programs kept between runs."""
 
+import gc
 import os
 import pathlib
 from importlib.metadata import version
@@ -23,6 +24,9 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 # [B, S] + [S] is a mistake more often than a wish.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Traced programs are many objects that live long and form few cycles: looking for those is a tenth of the time.
+gc.set_threshold(100_000, 20, 100)
 
 hypothesis.settings.register_profile("parallax", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("parallax")

@@ -1,12 +1,15 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
+import functools
 import os
 import pathlib
 import signal
 
+import pytest
 from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
+from parallax.loop import run as run_module
 from parallax.loop.journal import Journal
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
@@ -35,6 +38,46 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
         section, name = key.split(".")
         config[section][name] = value
     return config
+
+
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of equal settings share their model and what is traced, planned and measured of it: all but the first take
+    a quarter of the time. What they train on, when they stop and what they save is their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in SHARED.items():
+            patch.setattr(run_module, name, function)
+        yield
+
+
+def settings_of_model(settings, mesh):
+    """All that `model_of` reads."""
+    sections = (settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, settings.optimizer)
+    return *sections, settings.train.steps, settings.data.global_batch, settings.data.seq, mesh
+
+
+def cached(function, key):
+    """`function`, called once for each key of its arguments."""
+    results = {}
+
+    @functools.wraps(function)
+    def found(*args, **kwargs):
+        at = key(*args, **kwargs)
+        if at not in results:
+            results[at] = function(*args, **kwargs)
+        return results[at]
+
+    return found
+
+
+SHARED = {
+    "model_of": cached(run_module.model_of, settings_of_model),
+    # The optimizer's state follows from the model, which no other optimizer has.
+    "memory": cached(run_module.memory, lambda model, opt_state, **batch: (model, *batch.items())),
+    "make_train_step": functools.cache(run_module.make_train_step),
+    "make_eval_step": functools.cache(run_module.make_eval_step),
+    "peak_flops": functools.cache(run_module.peak_flops),
+}
 
 
 def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:

@@ -58,7 +58,7 @@ def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved"])
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((4, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh, schedule, remat):
     virtual = 2 if schedule == "interleaved" else 1
     pipeline = {"pipeline.remat": remat, "pipeline.microbatches": 4, "pipeline.schedule": schedule}

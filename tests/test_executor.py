@@ -23,7 +23,7 @@ from parallax.model import LayoutConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.pipeline.config import REMAT
 from parallax.pipeline.saved import SplitVjp
-from parallax.report import matmul_flops
+from parallax.report.executed import flops_by_direction
 from parallax.schedules.files import save_csv
 from parallax.sharded_model import ShardedModel
 
@@ -31,11 +31,9 @@ from parallax.sharded_model import ShardedModel
 def flops_by_rank(mesh, **changes):
     """Matmul FLOPs of each pipeline rank, its data and tensor ranks together."""
     model, batch = build(mesh, microbatches=8, chunk_tokens=32, **changes), make_batch()
-    place = lambda pp: dict(pp=pp, dp=0, tp=0)  # noqa: E731
-    return [
-        mesh[1] * mesh[2] * matmul_flops(model.loss_and_grad, model.shapes, batch, at=place(pp))
-        for pp in range(mesh[0])
-    ]
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    ranks = [flops_by_direction(program, at=dict(pp=pp, dp=0, tp=0)) for pp in range(mesh[0])]
+    return [mesh[1] * mesh[2] * sum(rank.values()) for rank in ranks]
 
 
 @functools.cache

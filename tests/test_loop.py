@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from run_examples import stop_at, tiny_config, write_corpus
+from run_examples import shared_programs, stop_at, tiny_config, write_corpus
 
 from parallax.checkpoint import latest_step
 from parallax.errors import CheckpointError, ConfigError
@@ -16,6 +16,9 @@ from parallax.loop.journal import drop_after, read_metrics
 from parallax.loop.meter import Meter
 from parallax.loop.steps import Ended, Steps
 from parallax.settings import load_settings
+
+__all__ = ["shared_programs"]  # the fixture
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,9 @@ def reference(attention, tied, layers):
     model = build((1, 1, 1), attention=attention, tied=tied, layers=layers)
     params = params_of(model)
     losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
-    updated = one_update(optimizer(model.layouts), params, jax.tree.map(np.float32, grads))
+    update = functools.partial(one_update, optimizer(model.layouts))
+    # Compiled as one program: else each of the optimizer's operations is compiled for itself, two seconds of them.
+    updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
 
 

@@ -1,6 +1,7 @@
 """What stages keep, how often weights are gathered, and laws of the executor that hold for any batch."""
 
 import dataclasses
+import functools
 from collections import Counter
 
 import jax
@@ -192,10 +193,16 @@ def test_gathering_once_a_step_keeps_fsdp_out_of_the_ticks():
     assert inside_loops("microbatch").keys() >= {"all_gather dp", "reduce_scatter dp"}
 
 
+@functools.cache
+def four_microbatches(mesh):
+    """A model, its compiled step, and parameters."""
+    model = build(mesh, microbatches=4)
+    return model, jax.jit(model.loss_and_grad), params_of(model)
+
+
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 2)], ids=str)
 def test_the_order_of_microbatches_does_not_matter(mesh):
-    model, batch = build(mesh, microbatches=4), make_batch(rows=16)
-    step, params = jax.jit(model.loss_and_grad), params_of(model)
+    (_, step, params), batch = four_microbatches(mesh), make_batch(rows=16)
     turned = {name: np.roll(array, 4, axis=0) for name, array in batch.items()}  # by one microbatch of 4 rows
     (metrics, grads), (other_metrics, other_grads) = step(params, batch), step(params, turned)
     np.testing.assert_allclose(other_metrics["loss"], metrics["loss"], rtol=1e-6)
@@ -217,9 +224,8 @@ def test_gradients_of_two_batches_add_up():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (4, 1, 2)], ids=str)
 def test_the_forward_pass_alone_has_the_same_loss(mesh):
-    model, batch = build(mesh), make_batch()
-    params = params_of(model)
-    loss, _ = jax.jit(model.loss_and_grad)(params, batch)
+    (model, step, params), batch = four_microbatches(mesh), make_batch(rows=16)
+    loss, _ = step(params, batch)
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], loss["loss"], rtol=1e-6)
 
 
@@ -234,7 +240,8 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
 def test_rows_that_are_too_few_for_all_ranks_are_shared_in_pieces(mesh, rows, changes):
     model, batch = build(mesh, **changes), make_batch(rows=rows)
     params = params_of(model)
-    expected = plain_losses(model.model, params_of(build((1, 1, 1))), batch, 0.0)[0]
+    plain = jax.jit(lambda params: plain_losses(model.model, params, batch, 0.0)[0])
+    expected = plain(params_of(build((1, 1, 1))))
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], expected, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(model.loss_and_grad)(params, batch)[0]["loss"], expected, rtol=1e-6)
     with pytest.raises(ConfigError, match=f"data.global_batch={rows} does not divide over mesh.dp=1 x mesh.pp=4"):

@@ -1,5 +1,8 @@
 """A plan's memory, time and search, without any of the chips that it is for."""
 
+import contextlib
+import functools
+import io
 import itertools
 import pathlib
 import re
@@ -64,18 +67,30 @@ def priced(settings, place=PAIR):
     return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "tiny.py"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "tiny.py"
     path.write_text(TINY)
     return f"--config={path}"
 
 
+@functools.cache
+def held_of(settings):
+    return predicted_memory(build(settings), settings)
+
+
+@functools.cache
+def traced_of(settings):
+    return trace(build(settings), settings)
+
+
 @pytest.fixture(scope="module")
 def few():
-    """A sweep that looks at few layouts, legal and not; each takes about a second."""
+    """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
+        patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
+        patch.setattr(sweep_module, "trace", lambda model, settings: traced_of(settings))
         yield
 
 
@@ -249,7 +264,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp
         traced.append(Choice.of(settings))
         if len(traced) == 5:
             raise KeyboardInterrupt
-        return trace(model, settings)
+        return traced_of(settings)
 
     monkeypatch.setattr(sweep_module, "trace", interrupted)
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
@@ -350,9 +365,18 @@ def test_one_layout_alone_is_a_picture_too(found):
 # ---- the command
 
 
-def test_the_command_says_what_a_plan_must(config, capsys):
-    assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
-    out = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def planned(config):
+    """What the command prints on a machine that has no libtpu."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert command.main(["plan", config, "--topology=v5e:2x2"]) == 0
+    return out.getvalue()
+
+
+def test_the_command_says_what_a_plan_must(planned):
+    out = planned
     assert re.search(r"^fits: [\d.]+ \w+ of 15.8 GiB a chip", out, re.M)
     assert re.search(r"^MFU \d+\.\d %", out, re.M)
     for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
@@ -388,7 +412,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
         traced.append(1)
         if len(traced) == 3:
             raise KeyboardInterrupt
-        return trace(model, settings)
+        return traced_of(settings)
 
     monkeypatch.setattr(sweep_module, "trace", interrupted)
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
@@ -398,11 +422,16 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     assert "the same command goes on from here" in shown.err
 
 
-def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(config, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert command.main(["plan", config, "--topology=v5e:2x2"]) == 0
+def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
+    assert re.search(r"^MFU", planned, re.M) and "pip install 'parallax[tpu]'" in planned.splitlines()[-1]
+
+
+def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, monkeypatch):
+    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    monkeypatch.setattr(command, "compile_step", None)
+    assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^MFU", out, re.M) and "pip install 'parallax[tpu]'" in out.splitlines()[-1]
+    assert planned.startswith(out) and "pip install" not in out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a report reads from a traced program: how often, how much, which way, who asked and where."""
 
+import functools
 import pathlib
 
 import jax
@@ -156,12 +157,16 @@ def step(mesh=(2, 2, 2), **changes):
     return build(mesh, microbatches=4, **changes)
 
 
+@functools.cache
+def sent_in_step(**changes):
+    return step_collectives(step(**changes), ROWS, SEQ)
+
+
 def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
     def by_module(remat, direction):
-        sent = step_collectives(step(remat=remat), ROWS, SEQ)
         return {
             s.module: s.total_bytes
-            for s in sent
+            for s in sent_in_step(remat=remat)
             if s.module.startswith("mlp") and (s.axes, s.direction) == (("tp",), direction)
         }
 
@@ -177,8 +182,7 @@ def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
 
 def test_weights_gathered_ahead_are_the_same_messages_in_the_same_directions():
     plain, ahead = (
-        totals(step_collectives(step(remat="layer", prefetch=prefetch), ROWS, SEQ), "axes", "kind", "direction")
-        for prefetch in (0, 1)
+        totals(sent_in_step(remat="layer", **changes), "axes", "kind", "direction") for changes in ({}, {"prefetch": 1})
     )
     assert plain == ahead and plain[("dp",), "all-gather", "recompute"] > 0
 
@@ -239,11 +243,11 @@ def test_a_mesh_without_devices_gives_the_report_of_one_with_them():
     kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
     configs = (kind(**section(name, microbatches=4)) for name, kind in kinds.items())
     abstract = ShardedModel(model_config(), *configs, mesh)
-    assert step_collectives(abstract, ROWS, SEQ) == step_collectives(step(), ROWS, SEQ)
+    assert step_collectives(abstract, ROWS, SEQ) == sent_in_step()
 
 
 def test_totals_add_up_over_every_field():
-    sent = step_collectives(step(), ROWS, SEQ)
+    sent = sent_in_step()
     whole = sum(one.bytes * one.count for one in sent)
     assert whole > 0
     for fields in (("axes", "kind"), ("direction",), ("module",)):

@@ -1,6 +1,7 @@
 """Initial values, training runs and programs: the same on every mesh, and for any number of microbatches and layers."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -19,8 +20,19 @@ def initial(mesh, **changes):
     return jax.tree.map(np.asarray, build(mesh, **changes).init(3))
 
 
-@pytest.mark.parametrize("changes", [dict(attention="mla", tied=True), dict(attention="gqa", tied=False)], ids=str)
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+MLA, GQA = dict(attention="mla", tied=True), dict(attention="gqa", tied=False)
+# Each mesh with one of the two, and (2, 2, 2) with both.
+SLOW = [case for case in zip(MESHES[1:], itertools.cycle([MLA, GQA])) if case[0] != (2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+        for case in itertools.product(MESHES[1:], [MLA, GQA])
+    ],
+    ids=str,
+)
 def test_initial_values_are_bitwise_the_same_on_every_mesh(mesh, changes):
     jax.tree.map(np.testing.assert_array_equal, initial(mesh, **changes), initial((1, 1, 1), **changes))
 
@@ -105,15 +117,18 @@ def test_rows_without_labels_count_nothing_wherever_they_lie():
     np.testing.assert_allclose(evaluate(params, swapped)["loss"], half["loss"], rtol=1e-6)
 
 
+@functools.cache
+def two_layers(mesh, dtype):
+    """Metrics and gradients."""
+    model = build(mesh, layers=2, dtype=dtype)
+    return jax.jit(model.loss_and_grad)(params_of(model), make_batch())
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_bfloat16_compute_is_float32_but_for_rounding(sizes):
     """A bfloat16 has 8 bits: each rounding is off by 2^-9. About 100 of them lie between loss and gradient,
     and add up as a random walk to 10 * 2^-9, 2 %."""
-    exact, rounded = (
-        build(mesh, layers=2, dtype=dtype) for mesh, dtype in (((1, 1, 1), "float32"), (sizes, "bfloat16"))
-    )
-    batch = make_batch()
-    (metrics, grads), (near, near_grads) = (jax.jit(m.loss_and_grad)(params_of(m), batch) for m in (exact, rounded))
+    (metrics, grads), (near, near_grads) = two_layers((1, 1, 1), "float32"), two_layers(sizes, "bfloat16")
     np.testing.assert_allclose(near["loss"], metrics["loss"], rtol=2**-9)
     for leaf, other in zip(jax.tree.leaves(grads), jax.tree.leaves(near_grads), strict=True):
         leaf, other = np.asarray(leaf), np.asarray(other)

@@ -7,11 +7,14 @@ import sys
 import time
 
 import pytest
-from run_examples import stop_at, tiny_config, write_corpus
+from run_examples import shared_programs, stop_at, tiny_config, write_corpus
 
 from parallax.checkpoint import latest_step
 from parallax.loop import train
 from parallax.loop.run import begin
+
+__all__ = ["shared_programs"]  # the fixture
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ def entry(stacked: Any, *numbers: Array | int) -> Any:
     def read(leaf: Array) -> Array:
         at = _indices(leaf, numbers)
         rest = leaf.shape[len(numbers) :]
-        return lax.dynamic_slice(leaf, at, (*(1 for _ in numbers), *rest)).reshape(rest)
+        piece = lax.dynamic_slice(leaf, at, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
+        return piece.reshape(rest)
 
     return jax.tree.map(read, stacked)
 
@@ -31,12 +32,13 @@ def put(stacked: Any, values: Any, *numbers: Array | int) -> Any:
 
     def write(leaf: Array, value: Array) -> Array:
         piece = as_varying(value, ["pp"]).reshape(*(1 for _ in numbers), *value.shape)
-        return lax.dynamic_update_slice(leaf, piece, _indices(leaf, numbers))
+        return lax.dynamic_update_slice(leaf, piece, _indices(leaf, numbers), allow_negative_indices=False)
 
     return jax.tree.map(write, stacked, values)
 
 
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
-    """Start of an entry. A dim of one has a static index: XLA sees that what was written is what is read."""
+    """Start of an entry, none of them negative. A dim of one has a static index: XLA sees that what was written is
+    what is read."""
     at = tuple(jnp.int32(0) if size == 1 else jnp.int32(number) for size, number in zip(leaf.shape, numbers))
     return (*at, *(jnp.int32(0) for _ in leaf.shape[len(numbers) :]))

@@ -17,18 +17,17 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from parallax.budget import BATCH_ARRAYS, Memory, flops_per_token, memory, parameters_by_component
+from parallax.budget import Memory, flops_per_token, memory, parameters_by_component
 from parallax.layers.kernels import kernel_flops
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
 from parallax.plan.layouts import build
 from parallax.plan.place import Place
 from parallax.report.origin import Origin
-from parallax.report.traced import Sent, collectives
+from parallax.report.traced import Sent, program_collectives, step_program
 from parallax.report.walk import walk
 from parallax.schedules import Costs, by_name, figures
 from parallax.settings import Settings
@@ -99,13 +98,12 @@ def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
 def trace(model: ShardedModel, settings: Settings) -> Traced:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
-    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32"))
-    program, first = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), dict.fromkeys(AXES, 0)
+    program, first = step_program(model, *shape), dict.fromkeys(AXES, 0)
     found = walk(program, at=first, count=_product)
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
     return Traced(
         [product._replace(count=count) for product, count in found.items()],
-        collectives(model.loss_and_grad, model.shapes, batch, at=first, sizes=model.axis_sizes),
+        program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
     )
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
@@ -12,7 +11,7 @@ from parallax.budget import flops_per_token, matmul_parameters, qk_width
 from parallax.layers.kernels import attention_flops
 from parallax.mesh import AXES
 from parallax.report.executed import flops_by_direction
-from parallax.report.traced import INPUTS
+from parallax.report.traced import step_program
 from parallax.sharded_model import ShardedModel
 
 
@@ -94,8 +93,7 @@ def _on_one_device(model: ShardedModel) -> ShardedModel:
 
 def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
     """FLOPs by direction, of a device of each pipeline rank."""
-    batch = dict.fromkeys(INPUTS, jax.ShapeDtypeStruct((global_batch, seq), "int32"))
-    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [flops_by_direction(program, at=at) for at in places]
 

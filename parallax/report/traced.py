@@ -53,7 +53,14 @@ def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Ma
     or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing.
     Raises ValueError where it depends on data what is sent.
     """
-    return _collectives(jax.make_jaxpr(function)(*args), at, sizes)
+    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
+
+
+@functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
+def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
+    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
+    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in INPUTS}
+    return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
 
 
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
@@ -70,10 +77,9 @@ def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[S
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
     """The same of each pipeline rank. Devices that differ along other axes alone send the same."""
-    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in INPUTS}
-    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [_collectives(program, at, model.axis_sizes) for at in places]
+    return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
 
 
 def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
@@ -94,7 +100,8 @@ def bytes_per_token(sent: Iterable[Sent], global_batch: int, seq: int) -> dict[t
     return {key: total / (global_batch * seq) for key, total in totals(sent, "axes", "kind").items()}
 
 
-def _collectives(program: ClosedJaxpr, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    """The same as `collectives` of a program that was traced."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
