@@ -39,8 +39,8 @@ def main() -> None:
     import parallax as px
 
     px.simulate_devices(DEVICES)
-    from parallax.plan.analytic import estimate, predicted_memory, trace
-    from parallax.plan.layouts import Choice, build
+    from parallax.plan.analytic import predict
+    from parallax.plan.layouts import Choice
     from parallax.plan.place import local_place
 
     settings, choices = work(args), [Choice(*layout) for layout in LAYOUTS]
@@ -48,11 +48,7 @@ def main() -> None:
     chip = place.chip
     rates = chip.flops[settings.model.dtype] / 1e9, chip.hbm_bandwidth / 1e9, chip.ici_bandwidth / 1e9
     print("a device: {:.1f} GFLOP/s of products, {:.2f} GB/s of copies, {:.2f} GB/s of a gather".format(*rates))
-    predicted = []
-    for choice in choices:
-        applied = choice.applied(settings)
-        model = build(applied)
-        predicted.append(estimate(applied, place, predicted_memory(model, applied), trace(model, applied)).secs)
+    predicted = [predict(choice.applied(settings), place).secs for choice in choices]
     measured = measure([choice.applied(settings) for choice in choices], args.rounds)
     rows = list(zip(choices, predicted, measured, ranks(predicted), ranks(measured)))
     print(f"{'pp·dp·tp  M schedule     remat  gather':42}{'predicted':>10}{'measured':>10}{'ranks':>10}")

@@ -20,7 +20,7 @@ from parallax.mesh import AXES
 from parallax.pipeline.config import REMAT
 from parallax.plan import __main__ as command
 from parallax.plan import sweep as sweep_module
-from parallax.plan.analytic import estimate, predicted_memory, trace
+from parallax.plan.analytic import predict, predicted_memory, trace
 from parallax.plan.bounds import Bound, Bounds
 from parallax.plan.cache import Cache
 from parallax.plan.changes import helpful
@@ -62,11 +62,6 @@ def tiny(**changes):
     return read_settings(config.to_dict())
 
 
-def priced(settings, place=PAIR):
-    model = build(settings)
-    return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "tiny.py"
@@ -102,6 +97,12 @@ def found(few, tmp_path_factory):
     return search
 
 
+def test_a_plan_in_one_call_fills_the_mesh_and_refuses_another_size():
+    assert predict(tiny(mesh_dp=-1), PAIR) == predict(tiny(), PAIR)
+    with pytest.raises(ConfigError, match="v5e:1x2 has 2 devices: .*dp=4"):
+        predict(tiny(mesh_dp=4), PAIR)
+
+
 # ---- time
 
 
@@ -112,13 +113,13 @@ def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     sizes = {"pp": 1, "dp": 2, "tp": 1}
     sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
     bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
-    found = priced(settings)
+    found = predict(settings, PAIR)
     # Two chips in a row have one link to each other, of 50 GB/s.
     assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 50e9)
 
 
 def test_the_parts_of_a_step_add_up_to_it():
-    found = priced(tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b"))
+    found = predict(tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b"), PAIR)
     assert found.bubble == pytest.approx(1 / 3)  # P - 1 over M + P - 1
     busy = found.work_secs + sum(found.exposed_secs.values())
     assert found.bubble_secs > 0.3 * busy
@@ -127,7 +128,7 @@ def test_the_parts_of_a_step_add_up_to_it():
 
 def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
     fast = PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15))
-    plain, ahead = priced(tiny(), fast), priced(tiny(fsdp_prefetch=1), fast)
+    plain, ahead = predict(tiny(), fast), predict(tiny(fsdp_prefetch=1), fast)
     assert 0 < plain.hidden_secs < ahead.hidden_secs < ahead.work_secs
     assert ahead.secs < plain.secs
 
@@ -135,7 +136,7 @@ def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer()
 def test_recomputing_costs_time_and_attention_without_scores_saves_it():
     settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
     none, layer, splash = (
-        priced(tiny(**settings, **more))
+        predict(tiny(**settings, **more), PAIR)
         for more in ({"pipeline_remat": "none"}, {"pipeline_remat": "layer"}, {"model_kernel": "splash"})
     )
     assert none.recompute_secs == 0 < layer.recompute_secs
@@ -206,7 +207,7 @@ def test_bounds_are_never_above_what_is_found(family, attention):
     looked_at = 0
     for choice in legal[:: len(legal) // 16]:
         try:
-            found = priced(choice.applied(settings), four)
+            found = predict(choice.applied(settings), four)
         except ParallaxError:
             continue
         looked_at += 1
@@ -387,9 +388,9 @@ def test_the_command_says_what_a_plan_must(planned):
 @pytest.mark.slow
 def test_flags_of_a_change_do_what_it_says(config):
     settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
-    now = priced(settings, place)
+    now = predict(settings, place)
     change = helpful(settings, place, now)[0]
-    then = priced(read_command(["plan", config, *change.flags.split()], {})[0], place)
+    then = predict(read_command(["plan", config, *change.flags.split()], {})[0], place)
     assert then.secs == pytest.approx(now.secs * (1 + change.secs))
     assert then.peak_bytes == now.peak_bytes + change.bytes
 

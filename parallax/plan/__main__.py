@@ -15,7 +15,6 @@ if any(argument.startswith("--topology") for argument in sys.argv):
     # Else libtpu complains that this machine is none of theirs; what is compiled for, the topology says.
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from typing import Any
 from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
 from parallax.command import usage as usage_of
 from parallax.errors import ConfigError
-from parallax.mesh import resolve_sizes, simulate_devices
+from parallax.mesh import simulate_devices
 from parallax.plan import text
-from parallax.plan.analytic import estimate, predicted_memory, trace
+from parallax.plan.analytic import predict
 from parallax.plan.cache import Cache
 from parallax.plan.changes import helpful
 from parallax.plan.compiling import Outcome, compile_step, devices_of, why_not
-from parallax.plan.layouts import build
+from parallax.plan.layouts import build, placed
 from parallax.plan.picture import draw, front
 from parallax.plan.place import Place, local_place, read_topology
 from parallax.plan.progress import progress_bar
@@ -93,12 +92,7 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
         place = local_place(settings.model.dtype)
-    try:
-        sizes = resolve_sizes(settings.mesh, place.devices)
-    except ConfigError as error:
-        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
-    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=0)
-    settings = dataclasses.replace(settings, mesh=mesh)
+    settings = placed(settings, place)
     place.chip.peak(settings.model.dtype)
     build(settings)
     return settings, place
@@ -107,9 +101,7 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
 def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
     print(text.heading(name, settings, place), flush=True)
-    model = build(settings)
-    held = predicted_memory(model, settings)
-    now = estimate(settings, place, held, trace(model, settings))
+    now = predict(settings, place)
     print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
     print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
     print(text.beneath(now), flush=True)

@@ -24,7 +24,7 @@ from parallax.budget import Memory, flops_per_token, memory, parameters_by_compo
 from parallax.layers.kernels import kernel_flops
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
-from parallax.plan.layouts import build
+from parallax.plan.layouts import build, placed
 from parallax.plan.place import Place
 from parallax.report.origin import Origin
 from parallax.report.traced import Sent, program_collectives, step_program
@@ -86,6 +86,21 @@ class Estimate(NamedTuple):
     def bubble_secs(self) -> float:
         """Time in which the average device waits for others of the pipeline."""
         return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
+
+
+def predict(settings: Settings, place: Place) -> Estimate:
+    """The step of these settings on a place; ConfigError where their mesh or layout is not legal there.
+
+    >>> from configs.llama_1b_16 import get_config
+    >>> from parallax.plan.place import read_topology
+    >>> from parallax.settings import read_settings
+    >>> place = read_topology("v5e:4x4")
+    >>> predict(read_settings(get_config().to_dict()), place).peak_bytes < place.chip.usable_bytes
+    True
+    """
+    settings = placed(settings, place)
+    model = build(settings)
+    return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
 
 
 def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:

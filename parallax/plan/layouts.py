@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parallax.errors import ParallaxError, divisors
-from parallax.mesh import AXES, MeshConfig, factorisations
+from parallax.errors import ConfigError, ParallaxError, divisors
+from parallax.mesh import AXES, MeshConfig, factorisations, resolve_sizes
 from parallax.pipeline.config import REMAT
+from parallax.plan.place import Place
 from parallax.report.whole import abstract_mesh
 from parallax.schedules import SCHEDULES
 from parallax.settings import Settings
@@ -68,6 +69,15 @@ def _schedules(pp: int) -> list[tuple[str, int]]:
     if pp == 1:
         return [("gpipe", 1)]
     return [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
+
+
+def placed(settings: Settings, place: Place) -> Settings:
+    """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
+    try:
+        sizes = resolve_sizes(settings.mesh, place.devices)
+    except ConfigError as error:
+        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
+    return dataclasses.replace(settings, mesh=dataclasses.replace(settings.mesh, **sizes, simulate=0))
 
 
 def build(settings: Settings) -> ShardedModel:
