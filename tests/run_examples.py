@@ -43,7 +43,7 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
 @pytest.fixture(scope="module")
 def shared_programs():
     """Runs of equal settings share their model and what is traced, planned and measured of it: all but the first take
-    a quarter of the time. What they train on, when they stop and what they save is their own."""
+    two fifths of the time. What they train on, when they stop and what they save is their own."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in SHARED.items():
             patch.setattr(run_module, name, function)
