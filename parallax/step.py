@@ -14,6 +14,8 @@ from parallax.compiler import compiler_options
 from parallax.optimizer import global_norm
 from parallax.sharded_model import ShardedModel
 
+UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
+
 
 class TrainState(NamedTuple):
     """All that a run is between two steps; the batch and the dropout of a step follow from its number."""
@@ -75,9 +77,11 @@ class TrainStep:
         self.batch_shape = batch["tokens"].shape
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": global_norm(grads)}
+        with jax.named_scope(UPDATE):
+            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics |= {"grad_norm": global_norm(grads)}
+        return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainStep:

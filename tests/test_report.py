@@ -161,7 +161,7 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
     ours = [one for one in made if "shard_map" in one.source and one.kind == "reduce-scatter"]
     traced = sum(one.total_bytes for one in found.sent if one.kind == "reduce-scatter")
     assert sum(one.bytes * one.count for one in ours) == traced
-    assert found.compiled_flops == pytest.approx(found.flops.executed, rel=1e-3)
+    assert found.compiled_flops == (found.flops.executed, 0)
     assert "What the compiler made of the collectives, for 4 x cpu" in repr(found) and "(update)" in repr(found)
     assert json.loads(found.to_json())["compiled"]["temporaries"] == found.compiled.temporaries
 

@@ -33,7 +33,7 @@ SENT = (
 )
 MADE = [
     Made("all-gather", ("dp",), MIB, 32.0, 32.0, True, 1000.0, "ag", "jit(step)/shard_map/x", "storage.py:2", 1),
-    Made("all-reduce", ("dp",), MIB, 1.0, 1.0, False, 0.0, "ar", "jit(step)/reduce_sum", "", 3),
+    Made("all-reduce", ("dp",), MIB, 1.0, 1.0, False, 0.0, "ar", "jit(step)/update/reduce_sum", "", 3),
 ]
 MEMORY = {"parameters": 30 * MIB, "saved_activations": 60 * MIB, "optimizer": 10 * MIB}
 COMPILED = Compiled(40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB, MADE, 1e6, [], [], None, [], "")
@@ -45,6 +45,7 @@ REPORT = Report(
     rows=16,
     seq=256,
     sent=SENT,
+    sent_on_average=SENT,
     flops=Flops(model=50e9, masked=10e9, padding=0, repeated=0, recomputed=20e9, waiting=20e9),
     memory=MEMORY,
     compiled=COMPILED,

@@ -18,7 +18,16 @@ from parallax.mesh import AXES
 from parallax.model import LayoutConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.report.executed import flops_by_direction, matmul_flops
-from parallax.report.traced import Sent, bytes_per_token, collectives, collectives_by_rank, step_collectives, totals
+from parallax.report.traced import (
+    Sent,
+    busiest,
+    bytes_per_token,
+    collectives,
+    collectives_by_rank,
+    on_average,
+    step_collectives,
+    totals,
+)
 from parallax.sharded_model import ShardedModel
 
 REPO = pathlib.Path(__file__).parents[1]
@@ -236,6 +245,13 @@ def test_a_report_has_of_each_entry_the_count_of_the_rank_that_sends_it_most():
         same = [s.count for rank in ranks for s in rank if s._replace(count=0) == one._replace(count=0)]
         assert one.count == max(same)
     assert {one._replace(count=0) for one in report} == {s._replace(count=0) for rank in ranks for s in rank}
+
+
+def test_an_average_rank_sends_a_rank_s_share_of_what_all_send():
+    ranks = collectives_by_rank(step((4, 2, 1), schedule="one_f_one_b"), ROWS, SEQ)
+    average = on_average(ranks)
+    assert sum(one.total_bytes for one in average) == sum(one.total_bytes for rank in ranks for one in rank) / 4
+    assert sum(one.total_bytes for one in average) < sum(one.total_bytes for one in busiest(ranks))
 
 
 def test_a_mesh_without_devices_gives_the_report_of_one_with_them():

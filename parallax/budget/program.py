@@ -39,6 +39,7 @@ REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "cumsum", "arrange",
 }
 # fmt: on
+FOLDS = {"reduce_sum", "reduce_max", "reduce_min"}  # of floating point numbers, a library's where there is one
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 

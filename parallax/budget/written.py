@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from parallax.budget.program import ELEMENTWISE, EXPENSIVE, VIEWS, Op, Program, Value
+from parallax.budget.program import ELEMENTWISE, EXPENSIVE, FOLDS, VIEWS, Op, Program, Value
 
 END = 1 << 60  # the number of what comes after all operations
 
@@ -14,16 +14,18 @@ class Compiler(NamedTuple):
 
     `breadth_first`: operations run as soon as what they read is there, first come first served; else in the order in
     which they were traced. `copies`: arrays are copied where dims lie in another order than an operation reads them.
-    `products_fuse`: what a matrix product reads is computed on the way.
+    `products_fuse`: what a matrix product reads is computed on the way. `masks_fuse`: so is what a reduction reads of a
+    select; XLA for CPU hands reductions to a library that knows products and exponentials, but no select.
     """
 
     breadth_first: bool
     copies: bool
     products_fuse: bool
+    masks_fuse: bool
 
 
-CPU = Compiler(breadth_first=True, copies=True, products_fuse=False)
-ACCELERATOR = Compiler(breadth_first=False, copies=False, products_fuse=True)
+CPU = Compiler(breadth_first=True, copies=True, products_fuse=False, masks_fuse=False)
+ACCELERATOR = Compiler(breadth_first=False, copies=False, products_fuse=True, masks_fuse=True)
 
 
 class Written:
@@ -73,11 +75,18 @@ class Written:
                 readers[value] = set()
                 for number, at in uses[value]:
                     self._add_reader(value, number, at, readers, needed)
+            if op.name == "select_n" and self._is_reduced(readers[op.outs[0]]):
+                needed.update(op.outs)
             if op.name in ELEMENTWISE and needed.isdisjoint(op.outs):
                 computing = set().union(*(readers[value] for value in op.outs))
                 if op.name not in EXPENSIVE or len(computing) <= 1:
                     self.passing.update(op.outs)
         self.readers = {value: len(found) for value, found in readers.items()}
+
+    def _is_reduced(self, readers: set) -> bool:
+        """Whether a reduction by a library is among those that compute a value."""
+        numbers = (reader for reader in readers if isinstance(reader, int))
+        return not self.compiler.masks_fuse and any(self.program.ops[at].name in FOLDS for at in numbers)
 
     def _add_reader(self, value: Value, number: int, at: int, readers: dict[Value, set], needed: set[Value]) -> None:
         if number == END:

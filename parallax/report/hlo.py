@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from parallax.step import UPDATE
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
@@ -127,6 +129,15 @@ class Module(NamedTuple):
             lines.append((name, place.get("line", 0)))
             frame = numbers.get("parent_frame_id", 1) - 1  # frames count from 1 and their parents from 2: 1 is none
         return lines
+
+
+def of_update(op_name: str) -> bool:
+    """Whether it belongs to the update of the parameters, and not to loss and gradients.
+
+    >>> of_update("jit(train_step)/update/while/body/dot_general"), of_update("jit(train_step)/shard_map/dot_general")
+    (True, False)
+    """
+    return UPDATE in op_name.split("/")
 
 
 def parse(text: str) -> Module:

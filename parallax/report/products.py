@@ -3,29 +3,39 @@
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from parallax.layers.kernels import kernel_flops
-from parallax.report.hlo import Computation, Instruction, Module, float_dims, parse
+from parallax.report.hlo import Computation, Instruction, Module, float_dims, of_update, parse
 from parallax.report.shares import Shares, name_of
 
 CALLS = ("fusion", "call", "async-start")
+PRODUCTS = ("dot", "convolution", "custom-call")
 
 
-def compiled_flops(text: str, shares: Shares | None = None) -> float:
+class CompiledFlops(NamedTuple):
+    """FLOPs of matrix products that an average device executes in a step: for loss and gradients, which can be traced,
+    and for the update of the parameters."""
+
+    passes: float
+    update: float
+
+
+def compiled_flops(text: str, shares: Shares | None = None) -> CompiledFlops:
     """FLOPs that an average device executes, 2 for each multiply-add, of a program as text.
 
     Loops turn as often as they say, once where that depends on data; branches are taken as `shares` say, and the
     dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
     """
     module = parse(text)
-    return Products(module, shares or {}).of(module.entry)
+    return CompiledFlops(*(Products(module, shares or {}, update).of(module.entry) for update in (False, True)))
 
 
 class Products:
-    """Adds FLOPs up, each computation once."""
+    """Adds FLOPs up, those of the update or the others, each computation once."""
 
-    def __init__(self, module: Module, shares: Shares):
-        self.module, self.shares = module, shares
+    def __init__(self, module: Module, shares: Shares, update: bool):
+        self.module, self.shares, self.update = module, shares, update
         self._known: dict[str, float] = {}
 
     def of(self, name: str) -> float:
@@ -36,6 +46,8 @@ class Products:
         return self._known[name]
 
     def _flops(self, one: Instruction, home: Computation) -> float:
+        if one.kind in PRODUCTS and of_update(one.op_name) != self.update:
+            return 0
         if one.kind == "dot":
             return _dot(one, home)
         if one.kind == "convolution":

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from parallax.mesh import AXES
 from parallax.report.flops import Flops
+from parallax.report.hlo import of_update
 from parallax.report.traced import Sent
 
 DIRECTIONS = ("forward", "recompute", "backward")
@@ -47,13 +48,13 @@ class PlaceRow(NamedTuple):
 
 
 class MadeRow(NamedTuple):
-    """What the compiler made of the collectives of one kind over some axes; calls are fractional behind branches."""
+    """What the compiler made of the collectives of one kind over some axes; an average device's."""
 
     axes: tuple[str, ...]
     kind: str
     update: bool  # of the optimizer, whose collectives the compiler chooses
-    traced_calls: int
-    traced_bytes: int
+    traced_calls: float
+    traced_bytes: float
     calls: float
     bytes: float
     asynchronous_bytes: float
@@ -85,7 +86,7 @@ def by_place(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[PlaceRo
 
 
 def by_fate(sent: Iterable[Sent], made: Iterable[Any]) -> list[MadeRow]:
-    """Traced beside compiled, by axes and kind; both what only was traced and what only was compiled."""
+    """Traced beside compiled, both of an average device, by axes and kind; both what only was traced and what only was compiled."""
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(MadeRow._fields[3:], 0))
     for one in sent:
         if one.bytes:
@@ -94,18 +95,13 @@ def by_fate(sent: Iterable[Sent], made: Iterable[Any]) -> list[MadeRow]:
             row["traced_bytes"] += one.total_bytes
     for one in made:
         if one.bytes:
-            row = found[one.axes, one.kind, _of_update(one)]
+            row = found[one.axes, one.kind, of_update(one.source)]
             row["calls"] += one.count
             row["bytes"] += one.bytes * one.count
             row["asynchronous_bytes"] += one.bytes * one.count * one.asynchronous
             row["cycles_between"] += (one.cycles_between or 0) * one.count
     rows = [MadeRow(*key, **values) for key, values in found.items()]
     return sorted(rows, key=lambda row: (row.update, axes_order(row.axes), -max(row.bytes, row.traced_bytes), row.kind))
-
-
-def _of_update(made: Any) -> bool:
-    """Whether the optimizer needs it: it alone runs outside of shard_map."""
-    return bool(made.source) and "shard_map" not in made.source
 
 
 def shares_of_flops(flops: Flops) -> list[tuple[str, float, float]]:

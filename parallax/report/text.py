@@ -86,7 +86,8 @@ def executed(report: Any) -> str:
     traced = f"A device executes {in_flops(report.flops.executed)}"
     if report.compiled_flops is None:
         return f"{traced}."
-    return f"{traced}; in the compiled program, with the optimizer's, {in_flops(report.compiled_flops)}."
+    passes, update = map(in_flops, report.compiled_flops)
+    return f"{traced}; in the compiled program {passes}, and {update} for the optimizer's update."
 
 
 def memory(report: Any) -> Iterator[str]:
@@ -120,11 +121,11 @@ def made_cells(report: Any) -> Iterator[list[str]]:
     timed = report.compiled.cycles is not None
     head = ["axis", "kind", "calls traced", "compiled", "bytes traced", "compiled", "asynchronous"]
     yield [*head, "cycles between"] if timed else head
-    for row in by_fate(report.sent, report.compiled.collectives):
+    for row in by_fate(report.sent_on_average, report.compiled.collectives):
         cells = [
             ", ".join(row.axes) + " (update)" * row.update,
             row.kind,
-            f"{row.traced_calls:,}" if row.traced_calls else "-",
+            f"{row.traced_calls:,.0f}" if row.traced_calls else "-",
             f"{row.calls:,.0f}" if row.calls else "-",
             in_bytes(row.traced_bytes) if row.traced_calls else "-",
             in_bytes(row.bytes) if row.calls else "-",
@@ -135,7 +136,7 @@ def made_cells(report: Any) -> Iterator[list[str]]:
 
 def made_notes(report: Any) -> Iterator[str]:
     """What the table says, in words."""
-    rows = [row for row in by_fate(report.sent, report.compiled.collectives)]
+    rows = [row for row in by_fate(report.sent_on_average, report.compiled.collectives)]
     merged = sum(one.count for one in report.compiled.collectives if one.merged > 1)
     arrays = sum(one.count * one.merged for one in report.compiled.collectives if one.merged > 1)
     if merged:

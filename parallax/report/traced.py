@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,13 +35,13 @@ class Sent(NamedTuple):
     kind: str  # "all-gather" | "reduce-scatter" | "all-reduce" | "all-to-all" | "permute"
     axes: tuple[str, ...]  # in mesh order
     bytes: int  # that a device sends in one call
-    count: int  # calls of a device in a step
+    count: float  # calls of a device in a step
     direction: str  # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before
     module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
     source: str  # the line that asked: "parallax/layers/dense.py:57"
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self) -> float:
         """That a device sends in a step."""
         return self.bytes * self.count
 
@@ -66,13 +66,9 @@ def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxp
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
     """What a device sends for the loss and gradients of a step; the mesh may be abstract.
 
-    Pipeline ranks differ: of each entry the count is that of the rank that makes most of these calls, for in lockstep
-    the others wait for it. What the compiler sends for the optimizer is in no traced program.
+    Pipeline ranks differ: see `busiest`. What the compiler sends for the optimizer is in no traced program.
     """
-    most: Counter = Counter()
-    for rank in collectives_by_rank(model, global_batch, seq):
-        most |= Counter({sent._replace(count=0): sent.count for sent in rank})
-    return sorted(sent._replace(count=count) for sent, count in most.items())
+    return busiest(collectives_by_rank(model, global_batch, seq))
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
@@ -80,6 +76,20 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
+
+
+def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Of each entry the count is that of the rank that makes most of these calls: in lockstep the others wait for it."""
+    most: Counter = Counter()
+    for rank in ranks:
+        most |= _counted(rank)
+    return sorted(sent._replace(count=count) for sent, count in most.items())
+
+
+def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Of each entry the count is that of an average rank, as those of a compiled program are."""
+    together = sum(map(_counted, ranks), Counter())
+    return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
 
 
 def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
@@ -104,6 +114,10 @@ def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: M
     """The same as `collectives` of a program that was traced."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
+
+
+def _counted(rank: list[Sent]) -> Counter:
+    return Counter({sent._replace(count=0): sent.count for sent in rank})
 
 
 def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:

@@ -17,10 +17,10 @@ from parallax.optimizer import make_optimizer
 from parallax.report.compiled import Compiled, read_compiled
 from parallax.report.flops import Flops, step_flops
 from parallax.report.page import page
-from parallax.report.products import compiled_flops
+from parallax.report.products import CompiledFlops, compiled_flops
 from parallax.report.shares import shares_of
 from parallax.report.text import text
-from parallax.report.traced import INPUTS, Sent, step_collectives
+from parallax.report.traced import INPUTS, Sent, busiest, collectives_by_rank, on_average
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainStep, abstract_state, make_train_step
@@ -33,9 +33,10 @@ LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JS
 class Report:
     """A report as plain data. It prints as text; notebooks show it as a page.
 
-    `sent` is what a device sends for loss and gradients, `memory` the predicted bytes on a device by component, at the
-    moment when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
-    `compiled_flops` are those that an average device executes of the compiled program.
+    `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
+    rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
+    when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
+    `compiled_flops` are those that an average device executes of the compiled program, the update's apart.
     """
 
     name: str
@@ -45,11 +46,12 @@ class Report:
     rows: int
     seq: int
     sent: tuple[Sent, ...]
+    sent_on_average: tuple[Sent, ...]
     flops: Flops
     memory: dict[str, int]
     compiled: Compiled | None
     compiled_for: str
-    compiled_flops: float | None = None
+    compiled_flops: CompiledFlops | None = None
 
     @property
     def tokens(self) -> int:
@@ -75,9 +77,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
         plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
-        plain["sent"] = [one._asdict() for one in self.sent]
+        plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
         plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
         if self.compiled is not None:
+            plain["compiled_flops"] = self.compiled_flops._asdict()
             found = self.compiled._asdict()
             found["collectives"] = [one._asdict() for one in self.compiled.collectives]
             found["pallas_calls"] = [one._asdict() for one in self.compiled.pallas_calls]
@@ -121,6 +124,7 @@ def report(
     rows, seq = _shape_of(step, batch)
     model = step.model
     planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
+    ranks = collectives_by_rank(model, rows, seq)
     made, made_for, shares = None, "", shares_of(model.schedule)
     if compiled and isinstance(model.mesh, Mesh):
         made = read_compiled(_compile(step, rows, seq), model.mesh, shares)
@@ -132,7 +136,8 @@ def report(
         microbatches=model.pipeline.microbatches,
         rows=rows,
         seq=seq,
-        sent=tuple(step_collectives(model, rows, seq)),
+        sent=tuple(busiest(ranks)),
+        sent_on_average=tuple(on_average(ranks)),
         flops=step_flops(model, rows, seq, entries=entries),
         memory=dict(planned._asdict()),
         compiled=made,
