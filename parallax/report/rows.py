@@ -86,7 +86,7 @@ def by_place(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[PlaceRo
 
 
 def by_fate(sent: Iterable[Sent], made: Iterable[Any]) -> list[MadeRow]:
-    """Traced beside compiled, both of an average device, by axes and kind; both what only was traced and what only was compiled."""
+    """Traced beside compiled, of an average device, by axes and kind; what only one of them has too."""
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(MadeRow._fields[3:], 0))
     for one in sent:
         if one.bytes:

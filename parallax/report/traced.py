@@ -79,7 +79,7 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
-    """Of each entry the count is that of the rank that makes most of these calls: in lockstep the others wait for it."""
+    """Of each entry the count is that of the rank that makes most of these calls: in lockstep the others wait."""
     most: Counter = Counter()
     for rank in ranks:
         most |= _counted(rank)
