@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
 from parallax.collectives import as_varying, offset, sum_over
-from parallax.compiler import first_group
+from parallax.compiler import first_group, relays_what_is_read
 from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
@@ -267,6 +267,7 @@ class ShardedModel:
             loop,
             self.pipeline.remat,
             self.schedule.split,
+            in_rows=relays_what_is_read(self.mesh),
         )
 
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
