@@ -36,6 +36,7 @@ def get_config() -> ConfigDict:
     config.model.kernel = "splash"
 
     config.pipeline.microbatches = 4
+    config.pipeline.remat = "attention"
     config.fsdp.reduce = "compute"
 
     config.optimizer.learning_rate = 3e-4

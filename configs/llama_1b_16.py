@@ -34,6 +34,7 @@ def get_config() -> ConfigDict:
     config.model.kernel = "splash"
 
     config.pipeline.microbatches = 2
+    config.pipeline.remat = "elementwise"
     config.fsdp.reduce = "compute"
 
     config.optimizer.learning_rate = 3e-4
