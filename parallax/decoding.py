@@ -187,9 +187,12 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels in the compute dtype: cast first, fewer bytes are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            whole = stored.without("dp")
-            weight = weight if whole == stored else weight.astype(self.model.dtype)
-            return reshard(f"{whole} -> {wanted}", all_gather(f"{stored} -> {whole}", weight))
+            for axis in ("dp", "pp"):  # which tables are cut over; layers stay on their ranks
+                whole = stored if axis in wanted.used_axes() else stored.without(axis)
+                if whole != stored:
+                    weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
+                stored = whole
+            return reshard(f"{stored} -> {wanted}", weight)
 
         layouts, staged = self.layouts, self._staged(params["blocks"])
         layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"], is_leaf=_is_layout)}

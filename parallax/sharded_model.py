@@ -22,12 +22,12 @@ from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
-from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.arrangement import Arrangement, cut_over_pp
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.spread import SpreadEnds
-from parallax.pipeline.storage import Storage
+from parallax.pipeline.storage import ENDS, Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
@@ -61,11 +61,11 @@ class ShardedModel:
         check_stages(model, self.schedule)
         self.arrangement = Arrangement(self.schedule.placement, model.layers)
         declared = jax.eval_shape(self._declare, jax.random.key(0))
-        self.stage_layouts = layouts_of(declared)["blocks"]  # of the layers that a rank runs
-        self.layouts = layouts_of(declared) | {"blocks": map_layouts(self._stored, self.stage_layouts)}
+        used = layouts_of(declared)
+        self.layouts = {part: map_layouts(partial(self._stored, part), used[part]) for part in used}
         self.storage = Storage(
             self.layouts,
-            self.stage_layouts,
+            used,
             self.arrangement,
             model.dtype,
             fsdp.reduce,
@@ -156,8 +156,13 @@ class ShardedModel:
 
     # ---- parameters
 
-    def _stored(self, layout: Layout) -> Layout:
-        return self.arrangement.stored(layout, self.model.sizes, self.axis_sizes)
+    def _stored(self, part: str, layout: Layout) -> Layout:
+        """Layers where they run, if that can be; tables, which all pipeline ranks use, cut over them."""
+        sizes = self.model.sizes, self.axis_sizes
+        if part == "blocks":
+            return self.arrangement.stored(layout, *sizes)
+        alone = self.axis_sizes["pp"] == 1 or len(layout.names) == 1
+        return layout if alone else cut_over_pp(layout, *sizes, names=layout.names)
 
     def _parts(self, rows: str, *, gathered: bool) -> Parts:
         family, form = self.layout.family, self.layout.form
@@ -273,7 +278,7 @@ class ShardedModel:
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
         """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
         parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
-        moves = {part: self.storage.end_moves(part) for part in ("embedding", "head")}
+        moves = {part: self.storage.end_moves(part) for part in ENDS}
         gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
         return Work(parts, self.loss_config, gathers, scatters, self.storage.ends(weights), key)
 

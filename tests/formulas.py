@@ -204,8 +204,10 @@ class Step:
             axes = "dp" if over_tp else "dp tp"
             self.add(axes, "all-reduce", "backward", stage * self.cut(entries, over_tp) * FLOAT32)
         for _ in range(1 if m.tied else 2):
-            axes = "pp" if self.embedding == "vocab_parallel" else "pp tp"
-            self.add(axes, "all-reduce", "backward", self.table // self.dp * FLOAT32)
+            self.add("pp", "all-gather", "forward", self.table // self.dp * self.bytes)
+            self.add("pp", "reduce-scatter", "backward", self.table // self.dp * FLOAT32)
+            if self.embedding != "vocab_parallel":
+                self.add("tp", "all-reduce", "backward", self.table // self.dp // self.pp * FLOAT32)
         hidden = self.residual == "hidden"
         self.add("pp dp" if hidden else "pp dp tp", "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
         self.add("dp", "all-reduce", "forward", FLOAT32, 2)  # tokens, for the weight and for the metrics

@@ -77,15 +77,7 @@ class Arrangement:
         if self.in_order:
             return layout
         whole = layout.without("pp")
-        dims = []
-        for name, axes in zip(whole.names[1:], whole.axes[1:]):
-            cut = math.prod(axis_sizes[axis] for axis in axes)
-            if sizes[name] % (cut * axis_sizes["pp"]) == 0:
-                dims.append((sizes[name], name, axes))
-        if not dims:
-            return whole
-        _, name, axes = max(dims)
-        return whole.with_cut(name, (*axes, "pp"))
+        return cut_over_pp(whole, sizes, axis_sizes, names=whole.names[1:])
 
     def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """This rank's layers `[place, ...]` of stored parameters; zeros where a stage has fewer.
@@ -116,6 +108,21 @@ class Arrangement:
         numbers = self.own_numbers()
         # A place without a layer adds its zero to no layer of the model.
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
+
+
+def cut_over_pp(
+    layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int], names: Sequence[str]
+) -> Layout:
+    """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
+    dims = []
+    for name, axes in zip(layout.names, layout.axes, strict=True):
+        cut = math.prod(axis_sizes[axis] for axis in axes)
+        if name in names and sizes[name] % (cut * axis_sizes["pp"]) == 0:
+            dims.append((sizes[name], name, axes))
+    if not dims:
+        return layout
+    _, name, axes = max(dims)
+    return layout.with_cut(name, (*axes, "pp"))
 
 
 def _held(stored: Layout) -> bool:

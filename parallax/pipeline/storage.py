@@ -15,19 +15,21 @@ from parallax.mesh import AXES
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline.arrangement import Arrangement
 
+ENDS = ("embedding", "head")
 SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Of a model's parameters, in local view. `layouts` are those that are stored, `stage_layouts` those of the layers
-    in the order in which ranks run them. With `once` all is gathered before the ticks and scattered after them, else
-    a layer's weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32,
-    and travel over dp as `reduce` says: see FsdpConfig.
+    """Of a model's parameters, in local view. `layouts` are those that are stored, `used` those that the ticks find: a
+    rank's layers in the order in which it runs them, and the tables of embedding and head, which all ranks use, not
+    cut over pp. With `once` all is gathered over dp before the ticks and scattered after them, else a layer's
+    weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32, and travel
+    over dp as `reduce` says: see FsdpConfig.
     """
 
     layouts: Any
-    stage_layouts: Any
+    used: Any
     arrangement: Arrangement
     dtype: str
     reduce: str
@@ -36,36 +38,36 @@ class Storage:
 
     def blocks(self, stored: Any) -> Any:
         """The weights of this rank's layers, as the ticks find them."""
-        cast = map_layouts(self._cast, self.stage_layouts, stored)
+        cast = map_layouts(self._cast, self.used["blocks"], stored)
         leaves, structure = jax.tree.flatten(cast)
         blocks = jax.tree.unflatten(structure, self.arrangement.to_stages(self._stored_blocks, leaves))
-        return self._gathered(self.stage_layouts, blocks) if self.once else blocks
+        return self._gathered(self.used["blocks"], blocks) if self.once else blocks
 
     def block_grads(self, grads: Any) -> Any:
         """The inverse, for gradients."""
         if self.once:
-            grads = self._scattered(self.stage_layouts, grads)
+            grads = self._scattered(self.used["blocks"], grads)
         leaves, structure = jax.tree.flatten(grads)
         return jax.tree.unflatten(structure, self.arrangement.to_model(self._stored_blocks, leaves))
 
     def ends(self, stored: Any) -> dict[str, Any]:
         """The weights of embedding and head, as the ticks find them."""
-        ends = {part: stored[part] for part in ("embedding", "head")}
-        return {part: self._gathered(self.layouts[part], ends[part], part) for part in ends} if self.once else ends
+        ends = {part: self._from_ranks(part, stored[part]) for part in ENDS}
+        return {part: self._gathered(self.used[part], ends[part], part) for part in ENDS} if self.once else ends
 
     def end_grads(self, grads: dict[str, Any]) -> dict[str, Any]:
         """The inverse, for gradients."""
-        if not self.once:
-            return grads
-        return {part: self._scattered(self.layouts[part], grad, part) for part, grad in grads.items()}
+        if self.once:
+            grads = {part: self._scattered(self.used[part], grad, part) for part, grad in grads.items()}
+        return {part: self._to_ranks(part, grad) for part, grad in grads.items()}
 
     def layer_moves(self) -> tuple[Callable, list[Callable]]:
         """In the ticks: what gathers one layer's weights, and for each leaf what scatters its gradient."""
-        return self._moves(map_layouts(_of_one_layer, self.stage_layouts))
+        return self._moves(map_layouts(_of_one_layer, self.used["blocks"]))
 
     def end_moves(self, part: str) -> tuple[Callable, list[Callable]]:
         """The same for "embedding" or "head"."""
-        return self._moves(self.layouts[part], part)
+        return self._moves(self.used[part], part)
 
     def sum_grads(self, grads: Any) -> Any:
         """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
@@ -92,6 +94,26 @@ class Storage:
         moves = not self.arrangement.in_order and "dp" in layout.used_axes()
         return weight.astype(self.dtype) if moves else weight
 
+    def _from_ranks(self, part: str, stored: Any) -> Any:
+        """What is cut over pp, gathered over it: cast first, as it is used."""
+
+        def moved(path: str, layout: Layout, weight: Array) -> Array:
+            used = layout.without("pp")
+            with jax.named_scope(path):
+                return weight if used == layout else all_gather(f"{layout} -> {used}", weight.astype(self.dtype))
+
+        return _each(moved, self.layouts[part], stored, part)
+
+    def _to_ranks(self, part: str, grads: Any) -> Any:
+        """The inverse, for gradients: each rank has a summand."""
+
+        def moved(path: str, layout: Layout, grad: Array) -> Array:
+            used = layout.without("pp")
+            with jax.named_scope(path):
+                return grad if used == layout else reduce_scatter(f"{used} -> {layout}", grad)
+
+        return _each(moved, self.layouts[part], grads, part)
+
     def _moves(self, layouts: Any, part: str = "") -> tuple[Callable, list[Callable]]:
         if self.once:
             return _unchanged, [_unchanged for _ in jax.tree.leaves(layouts, is_leaf=_is_layout)]
@@ -108,9 +130,7 @@ class Storage:
             return exchange_and_add(pattern, grad.astype(self.dtype))
 
     def _scattered(self, layouts: Any, grads: Any, part: str = "") -> Any:
-        leaves, structure = jax.tree.flatten(grads)
-        named = zip(_with_paths(layouts, part), leaves, strict=True)
-        return jax.tree.unflatten(structure, [self._scatter(path, layout, grad) for (path, layout), grad in named])
+        return _each(self._scatter, layouts, grads, part)
 
     def _gathered(self, layouts: Any, weights: Any, part: str = "") -> Any:
         """Weights gathered over dp, in the compute dtype: cast first, so that fewer bytes are sent."""
@@ -122,9 +142,7 @@ class Storage:
                     return weight
                 return all_gather(f"{layout} -> {whole}", weight.astype(self.dtype), first=self.gather_first)
 
-        leaves, structure = jax.tree.flatten(weights)
-        named = zip(_with_paths(layouts, part), leaves, strict=True)
-        return jax.tree.unflatten(structure, [gathered(path, layout, weight) for (path, layout), weight in named])
+        return _each(gathered, layouts, weights, part)
 
 
 def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
@@ -134,6 +152,13 @@ def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
     ends = list(itertools.accumulate(x.size for x in arrays))
     pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+
+
+def _each(move: Callable[[str, Layout, Array], Array], layouts: Any, arrays: Any, part: str) -> Any:
+    """`move(path, layout, array)` of each leaf."""
+    leaves, structure = jax.tree.flatten(arrays)
+    named = zip(_with_paths(layouts, part), leaves, strict=True)
+    return jax.tree.unflatten(structure, [move(path, layout, leaf) for (path, layout), leaf in named])
 
 
 def _with_paths(layouts: Any, part: str) -> list[tuple[str, Layout]]:
