@@ -20,7 +20,7 @@ from parallax.mesh import AXES
 from parallax.pipeline.config import REMAT
 from parallax.plan import __main__ as command
 from parallax.plan import sweep as sweep_module
-from parallax.plan.analytic import predict, predicted_memory, trace
+from parallax.plan.analytic import hidden_secs, predict, predicted_memory, trace
 from parallax.plan.bounds import Bound, Bounds
 from parallax.plan.cache import Cache
 from parallax.plan.changes import helpful
@@ -136,13 +136,37 @@ def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer()
 
 def test_recomputing_costs_time_and_attention_without_scores_saves_it():
     settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
-    none, layer, splash = (
+    none, layer, scores = (
         predict(tiny(**settings, **more), PAIR)
-        for more in ({"pipeline_remat": "none"}, {"pipeline_remat": "layer"}, {"model_kernel": "splash"})
+        for more in (
+            {"model_kernel": "splash", "pipeline_remat": "none"},
+            {"model_kernel": "splash", "pipeline_remat": "layer"},
+            {"pipeline_remat": "layer"},
+        )
     )
     assert none.recompute_secs == 0 < layer.recompute_secs
-    assert none.work_secs < layer.work_secs
-    assert splash.work_secs < layer.work_secs
+    assert layer.work_secs < scores.work_secs
+
+
+def test_what_is_kept_is_written_and_read_and_can_cost_more_than_making_it_again():
+    wide = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
+    none, layer = (predict(tiny(**wide, pipeline_remat=remat), PAIR) for remat in ("none", "layer"))
+    assert none.work_secs > layer.work_secs  # all scores of attention are kept
+
+
+def test_the_more_is_sent_the_less_of_it_hides():
+    work, sent = 1.0, (0.1, 0.5, 1.0, 5.0)
+    shares = [hidden_secs(work, secs) / secs for secs in sent]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.95 < shares[0] < 1
+    assert hidden_secs(work, 5.0) < work
+
+
+def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
+    place = read_topology("v5e:4x4")
+    assert place.spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == pytest.approx(2 * 16 / 15)  # two dims, a quarter each
+    assert place.spread({"pp": 1, "dp": 8, "tp": 2}, ["tp"]) == 1
+    assert read_topology("H100:2x8").spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == 1
 
 
 @pytest.mark.parametrize(

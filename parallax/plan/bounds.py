@@ -55,7 +55,8 @@ class Bounds:
         attention = self._attention_flops / rate
         if model.kernel == "xla":  # all scores are computed, and pass through memory
             attention = max(2 * attention, scores / bandwidth)
-        return tokens * (flops / rate + attention)
+        kept = 2 * self._width_kept * model.layers * self._itemsize / bandwidth * (choice.remat == "none")
+        return tokens * (flops / rate + attention + kept)
 
     @property
     def _attention_flops(self) -> int:
@@ -97,8 +98,7 @@ class Bounds:
         return max(state, state / 2 + gathered) + self._kept_bytes(choice)
 
     def _kept_bytes(self, choice: Choice) -> float:
-        """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once: the
-        inputs of attention and MLP, q, gate and up, and the weights of attention."""
+        """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once."""
         if choice.remat != "none":
             return 0.0
         model = self.settings.model
@@ -107,9 +107,14 @@ class Bounds:
         if choice.pp > 1:
             schedule = by_name(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
             held = max(figures(schedule).activations)
+        return held * tokens * self._width_kept / choice.tp * model.layers / choice.pp * self._itemsize
+
+    @property
+    def _width_kept(self) -> int:
+        """Entries of a token: the inputs of attention and MLP, q, gate and up, and the weights of attention."""
+        model = self.settings.model
         width = 2 * model.d_model + 2 * model.d_ff + model.heads * model.d_head
-        width += (model.kernel == "xla") * model.heads * self.settings.data.seq
-        return held * tokens * width / choice.tp * model.layers / choice.pp * self._itemsize
+        return width + (model.kernel == "xla") * model.heads * self.settings.data.seq
 
     @property
     def _layers(self) -> int:

@@ -15,8 +15,8 @@ from parallax.report.links import closes
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 
 
-# Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included, by the TPU compiler's
-# estimate of cycles: 0.83 and 0.79 in the programs of docs/plan.md, for v5e and v5p.
+# Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
+# of 13 layouts were from 15 % shorter to 13 % longer than compiled ones, 1 % longer on average (benchmarks/README.md).
 MATMUL_EFFICIENCY = 0.8
 
 
@@ -55,18 +55,32 @@ class Place(NamedTuple):
         links = 1 if neighbours else sum(self._links(sizes)[axis] for axis in axes)
         return links * self.chip.ici_bandwidth
 
+    def spread(self, sizes: Mapping[str, int], axes: Sequence[str]) -> float:
+        """How much more an all-to-all along these axes loads links than a gather: see report.links.route."""
+        if not self.is_tpu:
+            return 1.0
+        laid, members = self._laid(sizes), math.prod(sizes[axis] for axis in axes)
+        hops = sum(part for axis in axes for part, _ in laid[axis]) / 4
+        return max(1.0, hops * members / (members - 1))
+
     def _links(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """How many links a chip can send on along each axis; the last axis is laid out first, along few dims."""
-        left, links = list(self.shape), {}
+        """How many links a chip can send on along each axis."""
+        laid = self._laid(sizes)
+        return {axis: max(1, sum(2 if ring else 1 for _, ring in parts)) for axis, parts in laid.items()}
+
+    def _laid(self, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
+        """Of each axis, its chips along each dim and whether they are a ring; the last axis is laid out first, along
+        few dims."""
+        left, laid = list(self.shape), {}
         for axis in reversed(sizes):
-            n, links[axis] = sizes[axis], 0
+            n, laid[axis] = sizes[axis], []
             for dim in sorted(range(len(left)), key=lambda dim: (left[dim] != n, -left[dim])):
                 part = math.gcd(n, left[dim])
                 if part > 1:
-                    links[axis] += 2 if part == self.shape[dim] and closes(self.chip, list(self.shape), part) else 1
+                    ring = part == self.shape[dim] and closes(self.chip, list(self.shape), part)
+                    laid[axis].append((part, ring))
                     left[dim], n = left[dim] // part, n // part
-            links[axis] = max(links[axis], 1)
-        return links
+        return laid
 
 
 def read_topology(text: str) -> Place:
