@@ -78,7 +78,7 @@ class LayerLoop:
 
             def run():
                 carry, grads = state
-                carry, shares = step(carry, layer, number, self.gathered(weights, number))
+                carry, shares = step(carry, layer, number, self.gathered(weights, number, _first(carry)))
                 return carry, self._add(grads, number, shares, active)
 
             return self._where_layer(number, run, lambda: state)
@@ -99,12 +99,12 @@ class LayerLoop:
             run = lambda: step(carry, layer, number, gathered)  # noqa: E731
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.uneven else None
             carry, shares = self._where_layer(number, run, lambda: (carry, empty))
-            following = jax.tree.leaves(carry)[:1]
-            coming = gathered if is_last else self.gathered(weights, first + layer_of(at + 1), following)
+            coming = gathered if is_last else self.gathered(weights, first + layer_of(at + 1), _first(carry))
             return carry, coming, shares, grads
 
         carry, grads = state
-        state = turn(0, (carry, self.gathered(weights, first + layer_of(0)), {}, grads), is_first=True)
+        gathered = self.gathered(weights, first + layer_of(0), _first(carry))
+        state = turn(0, (carry, gathered, {}, grads), is_first=True)
         state = lax.fori_loop(1, last, turn, state)
         carry, _, shares, grads = turn(last, state, is_last=True)
         return carry, self._add(grads, first + layer_of(last), shares, active)
@@ -135,3 +135,8 @@ class LayerLoop:
             return total.at[number].add(share if active is None else jnp.where(active, share, 0))
 
         return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
+
+
+def _first(carry: Any) -> list[Array]:
+    """What a layer reads first: the layer before it has ended, and what stands before the first layer."""
+    return jax.tree.leaves(carry)[:1]

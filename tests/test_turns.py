@@ -1,0 +1,60 @@
+"""Simulated devices meet collectives in the same order; where they do not, they wait for each other for ever."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from tiny import SEQ_CUT, build, make_batch
+from turns import out_of_turn
+
+from parallax.pipeline.loops import LayerLoop
+
+ROOT = pathlib.Path(__file__).parents[1]
+# A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
+ONE_LAYER = dict(schedule="one_f_one_b", microbatches=2, layers=2, remat="layer")
+CASES = {
+    "one layer": ((2, 4, 1), ONE_LAYER),
+    "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
+    "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
+}
+
+
+def compiled(mesh, changes):
+    model = build(mesh, **changes)
+    return jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
+
+
+@pytest.mark.parametrize(("mesh", "changes"), CASES.values(), ids=CASES)
+def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
+    assert out_of_turn(compiled(mesh, changes)) == []
+
+
+def test_untied_gathers_are_out_of_turn(monkeypatch):
+    """What the test above would say."""
+    monkeypatch.setattr(LayerLoop, "_after", lambda self, x, earlier: x)
+    found = out_of_turn(compiled(*CASES["one layer"]))
+    assert found and all("/F/" in pair and "all-gather" in pair for pair in found)
+
+
+STEPS = """
+import conftest, jax
+from test_turns import CASES
+from tiny import build, make_batch, params_of
+mesh, changes = CASES["one layer"]
+model, batch = build(mesh, **changes), make_batch()
+params, grad = params_of(model), jax.jit(model.loss_and_grad)
+losses = {float(grad(params, batch)[0]["loss"]) for _ in range(10)}
+assert len(losses) == 1, losses
+"""
+
+
+def test_devices_do_not_wait_for_each_other_for_ever():
+    """In a process of its own, for XLA ends one that is stuck."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_collective_call_terminate_timeout_seconds=10"
+    changed = {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
+    command = [sys.executable, "-c", STEPS]
+    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
