@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     config.mesh.pp = 1  # pipeline: the layers are cut over it
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
-    config.mesh.simulate = 0  # simulated CPU devices; 0 takes the devices that the machine has
+    config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
 
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
@@ -111,6 +111,15 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 500  # 0: only at the end
     config.checkpoint.keep_last = 2
     config.checkpoint.keep_best = 1  # by eval/loss
+
+    # parallax.distributed.DistributedConfig: how long the processes of a job wait for each other; in seconds.
+    config.distributed = ConfigDict()
+    config.distributed.start_secs = 300  # for all to be there
+    config.distributed.heartbeat_secs = 60  # a process that gives no sign of life for so long is lost
+    config.distributed.wait_secs = 900  # in a step, an evaluation, a save
+    config.distributed.compile_secs = 7200  # in what is compiled first: the first step, the first evaluation
+    config.distributed.prepare_secs = 86_400  # for process 0 to prepare the data
+    config.distributed.clock_secs = 60  # clocks may differ by so much
 
     # parallax.generate.SampleConfig: the text that a finished run writes.
     config.sample = ConfigDict()

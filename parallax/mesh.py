@@ -22,7 +22,7 @@ SHOWN_FACTORISATIONS = 12
 class MeshConfig:
     """Devices along each axis. One of the axes may be -1: all devices that are left.
 
-    `simulate` is a number of CPU devices to simulate; 0 takes the devices that the machine has.
+    `simulate` is a number of CPU devices to simulate, in all processes together; 0 takes the devices that are there.
     """
 
     pp: int
@@ -47,8 +47,14 @@ class MeshConfig:
         return {axis: getattr(self, axis) for axis in AXES}
 
 
-def simulate_devices(count: int) -> None:
-    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices."""
+def simulate_devices(count: int, processes: int = 1) -> None:
+    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
+
+    Of several processes each simulates its equal share.
+    """
+    if count % processes:
+        raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
+    count //= processes
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")

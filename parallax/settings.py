@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
+from parallax.distributed import DistributedConfig
 from parallax.errors import CheckpointError, ConfigError, nearest
 from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig
@@ -59,6 +60,7 @@ class Settings:
     data: DataConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    distributed: DistributedConfig
     sample: SampleConfig
 
     def __post_init__(self):

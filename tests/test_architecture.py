@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors", "units"},
     {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
+    {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},
     {"layers", "loss", "optimizer"},

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
+from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError
-from parallax.loop.processes import is_first
 from parallax.settings import Settings
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parallax.distributed import is_first
 from parallax.errors import ConfigError
 from parallax.loop.folder import RunFolder
-from parallax.loop.processes import is_first
 
 
 class Journal:
@@ -33,6 +33,11 @@ class Journal:
         """Print, and keep in log.txt."""
         if self._speaks:
             print(text, flush=True)
+            print(text, file=self._log, flush=True)
+
+    def say_last(self, text: str) -> None:
+        """Keep in log.txt, from any thread, why the run ends here."""
+        if self._speaks and not self._log.closed:
             print(text, file=self._log, flush=True)
 
     def begin(self, step: int) -> None:

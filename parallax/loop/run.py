@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
 from parallax.data import Prefetcher, Reader
+from parallax.distributed import at, compare, is_first, log_to, prepare_once, several, wait_for_all
 from parallax.errors import CheckpointError
 from parallax.generate import complete
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
@@ -23,7 +24,6 @@ from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import peak_flops
-from parallax.loop.processes import is_first, wait_for_all
 from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
@@ -55,25 +55,29 @@ class Parts(NamedTuple):
     eval_data: Reader | None
 
 
-def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> Outcome:
+def train(
+    config: ConfigDict, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
-    known then. SIGTERM and Ctrl-C end the run after the step in progress, saved.
+    known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
     """
     settings = settings_of(config)
     config.lock()
-    if settings.mesh.simulate:
+    if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     folder = RunFolder(workdir)
     with (
-        StopRequest() as stop,
+        StopRequest(max_runtime_secs) as stop,
         folder.locked(),
         Journal(folder, tensorboard=settings.train.tensorboard) as journal,
     ):
+        log_to(journal.say_last)
         parts = build(settings, folder)
         start = step_to_resume(folder, about(parts), resume, journal.say)
-        if stop.signal:
+        compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        if stop.signal and not several():
             journal.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
         if start >= settings.train.steps:
@@ -89,7 +93,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
         newest_step_of(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
-    train_data = open_split(settings, folder, "train")
+    train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_of(settings, mesh)
     shape = (settings.data.global_batch, settings.data.seq)
@@ -125,6 +129,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         if is_first():
             parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
+        at(f"step {start}, loading or making the first state", compiling=True)
         state = begin(parts, folder, start)
         journal.begin(start)
         steps = Steps(
@@ -182,13 +187,15 @@ def end(
 ) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
-        journal.say(f"stopped by {stop.signal}: step {done} is saved; the same command goes on from there")
+        cause = stop.signal or "a signal to another process"
+        journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
     journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
     if eval_loss is not None:
         journal.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
+        at("the sample", compiling=True)
         text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)

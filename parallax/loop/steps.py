@@ -10,6 +10,7 @@ import numpy as np
 
 from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
+from parallax.distributed import at
 from parallax.errors import ParallaxError
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
@@ -51,6 +52,7 @@ class Steps:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
         pending = None
         for done in range(start + 1, self.settings.train.steps + 1):
+            at(f"step {done}", compiling=done == start + 1)
             batch, waited = self.batches.get(done - 1)
             state, metrics = self.train_step(state, batch)
             if pending is not None:
@@ -58,7 +60,7 @@ class Steps:
             pending = Ended(done, metrics, waited)
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
-            stopping = self.stop.signal is not None and done < self.settings.train.steps
+            stopping = done < self.settings.train.steps and self.stop.after(done)
             if stopping or self._evaluates_after(done) or self._saves_after(done):
                 self._pause(pending, state, first=done == start + 1, stopping=stopping)
                 pending = None
@@ -83,10 +85,12 @@ class Steps:
         """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
         values = self._read(ended, first=first)
         if self._evaluates_after(ended.step) and not stopping:
+            at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             self._check_finite(ended.step, values)
         self._report(ended, values)
         if stopping or self._saves_after(ended.step):
+            at(f"saving step {ended.step}")
             self.checkpoints.save(ended.step, parts_of(state), loss=values.get("eval/loss"))
         self.meter.pause()
 
