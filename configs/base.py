@@ -15,6 +15,7 @@ def get_config() -> ConfigDict:
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
+    config.mesh.across_slices = "dp"  # the axis over the network between slices of TPUs, if there are several: | "pp"
 
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
@@ -104,6 +105,7 @@ def get_config() -> ConfigDict:
     config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
+    config.train.stall_factor = 10.0  # a step that takes so many medians has all stacks printed; 0 is off
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
 
     # parallax.checkpoint.CheckpointConfig

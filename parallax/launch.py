@@ -33,7 +33,8 @@ KILL_SECS = 5.0  # between SIGTERM and SIGKILL
 LAST_LINES_SECS = 2.0  # for what the ended have left in their pipes, which others may hold open
 READ_BYTES = 1 << 16
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
-NOISE = b"[Gloo] Rank "  # XLA's CPU collectives count their connections aloud, once for each group of devices
+# XLA's CPU collectives count their connections aloud, in each group of devices, and from several threads into one line.
+NOISE = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
@@ -177,7 +178,7 @@ class Job:
                 self._output.unregister(key.fileobj)
                 del self._lines[key.fileobj]
             for line in lines:
-                if line.startswith(NOISE):
+                if NOISE.search(line):
                     continue
                 stream.write(f"[{rank}] {line.decode(errors='replace')}\n")
             stream.flush()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jaxlib
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
@@ -15,6 +16,8 @@ from parallax.errors import ConfigError, divisors
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 AXES = ("pp", "dp", "tp")
 INFERRED = -1
+OLDEST_SOUND = (0, 12)  # jaxlib, of those tried
+SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
 SHOWN_FACTORISATIONS = 12
 
 
@@ -23,12 +26,14 @@ class MeshConfig:
     """Devices along each axis. One of the axes may be -1: all devices that are left.
 
     `simulate` is a number of CPU devices to simulate, in all processes together; 0 takes the devices that are there.
+    `across_slices` is the axis that goes over the slow network between slices of chips, where there are several.
     """
 
     pp: int
     dp: int
     tp: int
     simulate: int
+    across_slices: str
 
     def __post_init__(self):
         for axis, size in self.sizes.items():
@@ -40,6 +45,12 @@ class MeshConfig:
             raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
         if not _is_whole(self.simulate) or self.simulate < 0:
             raise ConfigError(f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more")
+
+        if self.across_slices not in SLOW_AXES:
+            raise ConfigError(
+                f"mesh.across_slices={self.across_slices!r} is no axis for the network between slices; "
+                f"use one of {', '.join(map(repr, SLOW_AXES))}"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,7 +82,7 @@ def simulate_devices(count: int, processes: int = 1) -> None:
 def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes.
 
-    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0), 8)
+    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0, across_slices="dp"), 8)
     {'pp': 2, 'dp': 2, 'tp': 2}
     """
     sizes = dict(config.sizes)
@@ -85,7 +96,8 @@ def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lay devices (by default all of them) out along AXES.
 
-    On accelerators the order follows the physical links, so that the last axis has the fastest.
+    On accelerators the order follows the physical links, so that the last axis has the fastest; of devices in several
+    slices, the axis `across_slices` has the slow network between these.
     """
     devices = jax.devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -93,13 +105,45 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh.simulate={config.simulate} but JAX runs with {len(devices)} device(s); "
             "call simulate_devices before any other JAX call"
         )
-    shape = tuple(resolve_sizes(config, len(devices)).values())
-    if devices[0].platform == "cpu":
-        grid = np.array(devices).reshape(shape)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(place_devices(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array [pp, dp, tp]; ConfigError where their number, or that of their slices, does not fit."""
+    sizes = resolve_sizes(config, len(devices))
+    shape = tuple(sizes.values())
+    if devices[0].platform == "cpu":
+        _check_collectives(sizes, len({device.process_index for device in devices}))
+        return np.array(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    axis = config.across_slices
+    if sizes[axis] % slices:
+        other = SLOW_AXES[1 - SLOW_AXES.index(axis)]
+        instead = f", or mesh.across_slices={other!r}" if sizes[other] % slices == 0 else ""
+        raise ConfigError(
+            f"mesh.{axis}={sizes[axis]} does not divide over {slices} slices of {len(devices) // slices} chips, "
+            f"between which mesh.across_slices={axis!r} puts it; use a multiple of {slices}{instead}"
+        )
+    outer = tuple(slices if name == axis else 1 for name in AXES)
+    inner = tuple(size // times for size, times in zip(shape, outer))
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+
+
+def _check_collectives(sizes: dict[str, int], processes: int, jaxlib: str = jaxlib.__version__) -> None:
+    """Raise ConfigError where simulated devices of several processes are known to compute wrong sums.
+
+    Measured on jaxlib 0.10.2: with both axes, gradients of one batch differ from call to call; with 0.12.0.1, or
+    with either axis alone, they are bitwise equal.
+    """
+    if processes > 1 and min(sizes["pp"], sizes["tp"]) > 1 and tuple(map(int, jaxlib.split(".")[:2])) < OLDEST_SOUND:
+        raise ConfigError(
+            f"mesh.pp={sizes['pp']} with mesh.tp={sizes['tp']} on simulated devices of {processes} processes: the "
+            f"collectives of jaxlib {jaxlib} give wrong sums there; use jax 0.12 or newer, one process, or 1 for "
+            "one of the two axes"
+        )
 
 
 def factorisations(devices: int) -> list[tuple[int, ...]]:

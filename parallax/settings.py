@@ -36,6 +36,7 @@ class TrainConfig:
     eval_every_steps: int
     eval_batches: int
     tensorboard: bool
+    stall_factor: float
 
     def __post_init__(self):
         least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
@@ -44,6 +45,8 @@ class TrainConfig:
                 raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")
         if self.seed >= SEED_LIMIT:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
+        if self.stall_factor and self.stall_factor < 1:
+            raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")
 
 
 @dataclasses.dataclass(frozen=True)

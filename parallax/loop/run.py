@@ -28,6 +28,7 @@ from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
 from parallax.loop.summary import render
+from parallax.loop.watchdog import Watchdog
 from parallax.mesh import make_mesh, simulate_devices
 from parallax.optimizer import learning_rate, make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
@@ -141,6 +142,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             journal,
             meter,
             stop,
+            stack.enter_context(Watchdog(settings.train.stall_factor)),
             rates(settings),
         )
         state, done = steps.run(state, start)

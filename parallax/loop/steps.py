@@ -15,6 +15,7 @@ from parallax.errors import ParallaxError
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.signals import StopRequest
+from parallax.loop.watchdog import Watchdog
 from parallax.settings import Settings
 from parallax.step import TrainState
 
@@ -45,6 +46,7 @@ class Steps:
     journal: Journal
     meter: Meter
     stop: StopRequest
+    watchdog: Watchdog
     rates: np.ndarray  # learning rate of each step
     eval_loss: float | None = None  # of the latest evaluation
 
@@ -53,6 +55,7 @@ class Steps:
         pending = None
         for done in range(start + 1, self.settings.train.steps + 1):
             at(f"step {done}", compiling=done == start + 1)
+            self.watchdog.begin(done, compiles=done == start + 1)
             batch, waited = self.batches.get(done - 1)
             state, metrics = self.train_step(state, batch)
             if pending is not None:
@@ -84,6 +87,7 @@ class Steps:
     def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
         """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
         values = self._read(ended, first=first)
+        self.watchdog.pause()
         if self._evaluates_after(ended.step) and not stopping:
             at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
