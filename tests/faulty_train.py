@@ -1,11 +1,15 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
-FAULT is what happens when the process of that rank reads the batch of that step, or, for "config", before it starts.
+FAULT is what happens when the process of that rank reads the batch of that step ("raise", "sleep"), or how it differs
+from the others from the start: another "config", other "data", a folder that is "unshared".
 """
 
 import os
+import pathlib
 import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import train
 from parallax.data import Reader
@@ -23,6 +27,11 @@ def main() -> int:
     if os.environ["PARALLAX_PROCESS_ID"] == rank:
         if fault == "config":
             arguments.append("--config.optimizer.learning_rate=0.5")
+        elif fault == "data":
+            Reader.fingerprint = property(lambda self: "other data")
+        elif fault == "unshared":
+            shared = train.train
+            train.train = lambda config, workdir, **how: shared(config, f"{workdir}-of-another-host", **how)
         else:
             break_at(int(step), FAULTS[fault])
     return train.main(["train.py", *arguments])

@@ -85,6 +85,21 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("data", "the processes disagree about the run: data manifest is "),
+        ("unshared", "is 'the same folder' in process 0, 'No such file or directory' in process 1"),
+    ],
+)
+def test_processes_with_other_data_or_another_folder_are_refused(corpus, tmp_path, fault, message):
+    with launched(FAULTY, fault, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
+        status, text = job.end()
+    assert status == 2 and message in text, text
+    assert not (tmp_path / "run").exists()
+
+
 # ---- slow: more processes, and other ways to end
 
 

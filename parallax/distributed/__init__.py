@@ -10,6 +10,7 @@ from parallax.distributed.fingerprint import code_version, versions
 from parallax.distributed.job import (
     agree,
     at,
+    check_shared,
     compare,
     is_first,
     join,
@@ -28,6 +29,7 @@ __all__ = [
     "Place",
     "agree",
     "at",
+    "check_shared",
     "code_version",
     "compare",
     "is_first",

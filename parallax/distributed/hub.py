@@ -135,9 +135,9 @@ class Hub:
         if "where" in message:
             member.wire.send({"where": self._places()})
         if "bye" in message:
-            member.status = message["bye"]
-            if member.status:
-                self._lose(rank, message["why"], member.status)
+            if member.status is None and message["bye"]:
+                self._lose(rank, message["why"], message["bye"])
+            member.status = member.status or message["bye"]
             member.wire.send({"heard": "bye"})
 
     def _pass(self, what: str) -> None:

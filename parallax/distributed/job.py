@@ -126,6 +126,27 @@ def compare(what: str, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"the processes disagree about {what}: {named}{more}")
 
 
+def check_shared(folder: Path) -> None:
+    """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
+    if _peers is None:
+        return
+    mark = folder / ".seen-by-all"
+    word = agree("a word in the run folder", secrets.token_hex(8))
+    if is_first():
+        mark.write_text(word)
+    wait_for_all("the run folder")
+    try:
+        found = mark.read_text()
+    except OSError as error:
+        found = os.strerror(error.errno)
+    places = {f"{folder} (must be shared by all hosts)": "the same folder" if found == word else found}
+    try:
+        compare("the run folder", places)
+    finally:
+        if is_first():
+            mark.unlink()
+
+
 def prepare_once(act: Callable[[], Any], what: str) -> Any:
     """Let process 0 do something first, and the others once it is done, who then find its results."""
     if _peers is None:

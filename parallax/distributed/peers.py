@@ -113,16 +113,18 @@ class Peers:
     def _lose(self, message: Message) -> None:
         """Another process is gone: end this one, after a while where it may come to the same end by itself."""
         status = message["status"]
-        if self._leaving.is_set() and status is None and message["lost"] == 0:
-            # The hub has ended with its process, after this one had told it of its own end.
+        if self._leaving.is_set():
+            # This one's work is over, whoever else is gone; without process 0 nobody will say that it was heard.
             return self._answers.put({"heard": "bye"})
-        self._lost = f"process {message['lost']}{_on(message)}"
+        if self._lost is not None:
+            return None  # who follows the first to go is no news
+        self._lost = who = f"process {message['lost']}{_on(message)}"
+        here = f"this process was at {self._doing!r}"
         if status is None:
-            text = f"{self._lost} is gone: {message['why']}"
-            text += f". It was at {message['doing']!r}" if "doing" in message else ""
-            self._end(f"{text}; this process was at {self._doing!r}", EXIT_RESTART, GRACE_SECS * self._leaving.is_set())
-        text = f"{self._lost} ended with status {status}: {message['why']}; this process was at {self._doing!r}"
-        self._end(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
+            there = f". It was at {message['doing']!r}" if "doing" in message else ""
+            return self._end(f"{who} is gone: {message['why']}{there}; {here}", EXIT_RESTART, 0.0)
+        text = f"{who} ended with status {status}: {message['why']}; {here}"
+        return self._end(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
 
     def _too_late(self) -> None:
         _, secs, setting = self._limit
@@ -138,16 +140,19 @@ class Peers:
             places = {}
         late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
         missing = f"missing: process {', '.join(late)}" if late else "all processes are at it"
-        faulthandler.dump_traceback(all_threads=True)
-        self._end(f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}", EXIT_RESTART, 0.0)
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        text = f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}"
+        self._wire.send({"bye": EXIT_RESTART, "why": text})
+        self._end(text, EXIT_RESTART, 0.0)
 
-    def _end(self, text: str, status: int, grace_secs: float) -> NoReturn:
+    def _end(self, text: str, status: int, grace_secs: float) -> None:
         time.sleep(grace_secs)
         hint = "; start the same command again to go on from the last checkpoint" if status == EXIT_RESTART else ""
         line = f"{LostError.__name__}: {text}{hint}"
         self._log(line)
         print(line, file=sys.stderr, flush=True)
-        self._wire.send({"bye": status, "why": text})
+        # The others know as much: this end is no news to them.
+        self._wire.send({"bye": 0, "why": ""})
         end_now(status)
 
     def _answer(self, secs: float, what: str, setting: str) -> Message:

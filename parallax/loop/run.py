@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
 from parallax.data import Prefetcher, Reader
-from parallax.distributed import at, compare, is_first, log_to, prepare_once, several, wait_for_all
+from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
 from parallax.errors import CheckpointError
 from parallax.generate import complete
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
@@ -75,6 +75,7 @@ def train(
         Journal(folder, tensorboard=settings.train.tensorboard) as journal,
     ):
         log_to(journal.say_last)
+        check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, about(parts), resume, journal.say)
         compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
