@@ -177,7 +177,7 @@ def test_who_is_missing_at_the_start_is_named():
     [
         ({"hello": 0}, "distributed.process_id=0 was given twice: on host0 and on host1"),
         ({"of": 3}, "distributed.num_processes is 2 in process 0, 3 in process 1"),
-        ({"token": "guessed"}, "process 1 on host1 belongs to another job; give each job a coordinator port"),
+        ({"token": "guessed"}, "this coordinator port belongs to another job; give each job a port of its own"),
     ],
 )
 def test_who_does_not_belong_is_refused(changes, message):
@@ -198,7 +198,7 @@ def test_clocks_that_differ_are_refused_with_both_times():
 
 def test_a_stranger_who_talks_nonsense_does_no_harm():
     meeting = Meeting(1)
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"hello": 0}\n'):
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"hello": "x", "token": "token"}\n'):
         with socket.create_connection(meeting.address) as stranger:
             try:
                 stranger.sendall(nonsense)

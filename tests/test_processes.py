@@ -59,6 +59,9 @@ def test_two_processes_train_as_one_stop_together_and_go_on(corpus, alone, tmp_p
         status, text = job.end()
     assert status == 0 and f"going on from step {done}" in text and "finished: step 8" in text
     assert is_close(losses(tmp_path), alone)
+    # Each has written its own part of the arrays.
+    parts = (tmp_path / "checkpoints" / "8" / "params").glob("ocdbt.process_*")
+    assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
 
 
 def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):

@@ -38,6 +38,12 @@ def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeyp
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
 
 
+def test_the_end_of_max_runtime_stops_after_the_step(corpus, tmp_path, capsys):
+    assert train(tiny_config(corpus), tmp_path, max_runtime_secs=0.0) == ("stopped", 1, None)
+    assert "stopped by --max-runtime: step 1 is saved" in capsys.readouterr().out
+    assert latest_step(tmp_path / "checkpoints") == 1
+
+
 def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, monkeypatch, capsys):
     stop_at(monkeypatch, 7)
     outcome = train(tiny_config(corpus, **{"sample.prompt": "Document", "sample.tokens": 5}), tmp_path)

@@ -1,5 +1,6 @@
 """Process 0's end of the lines to all processes, its own among them: who is there, who is gone, who waits for whom."""
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -70,8 +71,9 @@ class Hub:
     # ---- beginning
 
     def _accept(self) -> None:
-        connected, _ = self._listener.accept()
-        self._selector.register(connected, selectors.EVENT_READ, Wire(connected))
+        with contextlib.suppress(OSError):  # it has changed its mind
+            connected, _ = self._listener.accept()
+            self._selector.register(connected, selectors.EVENT_READ, Wire(connected))
 
     def _read(self, wire: Wire, connected: socket.socket) -> None:
         messages = wire.receive()
@@ -90,20 +92,20 @@ class Hub:
 
     def _welcome(self, wire: Wire, hello: Message) -> int | None:
         """Its number, once it belongs to us; who does not is told why."""
-        rank, host, name = hello["hello"], str(hello.get("host")), f"process {hello['hello']} on {hello.get('host')}"
-        skew = hello.get("clock", 0.0) - self._clock()
-        if hello.get("token") != self._token:
-            wire.send(_refusal(f"{name} belongs to another job; give each job a coordinator port of its own"))
-        elif hello.get("of") != self._processes:
-            counts = f"{self._processes} in process 0, {hello.get('of')} in process {rank}"
+        if hello.get("token") != self._token or not _is_hello(hello):
+            wire.send(_refusal("this coordinator port belongs to another job; give each job a port of its own"))
+            return None
+        rank, processes, host, seconds = (hello[key] for key in ("hello", "of", "host", "clock"))
+        if processes != self._processes:
+            counts = f"{self._processes} in process 0, {processes} in process {rank}"
             self._refuse(f"the processes disagree: distributed.num_processes is {counts}", also=wire)
         elif rank in self._members:
             other = self._members[rank].host
             self._refuse(f"distributed.process_id={rank} was given twice: on {other} and on {host}", also=wire)
-        elif abs(skew) > self._clock_secs:
-            here, there = (_time(seconds) for seconds in (self._clock(), hello["clock"]))
+        elif abs(seconds - self._clock()) > self._clock_secs:
+            times = f"{_time(self._clock())} in process 0, {_time(seconds)} in process {rank} on {host}"
             limit = f"distributed.clock_secs={self._clock_secs:.0f} allows; set the clocks"
-            self._refuse(f"the clocks disagree: {here} in process 0, {there} in {name}, more than {limit}", also=wire)
+            self._refuse(f"the clocks disagree: {times}, more than {limit}", also=wire)
         else:
             self._members[rank] = Member(wire, host, time.monotonic())
             self._begin_if_complete()
@@ -188,6 +190,11 @@ class Hub:
         for rank, member in self._members.items():
             if rank != but:
                 member.wire.send(message)
+
+
+def _is_hello(message: Message) -> bool:
+    kinds = {"hello": int, "of": int, "host": str, "clock": float}
+    return all(type(message.get(key)) is kind for key, kind in kinds.items())
 
 
 def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:

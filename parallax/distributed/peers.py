@@ -3,7 +3,7 @@
 import faulthandler
 import os
 import queue
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -85,9 +85,10 @@ class Peers:
 
     def _listen(self) -> None:
         signed = 0.0
+        selector = selectors.DefaultSelector()
+        selector.register(self._wire.socket, selectors.EVENT_READ)
         while True:
-            readable, _, _ = select.select([self._wire.socket], [], [], min(TICK_SECS, self._sign_secs))
-            if readable:
+            if selector.select(min(TICK_SECS, self._sign_secs)):
                 messages = self._wire.receive()
                 if messages is None:
                     return self._lose({"lost": 0, "why": "its connection was closed", "status": None})
