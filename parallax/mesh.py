@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
@@ -16,7 +15,6 @@ from parallax.errors import ConfigError, divisors
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 AXES = ("pp", "dp", "tp")
 INFERRED = -1
-OLDEST_SOUND = (0, 12)  # jaxlib, of those tried
 SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
 SHOWN_FACTORISATIONS = 12
 
@@ -114,7 +112,6 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     sizes = resolve_sizes(config, len(devices))
     shape = tuple(sizes.values())
     if devices[0].platform == "cpu":
-        _check_collectives(sizes, len({device.process_index for device in devices}))
         return np.array(devices).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
@@ -130,20 +127,6 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     outer = tuple(slices if name == axis else 1 for name in AXES)
     inner = tuple(size // times for size, times in zip(shape, outer))
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
-
-
-def _check_collectives(sizes: dict[str, int], processes: int, jaxlib: str = jaxlib.__version__) -> None:
-    """Raise ConfigError where simulated devices of several processes are known to compute wrong sums.
-
-    Measured on jaxlib 0.10.2: with both axes, gradients of one batch differ from call to call; with 0.12.0.1, or
-    with either axis alone, they are bitwise equal.
-    """
-    if processes > 1 and min(sizes["pp"], sizes["tp"]) > 1 and tuple(map(int, jaxlib.split(".")[:2])) < OLDEST_SOUND:
-        raise ConfigError(
-            f"mesh.pp={sizes['pp']} with mesh.tp={sizes['tp']} on simulated devices of {processes} processes: the "
-            f"collectives of jaxlib {jaxlib} give wrong sums there; use jax 0.12 or newer, one process, or 1 for "
-            "one of the two axes"
-        )
 
 
 def factorisations(devices: int) -> list[tuple[int, ...]]:

@@ -3,14 +3,18 @@
 import functools
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.distributed import DistributedConfig, Place, code_version, read_place
+from parallax.distributed import DistributedConfig, Place, code_version, gloo, read_place
 from parallax.distributed import job as job_module
 from parallax.distributed.hub import Hub
 from parallax.distributed.job import listen, started_by_scheduler
@@ -72,6 +76,45 @@ def test_limits_below_a_second_are_refused():
 
 def test_the_code_has_one_version():
     assert re.fullmatch("[0-9a-f]{12}", code_version())
+
+
+# ---- collectives of old jaxlibs
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("groups", [None, [[0, 2, 4, 6], [1, 3, 5, 7]]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_detour_is_a_reduce_scatter(tiled, groups, dim):
+    ranks = len(groups[0]) if groups else 8
+    shape = [3, 3]
+    shape[dim] = 2 * ranks if tiled else ranks
+    x = np.random.default_rng(0).integers(0, 100, (8, *shape)).astype(np.float32)
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    how = dict(scatter_dimension=dim, axis_index_groups=groups, tiled=tiled)
+
+    def both(x):
+        around = gloo._exchanged_and_added(x[0], axis_name="i", axis_size=ranks, **how)
+        return around[None], jax.lax.psum_scatter(x[0], "i", **how)[None]
+
+    spec = jax.sharding.PartitionSpec("i")
+    around, straight = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    assert np.array_equal(around, straight) and around.any()
+
+
+def test_the_detour_is_taken_in_what_is_compiled_for_cpu():
+    """In a process of its own: it holds for all that is compiled after it."""
+    program = """
+import jax
+from parallax.distributed.gloo import avoid_reduce_scatter
+avoid_reduce_scatter()
+jax.config.update("jax_num_cpu_devices", 2)
+auto = (jax.sharding.AxisType.Auto,)
+mesh, spec = jax.make_mesh((2,), ("i",), axis_types=auto), jax.sharding.PartitionSpec("i")
+act = jax.shard_map(lambda x: jax.lax.psum_scatter(x, "i", tiled=True), mesh=mesh, in_specs=spec, out_specs=spec)
+text = jax.jit(act).lower(jax.numpy.ones(8)).as_text()
+assert "all_to_all" in text and "reduce_scatter" not in text, text
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # ---- meeting

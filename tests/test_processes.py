@@ -7,7 +7,6 @@ import socket
 import subprocess
 import time
 
-import jaxlib
 import numpy as np
 import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
@@ -110,8 +109,6 @@ def test_processes_with_other_data_or_another_folder_are_refused(corpus, tmp_pat
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (4, 1, 2)], ids=str)
 def test_any_number_of_processes_has_the_losses_of_one(corpus, tmp_path, processes, sizes):
-    if jaxlib.__version__.startswith("0.10.") and sizes[0] > 1 and sizes[2] > 1:
-        pytest.skip("refused on this jaxlib, see parallax.mesh")
     mesh = dict(zip(("mesh.pp", "mesh.dp", "mesh.tp"), sizes)) | {"pipeline.microbatches": 1}
     with launched(
         "train.py", *flags_of(corpus, **mesh), f"--workdir={tmp_path}", processes=processes, devices=8 // processes

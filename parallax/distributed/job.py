@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from parallax.distributed.config import BEHIND_SECS, DistributedConfig
+from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
 from parallax.distributed.hub import Hub
 from parallax.distributed.peers import Peers, end_now
 from parallax.distributed.place import Place
@@ -50,6 +51,8 @@ def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> No
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", True)
     processes = place.processes if place is not None else started_by_scheduler(os.environ)
+    if processes > 1 and needs_detour():
+        avoid_reduce_scatter()
     if simulate:
         simulate_devices(simulate, processes)
     if place is not None and processes > 1:
