@@ -21,7 +21,7 @@ ROWS = [
     {"sharded_model", "decoding"},
     {"step"},
     {"settings"},
-    {"budget", "generate"},
+    {"budget", "generate", "convert"},
     {"command"},
     {"report"},
     {"plan"},

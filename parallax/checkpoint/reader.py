@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from parallax.checkpoint.fingerprint import differing, fingerprints, read
+from parallax.checkpoint.fingerprint import differing, fingerprints
 from parallax.checkpoint.manifest import (
     DamagedError,
     compare_arrays,
@@ -74,7 +74,7 @@ def restore(
     loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
     for part, tree in loaded.items():
         written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
-        wrong = differing(read(fingerprints(flatten(tree))), written)
+        wrong = differing(fingerprints(flatten(tree)), written)
         if wrong:
             raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
     return loaded

@@ -8,6 +8,7 @@ import numpy as np
 import tensorstore
 
 from parallax.checkpoint.fingerprint import Running
+from parallax.checkpoint.manifest import describe
 from parallax.errors import CheckpointError
 
 PIECE_BYTES = 1 << 26
@@ -61,3 +62,32 @@ def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
     except (ValueError, OSError):  # tensorstore raises these for all that is wrong with its files
         return False
     return running.value == about["fingerprint"]
+
+
+class Written:
+    """One array of a part that is written piece by piece, as orbax would have written it."""
+
+    def __init__(self, folder: Path, name: str, about: Any):
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+        metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about)), "order": "C"}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
+        self._running, self._about = Running(), about
+
+    def write(self, index: tuple[Any, ...], piece: np.ndarray) -> None:
+        """Put a piece where an index of NumPy's says; pieces come in order."""
+        self._array[index].write(piece).result()
+        self._running.add(piece)
+
+    def described(self) -> dict[str, Any]:
+        """Shape, dtype and fingerprint, as a manifest lists them."""
+        return {**describe(self._about), "fingerprint": self._running.value}
+
+
+def _chunk(about: Any) -> tuple[int, ...]:
+    """A row, cut further while it is larger than a piece."""
+    chunk = [min(size, 1) if dim == 0 and len(about.shape) > 1 else size for dim, size in enumerate(about.shape)]
+    for dim, size in enumerate(chunk):
+        if int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize > PIECE_BYTES:
+            chunk[dim] = max(size * PIECE_BYTES // (int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize), 1)
+    return tuple(max(size, 1) for size in chunk)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from parallax.checkpoint.fingerprint import fingerprints, read
+from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.manifest import describe, flatten, read_manifest, write_manifest
 from parallax.checkpoint.steps import (
     PROBE,
@@ -90,9 +90,8 @@ class Checkpoints:
         if step in complete_steps(self._folder):
             return
         flat = {part: flatten(tree) for part, tree in parts.items()}
-        # Computed before the arrays are donated to the next step, and fetched by the thread that writes the manifest.
-        marks = {part: fingerprints(tree) for part, tree in flat.items()}
-        self._in_flight = {"step": step, "loss": loss, "flat": flat_shapes(flat), "marks": marks}
+        arrays = {part: described(tree) for part, tree in flat.items()}
+        self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
         items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
         with self._saving(step):
             saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -123,17 +122,10 @@ class Checkpoints:
 
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
-        flying = self._in_flight
         if jax.process_index() == 0:
-            marks = {part: read(found) for part, found in flying["marks"].items()}
-            arrays = {
-                part: {name: {**about, "fingerprint": marks[part][name]} for name, about in shapes.items()}
-                for part, shapes in flying["flat"].items()
-            }
-            (unfinished,) = self._folder.glob(f"{flying['step']}.orbax-checkpoint-tmp*")
+            (unfinished,) = self._folder.glob(f"{self._in_flight['step']}.orbax-checkpoint-tmp*")
             self._carry(unfinished)
-            content = {"step": flying["step"], "loss": flying["loss"], "settings": self._settings, "arrays": arrays}
-            write_manifest(unfinished, content)
+            write_manifest(unfinished, self._in_flight)
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best."""
@@ -164,9 +156,10 @@ class Checkpoints:
             ) from error
 
 
-def flat_shapes(flat: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Shapes and dtypes by part and name."""
-    return {part: {name: describe(x) for name, x in tree.items()} for part, tree in flat.items()}
+def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Shape, dtype and fingerprint of arrays, as a manifest lists them."""
+    marks = fingerprints(arrays)
+    return {name: {**describe(array), "fingerprint": marks[name]} for name, array in arrays.items()}
 
 
 def probe_folder(folder: Path) -> None:

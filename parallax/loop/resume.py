@@ -51,6 +51,10 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"--resume=never, but {folder.path} holds a run at step {newest}; choose another --workdir"
         )
+    if newest == 0:
+        raise CheckpointError(
+            f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
+        )
     changed = compare_settings(read_manifest(folder.checkpoints, newest)["settings"], settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
