@@ -256,3 +256,9 @@ def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, cap
     assert main(["import", str(exported), str(tmp_path / "imported")]) == 3
     assert "blocks.0.mlp.down.kernel is float32[64, 32] there and float32[128, 32] here" in capsys.readouterr().err
     assert not list(tmp_path.glob("imported*"))
+
+
+def test_an_import_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
+    (exported / "tokenizer.json").unlink()
+    assert main(["import", str(exported), str(tmp_path / "imported")]) == 5
+    assert "tokenizer" in capsys.readouterr().err and not list(tmp_path.glob("imported*"))

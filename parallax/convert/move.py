@@ -21,6 +21,7 @@ from parallax.errors import CheckpointError
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.settings import Settings, load_json, read_settings
 from parallax.sharded_model import ShardedModel
+from parallax.tokenizer import load
 from parallax.version import code_version
 
 CARRIED = ("config.json", "tokenizer.json")
@@ -54,8 +55,10 @@ def import_params(source: Path, workdir: Path) -> None:
 
     Raises:
         CheckpointError: `source` cannot be trusted, or has not the parameters of the model in its config.
+        DataError: its tokenizer is missing or damaged.
     """
     settings = read_settings(load_json(source / "config.json"))
+    load(source)
     tensors = read_shards(source)
     wanted = _params_of(settings)
     _check_tensors(source, tensors, plain_names(wanted))
