@@ -11,7 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
-    {"errors", "units"},
+    {"errors", "units", "version"},
     {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},
@@ -21,7 +21,7 @@ ROWS = [
     {"sharded_model", "decoding"},
     {"step"},
     {"settings"},
-    {"budget", "generate"},
+    {"budget", "generate", "convert"},
     {"command"},
     {"report"},
     {"plan"},

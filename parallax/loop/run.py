@@ -1,6 +1,8 @@
 """A run from its config to its end, in the order in which it happens."""
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +15,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from parallax.budget import flops_per_token, memory, parameters_by_component
-from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
+from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
-from parallax.errors import CheckpointError
 from parallax.generate import complete
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
@@ -24,7 +25,7 @@ from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import peak_flops
 from parallax.loop.processes import is_first, wait_for_all
-from parallax.loop.resume import step_to_resume
+from parallax.loop.resume import code, load_newest, newest_step_of, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
 from parallax.loop.summary import render
@@ -114,18 +115,14 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        if is_first():
-            for path in set_unfinished_aside(folder.checkpoints):
-                journal.say(f"set aside a checkpoint that was never finished: {path}")
-        wait_for_all("checkpoints are in order")
-        saved = Checkpoints(folder.checkpoints, settings.checkpoint, settings=about(parts))
-        checkpoints = stack.enter_context(saved)
+        prepare(parts, folder, journal)
+        state, start = begin(parts, folder, start, journal.say)
+        checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
         folder.write_config(settings)
         folder.write_metadata(mesh=model.axis_sizes, start=start)
         if is_first():
             parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
-        state = begin(parts, folder, start)
         journal.begin(start)
         steps = Steps(
             settings,
@@ -143,32 +140,37 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         return end(parts, folder, journal, stop, state, done, steps.eval_loss)
 
 
-def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
-    """The state of step `start`: fresh at 0, else loaded from the checkpoint onto this mesh."""
-    if start == 0:
-        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
-        source = parts.settings.train.init_from
-        return state._replace(params=weights_from(source, parts)) if source else state
-    wanted = parts_of(abstract_state(parts.model, parts.tx))
-    return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
+    """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
+    if is_first():
+        probe_folder(folder.checkpoints)
+        for line in tidy(folder.checkpoints):
+            journal.say(line)
+        check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
+    wait_for_all("checkpoints are in order")
 
 
-def weights_from(source: str, parts: Parts) -> Any:
-    """The parameters of another run's newest checkpoint, on this run's mesh."""
-    params = abstract_state(parts.model, parts.tx).params
-    step = newest_step_of(source)
-    return restore(Path(source) / "checkpoints", step, {"params": params}, settings=about(parts))["params"]
+def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+    """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
+    wanted = abstract_state(parts.model, parts.tx)
+    if start:
+        step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+        return state_of(found), step
+    state = init_state(parts.model, parts.tx, parts.settings.train.seed)
+    source = parts.settings.train.init_from
+    return (state._replace(params=params_of(source, wanted.params, about(parts), say)) if source else state), 0
 
 
-def newest_step_of(source: str) -> int:
-    """The newest checkpoint of the run that train.init_from names."""
-    checkpoints = Path(source) / "checkpoints"
-    newest = latest_step(checkpoints) if checkpoints.is_dir() else None
-    if newest is None:
-        raise CheckpointError(
-            f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
-        )
-    return newest
+def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
+    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too."""
+
+    def carry(at: Path) -> None:
+        parts.train_data.tokenizer.save(at)
+        (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+
+    config = parts.settings.checkpoint
+    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say)
 
 
 def end(
@@ -261,8 +263,9 @@ def said_of_evaluation(parts: Parts) -> list[str]:
 
 
 def about(parts: Parts) -> dict[str, Any]:
-    """The settings of a checkpoint, and the fingerprint of the text that it learnt from."""
-    return {**parts.settings.to_dict(), "corpus": {"fingerprint": parts.train_data.fingerprint}}
+    """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
+    corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
 
 
 def rates(settings: Settings) -> np.ndarray:
