@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
 from parallax.errors import CheckpointError, ConfigError, nearest
+from parallax.guard import GuardConfig
 from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig
 from parallax.model import LayoutConfig, ModelConfig
@@ -56,6 +57,7 @@ class Settings:
     fsdp: FsdpConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    guard: GuardConfig
     data: DataConfig
     train: TrainConfig
     checkpoint: CheckpointConfig

@@ -26,7 +26,8 @@ from parallax.loop.peak import peak_flops
 from parallax.loop.processes import is_first, wait_for_all
 from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
-from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
+from parallax.loop.skips import DivergenceError, Skips
+from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.mesh import make_mesh, simulate_devices
 from parallax.optimizer import learning_rate, make_optimizer
@@ -129,7 +130,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         journal.begin(start)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed),
+            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
@@ -137,6 +138,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             meter,
             stop,
             rates(settings),
+            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
