@@ -111,6 +111,7 @@ def get_config() -> ConfigDict:
     config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
+    config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
 
     # parallax.checkpoint.CheckpointConfig

@@ -35,10 +35,12 @@ class TrainConfig:
     log_every_steps: int
     eval_every_steps: int
     eval_batches: int
+    check_every: int
     tensorboard: bool
 
     def __post_init__(self):
         least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
+        least_of |= {"check_every": 0}
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")

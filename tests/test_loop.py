@@ -267,7 +267,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
     stub, batches = Stub(), Stub()
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None, 1)
-    steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, np.zeros(4), NoSkips())
+    steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, np.zeros(4), NoSkips(), stub)
     steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
@@ -279,7 +279,9 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     stub = Stub()
     meter = Meter(4, 1, 1.0, None, 1)
-    steps = Steps(settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, np.zeros(4), NoSkips())
+    steps = Steps(
+        settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, np.zeros(4), NoSkips(), stub
+    )
     ended = Ended(1, {"loss": np.float32(1), **COUNTS, **metrics}, 0.0)
     assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
         f"train/{k}": v for k, v in metrics.items()

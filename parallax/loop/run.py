@@ -24,6 +24,7 @@ from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import peak_flops
 from parallax.loop.processes import is_first, wait_for_all
+from parallax.loop.recheck import Recheck
 from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
@@ -33,7 +34,7 @@ from parallax.mesh import make_mesh, simulate_devices
 from parallax.optimizer import learning_rate, make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
-from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
 
 __all__ = ["DivergenceError", "Outcome", "train"]
 
@@ -139,6 +140,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             stop,
             rates(settings),
             Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
+            Recheck(state_shardings(model, parts.tx)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()

@@ -13,6 +13,7 @@ from parallax.data import Prefetcher
 from parallax.diagnosis import not_finite
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
+from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.settings import Settings
@@ -41,6 +42,7 @@ class Steps:
     stop: StopRequest
     rates: np.ndarray  # learning rate of each update
     skips: Skips
+    recheck: Recheck
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped
@@ -50,7 +52,7 @@ class Steps:
         pending = None
         for done in range(start + 1, self.settings.train.steps + 1):
             batch, waited = self.batches.get(done - 1)
-            state, metrics = self.train_step(state, batch)
+            state, metrics = self._take(state, batch, done)
             self.params = state.params
             if pending is not None:
                 self._report(pending, self._read(pending, first=pending.step == start + 1))
@@ -64,6 +66,12 @@ class Steps:
             if stopping and not self.owed:
                 break
         return state, done
+
+    def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        interval = self.settings.train.check_every
+        if interval and done % interval == 0:
+            return self.recheck.take(self.train_step, state, batch, done)
+        return self.train_step(state, batch)
 
     def _evaluates_after(self, done: int) -> bool:
         if self.evaluate is None:

@@ -14,13 +14,15 @@ from tiny import build, make_batch, optimizer_config, params_of
 from parallax import replay
 from parallax.checkpoint import latest_step
 from parallax.diagnosis import diagnose, not_finite
-from parallax.guard import GuardConfig
+from parallax.guard import GuardConfig, init_guard, judge
 from parallax.loop import DivergenceError, train
+from parallax.loop import run as run_module
 from parallax.loop.journal import read_metrics
+from parallax.loop.recheck import CorruptionError, Recheck, fingerprint
 from parallax.loop.steps import Steps
 from parallax.optimizer import make_optimizer
 from parallax.sharded_model import ShardedModel
-from parallax.step import init_state, make_train_step
+from parallax.step import init_state, make_train_step, state_shardings
 
 __all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -261,3 +263,152 @@ def test_a_healthy_step_is_found_finite_with_its_norms():
     squares = sum(float(np.sum(value[..., 1] ** 2)) for value in found.gradients.values())
     assert squares == pytest.approx(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)), rel=1e-5)
     assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+# ---- spikes
+
+
+def judged(losses, norms, **changes):
+    """Which of these values the guard lets pass, by the compiled function."""
+    config = GuardConfig(**NOTHING | changes)
+    state, passed = init_guard(), []
+    step = jax.jit(lambda state, loss, norm: judge(config, state, {"loss": loss, "grad_norm": norm}))
+    for loss, norm in zip(losses, norms, strict=True):
+        passes, state = step(state, jnp.float32(loss), jnp.float32(norm))
+        passed.append(bool(passes))
+    return passed, state
+
+
+def test_spikes_are_found_by_the_running_z_score():
+    """The oracle keeps the same statistics in ten lines of float64."""
+    rng, window, z = np.random.default_rng(0), 8, 3.0
+    values = rng.normal(2.0, 0.1, 200)
+    values[[40, 41, 90, 150]] = 5.0, 4.0, 2.9, 1000.0
+    values[160:] += 20  # a level that lasts
+    values[120] = np.nan
+    mean = variance = seen = 0
+    expected = []
+    for value in values:
+        bound = mean + z * variance**0.5
+        spike = seen >= window and variance > 0 and value > bound
+        expected.append(bool(np.isfinite(value) and not spike))
+        if np.isfinite(value):
+            weight = 1 / (min(seen, window - 1) + 1)
+            off, seen = (bound if spike else value) - mean, min(seen + 1, window)
+            mean, variance = mean + weight * off, (1 - weight) * (variance + weight * off**2)
+    assert not any(expected[at] for at in (40, 41, 90, 120, 150, 160)) and all(expected[190:])
+    found, state = judged(values, np.ones(200), spike_z=z, spike_window_steps=window, max_skipped_steps=1)
+    assert found == expected and int(state.skipped) == expected.count(False) and int(state.in_a_row) == 0
+    # The other signal, and the guard turned off.
+    assert judged(np.ones(200), values, spike_z=z, spike_window_steps=window, spike_signal="grad_norm")[0] == expected
+    assert judged(values, np.ones(200))[0] == np.isfinite(values).tolist()
+
+
+def test_values_that_never_change_are_no_spikes():
+    assert all(judged(np.full(20, 2.0), np.ones(20), spike_z=1.0)[0])
+
+
+def spiky(step, grads):
+    """Gradients of step 6 are 10,000 times what they are."""
+    factor = jnp.where(step + 1 == 6, 1e4, 1.0)
+    return jax.tree.map(lambda grad: grad * factor, grads)
+
+
+def test_a_resumed_run_skips_the_same_spike_as_one_that_never_stopped(corpus, tmp_path, monkeypatch, capsys):
+    with_gradients(monkeypatch, spiky)
+    changes = {"train.seed": 36, "guard.spike_z": 20.0, "guard.spike_window_steps": 4, "train.eval_batches": 0}
+    changes |= {"guard.spike_signal": "grad_norm", "checkpoint.keep_best": 0}
+    train(tiny_config(corpus, **changes), tmp_path / "whole")
+    assert "step 6 skipped: a spike of grad_norm beyond guard.spike_z=20, loss" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert train(tiny_config(corpus, **changes), tmp_path / "parts").step in (4, 5)
+    train(tiny_config(corpus, **changes), tmp_path / "parts")
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    own = [{key: value for key, value in row.items() if "perf/" not in key} for row in whole]
+    assert own == [{key: value for key, value in row.items() if "perf/" not in key} for row in parts]
+    assert [row["step"] for row in whole if row.get("skipped/reason") == "spike"] == [6]
+    assert [row["train/skipped_steps"] for row in whole] == [0] * 5 + [1] * 3
+
+
+# ---- faulty hardware
+
+
+def flip(array, device, bit=3):
+    """The same array with a bit of one entry flipped on one device."""
+    pieces = []
+    for shard in array.addressable_shards:
+        words = np.array(shard.data).view(np.uint32)
+        if shard.device.id == device:
+            words.reshape(-1)[-1] ^= np.uint32(1 << bit)
+        pieces.append(jax.device_put(words.view(array.dtype), shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+def test_a_flipped_bit_of_one_copy_is_found_and_named(bit):
+    model, initial, step = tiny_step((2, 2, 2))
+    recheck = Recheck(state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts)))
+    recheck.compare_copies(recheck.bits(initial), 0)
+    params = jax.tree.map(lambda x: x, initial.params)
+    params["head"]["norm"]["scale"] = flip(params["head"]["norm"]["scale"], device=5, bit=bit)
+    with pytest.raises(CorruptionError) as error:
+        recheck.compare_copies(recheck.bits(initial._replace(params=params)), 9)
+    assert error.value.exit_status == 4
+    assert (
+        "after step 9 copies of an array are not the same: params.head.norm.scale on device 5 of process 0 (pp=1, "
+        in (str(error.value))
+    )
+
+
+def test_every_flipped_bit_changes_the_fingerprint():
+    x = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    measure = jax.jit(fingerprint)
+    whole = int(measure(x))
+    for entry in range(x.size):
+        for bit in range(32):
+            other = x.copy()
+            other.reshape(-1).view(np.uint32)[entry] ^= np.uint32(1 << bit)
+            assert int(measure(other)) != whole
+
+
+def test_a_step_is_taken_twice_and_nothing_else_changes(corpus, tmp_path):
+    changes = {"train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 0}
+    for name, every in (("plain", 0), ("checked", 3)):
+        train(tiny_config(corpus, **changes, **{"train.check_every": every}), tmp_path / name)
+    plain, checked = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "checked"))
+    assert [row["train/loss"].hex() for row in plain] == [row["train/loss"].hex() for row in checked]
+
+
+def faulty(make, fault):
+    """A maker of steps of which the `fault`-th call, counted from 1, loses a bit of what it has computed."""
+
+    def made(*args):
+        step, calls = make(*args), []
+
+        def run(state, batch):
+            calls.append(None)
+            state, metrics = step(state, batch)
+            if len(calls) == fault:
+                params = jax.tree.map(lambda x: x, state.params)
+                params["blocks"]["mlp"]["up"]["kernel"] = flip(params["blocks"]["mlp"]["up"]["kernel"], device=2)
+                state = state._replace(params=params)
+            return state, metrics
+
+        return run
+
+    return made
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):
+    """Of the two times that step 3 is taken, one goes wrong."""
+    monkeypatch.setattr(run_module, "make_train_step", faulty(run_module.make_train_step, call))
+    changes = {"train.check_every": 3, "train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 2}
+    with pytest.raises(CorruptionError) as error:
+        train(tiny_config(corpus, **changes), tmp_path)
+    assert str(error.value).startswith(
+        "step 3, taken twice, gave different bits: params.blocks.mlp.up.kernel on device 2 of process 0 (pp=0, dp=2,"
+    )
+    assert error.value.exit_status == 4 and latest_step(tmp_path / "checkpoints") == 2
+    assert "CorruptionError: step 3, taken twice" in (tmp_path / "log.txt").read_text()
