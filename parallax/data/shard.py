@@ -61,7 +61,7 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     dtype = smallest_dtype(tokenizer.vocab)
     ends = np.array([tokenizer.end], np.int32)
     pieces = [piece for ids in tokenizer.encode_many(filled) for piece in (ids, ends)]
-    ids = np.concatenate([np.zeros(0, np.int32), *pieces]).astype(dtype)
+    ids = _fitting(np.concatenate([np.zeros(0, np.int32), *pieces]), tokenizer.vocab).astype(dtype)
     table = np.empty(len(filled), DOCUMENT)
     table["tokens"] = [len(piece) + 1 for piece in pieces[::2]]
     contents = [text.encode("utf-8") for text in filled]
@@ -75,6 +75,16 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
         ids_sha256=_write(ids_file(folder, name), ids),
         documents_sha256=_write(documents_file(folder, name), table),
     )
+
+
+def _fitting(ids: np.ndarray, vocab: int) -> np.ndarray:
+    # An unsigned dtype would hold another id in place of one that is negative or too large.
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+        raise DataError(
+            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but says that it has {vocab} "
+            f"(0 to {vocab - 1}); use a tokenizer.json whose entries agree with its size"
+        )
+    return ids
 
 
 def write_whole(file: Path, content: bytes | memoryview) -> None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
 from parallax.diagnosis import not_finite
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
+from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
@@ -40,7 +40,7 @@ class Steps:
     journal: Journal
     meter: Meter
     stop: StopRequest
-    rates: np.ndarray  # learning rate of each update
+    rates: Rates
     skips: Skips
     recheck: Recheck
     eval_loss: float | None = None  # of the latest evaluation
