@@ -1,5 +1,6 @@
 """One shard on disk: the ids of consecutive documents in one flat array, and a table of these documents."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -90,11 +91,17 @@ def _fitting(ids: np.ndarray, vocab: int) -> np.ndarray:
 def write_whole(file: Path, content: bytes | memoryview) -> None:
     """Write `file` so that it appears whole or not at all, even if the machine stops."""
     unfinished = file.with_name(f"{file.name}.tmp")
-    with open(unfinished, "wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(unfinished, file)
+    try:
+        with open(unfinished, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(unfinished, file)
+    except OSError as error:
+        # A full disk is not kept full by what is of no use; and the system names no file where a write fails.
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _hash(content: bytes) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 from typing import get_type_hints
 
 import jax
@@ -18,7 +19,7 @@ from parallax.loop import train
 from parallax.loop.peak import check_fits, device_memory
 from parallax.loop.rates import Rates
 from parallax.optimizer import learning_rate
-from parallax.settings import LARGEST, SECTIONS, read_settings
+from parallax.settings import LARGEST, SECTIONS, load_settings, read_settings
 
 __all__ = ["shared_programs"]  # the fixture
 
@@ -179,3 +180,62 @@ def test_the_rate_of_any_update_of_a_run_of_any_length():
     for update in (0, 1, 99, 100, 1023, 1024, 2**30, 2**31 - 2):
         # Fused, a cosine near -1 is another in its last place, and so is the sixth digit of what is left of 1.
         assert rates[update] == pytest.approx(float(schedule(update)), rel=1e-5)
+
+
+# ---- names and meshes, as commands meet them
+
+NAMES = ["", ".", "..", "../x", "a/b", "/etc/x", "-x", "a b", "a\nb", "~", "$HOME", "é", "a" * 101, "a\u202eb", "con:"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_a_run_name_that_is_no_name_is_refused_and_nothing_is_written(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
+    status = command_line.main(["train.py", f"--config={config}", f"--run_name={name}"])
+    said = capsys.readouterr().err
+    assert status == 2 and "is no name for a run" in said and len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_that_sets_a_bad_name_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARALLAX_RUN_NAME", "../../x")
+    config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
+    with pytest.raises(ConfigError, match="is no name for a run"):
+        command_line.parse(["train.py", f"--config={config}"])
+
+
+@pytest.mark.parametrize("workdir", ["x" * 300, "file/below", "/proc/none"])
+def test_a_workdir_that_cannot_be_made_ends_with_status_3(workdir, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ParallaxError, match=r"cannot write in .*; choose another --workdir") as error:
+        train(tiny_config(corpus), workdir)
+    assert error.value.exit_status == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pp": 3},
+        {"pp": 16},
+        {"dp": 4},
+        {"pp": 2, "dp": 2, "tp": 4},
+        {"pp": 0},
+        {"pp": -2},
+        {"pp": -1, "tp": -1},
+        {"tp": 7},
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_never_used_in_part(changes, corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r"mesh\.(pp|dp|tp)=.*(legal pp·dp·tp for 8|use 1 or more|at most one axis)"):
+        train(tiny_config(corpus, **{f"mesh.{axis}": size for axis, size in changes.items()}), tmp_path / "run")
+
+
+def test_what_a_resumed_run_reads_is_json_and_runs_no_code(tmp_path):
+    """A config file is Python, and runs; what a run has saved does not."""
+    (tmp_path / "config.json").write_text("__import__('os').mkdir('evil')")
+    with pytest.raises(ParallaxError, match="cannot be read"):
+        load_settings(tmp_path)
+    assert not (tmp_path / "evil").exists()
