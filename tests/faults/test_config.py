@@ -124,7 +124,10 @@ def began(config, folder):
 
 # What one number may do to the rest: tables of schedules and layers, shapes, the mesh, the order of windows, the plan.
 TOGETHER = [
-    *(("model", key, size) for key in ("vocab", "layers", "d_model", "d_ff", "d_head") for size in (2**14, 2**24)),
+    ("model", "layers", 2**24),
+    ("model", "d_model", 2**24),
+    *(pytest.param("model", key, 2**14, marks=pytest.mark.slow) for key in ("vocab", "layers", "d_model", "d_ff")),
+    *(pytest.param("model", key, 2**24, marks=pytest.mark.slow) for key in ("vocab", "d_ff", "d_head")),
     *(("pipeline", key, 2**14) for key in ("microbatches", "virtual")),
     *(("data", key, 2**24) for key in ("seq", "global_batch")),
     ("mesh", "pp", 2**20),

@@ -271,7 +271,9 @@ def test_a_slow_disk_shows_as_waiting_and_changes_no_bit(corpus, tmp_path, monke
 HOUR = 3600.0
 
 
-@pytest.mark.parametrize("jump", [-HOUR, HOUR], ids=["back", "forward"])
+@pytest.mark.parametrize(
+    "jump", [pytest.param(-HOUR, id="back", marks=pytest.mark.slow), pytest.param(HOUR, id="forward")]
+)
 def test_a_clock_that_jumps_loses_nothing(jump, corpus, tmp_path, monkeypatch):
     """An hour each time that anybody looks. Orbax takes a jump forward for a save that hangs: the run then ends as with
     any failed save, and the same command goes on."""
