@@ -5,7 +5,7 @@ and dtypes, and the settings of the run that wrote them. Orbax writes the arrays
 that is named by a number for a step, and would restore flipped bits in silence.
 """
 
-from parallax.checkpoint.manifest import compare_settings, read_manifest
+from parallax.checkpoint.manifest import compare_settings, complete_steps, read_manifest
 from parallax.checkpoint.reader import latest_step, restore
 from parallax.checkpoint.writer import CheckpointConfig, Checkpoints, set_unfinished_aside
 
@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointConfig",
     "Checkpoints",
     "compare_settings",
+    "complete_steps",
     "latest_step",
     "read_manifest",
     "restore",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -16,23 +15,26 @@ from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
 from parallax.data import Prefetcher, Reader
 from parallax.errors import CheckpointError
-from parallax.generate import complete
+from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
-from parallax.loop.peak import peak_flops
+from parallax.loop.peak import check_fits, peak_flops
 from parallax.loop.processes import is_first, wait_for_all
+from parallax.loop.rates import Rates
+from parallax.loop.recheck import Recheck
 from parallax.loop.resume import step_to_resume
 from parallax.loop.signals import StopRequest
-from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
+from parallax.loop.skips import DivergenceError, Skips
+from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.mesh import make_mesh, simulate_devices
-from parallax.optimizer import learning_rate, make_optimizer
+from parallax.optimizer import make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
-from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
 
 __all__ = ["DivergenceError", "Outcome", "train"]
 
@@ -92,6 +94,9 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     train_data = open_split(settings, folder, "train")
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_of(settings, mesh)
+    check_fits(abstract_state(model, tx))
+    if settings.sample.prompt:
+        encode(train_data.tokenizer, settings.sample.prompt)  # what cannot be read is better known now than at the end
     shape = (settings.data.global_batch, settings.data.seq)
     rows = own_rows(model.batch_sharding, shape)
     if len(rows) < shape[0]:
@@ -129,14 +134,16 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         journal.begin(start)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed),
+            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
             journal,
             meter,
             stop,
-            rates(settings),
+            Rates(settings.optimizer, settings.train.steps),
+            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
+            Recheck(state_shardings(model, parts.tx)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
@@ -263,12 +270,6 @@ def said_of_evaluation(parts: Parts) -> list[str]:
 def about(parts: Parts) -> dict[str, Any]:
     """The settings of a checkpoint, and the fingerprint of the text that it learnt from."""
     return {**parts.settings.to_dict(), "corpus": {"fingerprint": parts.train_data.fingerprint}}
-
-
-def rates(settings: Settings) -> np.ndarray:
-    """The learning rate of every step, computed at once: the devices are busy later."""
-    schedule = learning_rate(settings.optimizer, settings.train.steps)
-    return np.asarray(jax.vmap(schedule)(jnp.arange(settings.train.steps)))
 
 
 def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
