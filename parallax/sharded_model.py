@@ -296,6 +296,5 @@ class ShardedModel:
 
     @property
     def _logits_layout(self) -> Layout:
-        form = self.layout.form
-        ids = form.ids(SPREAD)
+        form, ids = self.layout.form, self.layout.form.ids(SPREAD)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
