@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -17,23 +16,26 @@ from ml_collections import ConfigDict
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
-from parallax.generate import complete
+from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
-from parallax.loop.peak import peak_flops
+from parallax.loop.peak import check_fits, peak_flops
 from parallax.loop.processes import is_first, wait_for_all
+from parallax.loop.rates import Rates
+from parallax.loop.recheck import Recheck
 from parallax.loop.resume import code, load_newest, newest_step_of, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
-from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
+from parallax.loop.skips import DivergenceError, Skips
+from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.mesh import make_mesh, simulate_devices
-from parallax.optimizer import learning_rate, make_optimizer
+from parallax.optimizer import make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
-from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
 
 __all__ = ["DivergenceError", "Outcome", "train"]
 
@@ -93,6 +95,9 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     train_data = open_split(settings, folder, "train")
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_of(settings, mesh)
+    check_fits(abstract_state(model, tx))
+    if settings.sample.prompt:
+        encode(train_data.tokenizer, settings.sample.prompt)  # what cannot be read is better known now than at the end
     shape = (settings.data.global_batch, settings.data.seq)
     rows = own_rows(model.batch_sharding, shape)
     if len(rows) < shape[0]:
@@ -126,14 +131,16 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         journal.begin(start)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed),
+            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
             journal,
             meter,
             stop,
-            rates(settings),
+            Rates(settings.optimizer, settings.train.steps),
+            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
+            Recheck(state_shardings(model, parts.tx)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
@@ -266,12 +273,6 @@ def about(parts: Parts) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
     return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
-
-
-def rates(settings: Settings) -> np.ndarray:
-    """The learning rate of every step, computed at once: the devices are busy later."""
-    schedule = learning_rate(settings.optimizer, settings.train.steps)
-    return np.asarray(jax.vmap(schedule)(jnp.arange(settings.train.steps)))
 
 
 def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
