@@ -16,10 +16,11 @@ from ml_collections import ConfigDict
 from parallax.command import Flag, Line, read_line, read_secs, run_command, written
 from parallax.command import usage as usage_of
 from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import agree, code_version, compare, join, leave, read_place, reporting, versions
+from parallax.distributed import agree, compare, join, leave, read_place, reporting, versions
 from parallax.errors import ConfigError
 from parallax.loop import check_run_name, settings_of, train
 from parallax.loop.resume import RESUME
+from parallax.version import code_version
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")

@@ -32,7 +32,9 @@ class Row(NamedTuple):
 
 
 PLAIN = {"fsdp.reduce": "float32"}
-PIPELINE = {"mesh.pp": 4, "pipeline.gather": "step", "pipeline.schedule": "interleaved"}
+# What is compared with others, which make every layer again.
+LAYER = {"pipeline.remat": "layer"}
+PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.gather": "step", "pipeline.schedule": "interleaved"}
 ROWS = {
     "llama_1b_16": [
         Row({}),
@@ -40,9 +42,11 @@ ROWS = {
         Row(PLAIN),
         Row(PLAIN | {"fsdp.prefetch": 1}),
         Row({"fsdp.prefetch": 1}),
-        Row({"mesh.dp": 8, "mesh.tp": 2}),
+        Row({"pipeline.remat": "attention"}),
+        Row(LAYER),
+        Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
         Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
-        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8, "loss.chunk_tokens": 512}),
+        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
     ],
     "llama2_7b_64": [
         Row({}),
@@ -50,7 +54,9 @@ ROWS = {
         Row(PLAIN),
         Row(PLAIN | {"fsdp.prefetch": 1}),
         Row({"fsdp.prefetch": 1}),
-        Row({"mesh.dp": 16, "mesh.tp": 4}),
+        Row({"pipeline.remat": "attention"}),
+        Row(LAYER),
+        Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
         Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
     ],
 }

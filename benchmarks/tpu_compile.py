@@ -53,13 +53,15 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
+    from parallax.pipeline.config import REMAT
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--mesh", default="4,2,2", metavar="PP,DP,TP")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
+    parser.add_argument("--remat", default="layer", choices=REMAT)
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])

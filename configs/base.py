@@ -83,6 +83,13 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95
 
+    # parallax.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
+    config.guard = ConfigDict()
+    config.guard.max_skipped_steps = 3  # in a row, for numbers that are not finite; one more stops the run
+    config.guard.spike_z = 0.0  # also skip what lies so many deviations above its running mean; 0: off, 6 is usual
+    config.guard.spike_signal = "loss"  # what is judged: "loss" | "grad_norm"
+    config.guard.spike_window_steps = 128  # the statistics' memory; no spike is seen before they have so many steps
+
     # parallax.data.DataConfig
     config.data = ConfigDict()
     config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
@@ -106,6 +113,7 @@ def get_config() -> ConfigDict:
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
     config.train.stall_factor = 10.0  # a step that takes so many medians has all stacks printed; 0 is off
+    config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
 
     # parallax.checkpoint.CheckpointConfig

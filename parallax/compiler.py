@@ -28,13 +28,21 @@ OPTIONS = {
 
 def compiler_options(mesh: Mesh) -> dict[str, bool]:
     """What the compiler is told for the devices of this mesh; nothing for chips of which nothing was measured."""
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    if device is None or device.platform != "tpu":
+    if not _is_tpu(mesh):
         return {}
     try:
-        return OPTIONS.get(chip(device.device_kind).name, {})
+        return OPTIONS.get(chip(mesh.devices.flat[0].device_kind).name, {})
     except ConfigError:
         return {}
+
+
+def relays_what_is_read(mesh: Mesh) -> bool:
+    """Whether the compiler copies what is read from a slot into the order that a product of it wants.
+
+    It does for TPU, where the copies take as long as making a gated MLP's products again; told to leave the order, it
+    reads slots within the products.
+    """
+    return _is_tpu(mesh)
 
 
 def first_group(mesh: Mesh, axis: str) -> int:
@@ -52,6 +60,10 @@ def first_group(mesh: Mesh, axis: str) -> int:
     turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
     near = int(turns[0]) + 1 if len(turns) else 1
     return near if len(ranks) % near == 0 else 1
+
+
+def _is_tpu(mesh: Mesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
 def _along(mesh: Mesh, axis: str) -> list:

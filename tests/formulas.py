@@ -29,6 +29,7 @@ class Step:
     rows: int
     seq: int
     microbatches: int
+    reduce: str = "float32"  # fsdp.reduce
 
     def __post_init__(self):
         self.pp, self.dp, self.tp = self.mesh
@@ -174,18 +175,24 @@ class Step:
 
     def fsdp(self) -> None:
         """Two gathers in the compute dtype and one reduce-scatter in float32: 3 (dp-1)/dp of the parameters' bytes in
-        float32; gathered once a step, one of each. The gradient of an embedding reads no table."""
+        float32; gathered once a step, one of each. The gradient of an embedding reads no table. Where gradients are
+        exchanged in the compute dtype, pieces go to each rank that adds them: as many entries."""
         once = self.gather == "step"
         for entries, over_tp in self.kernels:
             kernel, times = self.cut(entries, over_tp), self.layer_passes // (self.microbatches if once else 1)
             self.add("dp", "all-gather", "forward", kernel * self.bytes, times)
             self.add("dp", "all-gather", "recompute", kernel * self.bytes, 0 if once else times)
-            self.add("dp", "reduce-scatter", "backward", kernel * FLOAT32, times)
+            self.add("dp", *self.sum_of_gradients(kernel), times)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         if once:
             uses = 1 if self.model.tied else 2
         self.add("dp", "all-gather", "forward", self.table * self.bytes, uses)
-        self.add("dp", "reduce-scatter", "backward", self.table * FLOAT32, uses)
+        self.add("dp", *self.sum_of_gradients(self.table), uses)
+
+    def sum_of_gradients(self, entries: int) -> tuple[str, str, int]:
+        exchanged = self.reduce == "compute"
+        kind, width = ("all-to-all", self.bytes) if exchanged else ("reduce-scatter", FLOAT32)
+        return kind, "backward", entries * width
 
     def replicated(self) -> None:
         """Gradients of what several ranks hold are summed once a step, and so are the metrics."""

@@ -31,6 +31,7 @@ def both(mesh, **changes):
         rows=ROWS,
         seq=SEQ,
         microbatches=pipeline.microbatches,
+        reduce=model.fsdp.reduce,
     )
     measured = totals(step_collectives(model, ROWS, SEQ), "axes", "kind", "direction")
     return +Counter(measured), step.total()
@@ -91,6 +92,16 @@ def test_activations_and_gathered_weights_travel_in_the_compute_dtype(attention,
     changes = dict(attention=attention, tensor_parallel=family, d_latent_q=16, schedule=schedule, virtual=virtual)
     measured, formula = both((2, 2, 2), dtype="bfloat16", **changes)
     assert measured == formula
+
+
+@meshes(MESHES, (2, 2, 2))
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_gradients_that_are_exchanged_send_what_their_formula_says(gather, mesh):
+    changes = dict(reduce="compute", dtype="bfloat16", gather=gather, schedule="one_f_one_b")
+    measured, formula = both(mesh, **changes)
+    assert measured == formula
+    exchanged = any(axes == ("dp",) and kind == "all-to-all" for axes, kind, _ in measured)
+    assert exchanged == (mesh[1] > 1) and (("dp",), "reduce-scatter", "backward") not in measured
 
 
 # ---- as one reads it elsewhere

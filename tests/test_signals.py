@@ -30,9 +30,9 @@ def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
-    def begin_then_signal(parts, folder, start):
+    def begin_then_signal(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return begin(parts, folder, start)
+        return begin(*args)
 
     monkeypatch.setattr("parallax.loop.run.begin", begin_then_signal)
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)

@@ -59,7 +59,8 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     program = without_constants(program)
     if compiler.copies:
         program = with_copies(program)
-    run = Run(compiler, partial(_component, model), partial(_carried, carried))
+    kept = {shape for shape, name in carried if name == "saved_activations" and not model.schedule.keeps_across_ticks}
+    run = Run(compiler, partial(_component, model, kept), partial(_carried, carried))
     run.heap.take(bytes_on_device(opt_state, jax.tree.map(lambda leaf: leaf.sharding, opt_state)), "optimizer")
     inputs = [run.heap.take(value.bytes, "parameters") for value in program.inputs[:params]]
     inputs += [run.heap.take(value.bytes, "batch") for value in program.inputs[params:]]
@@ -112,7 +113,9 @@ def _carried(state: list[tuple], op: Op) -> list[str] | None:
     return None if None in names else names
 
 
-def _component(model: ShardedModel, value: Value, made_of: int, is_gradient: bool) -> str:
+def _component(model: ShardedModel, kept: set[tuple], value: Value, made_of: int, is_gradient: bool) -> str:
+    if value.shape in kept:  # in a tick whose passes keep nothing for others
+        return "saved_activations"
     if is_gradient:
         return "gradients"
     if made_of != DATA:

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from parallax.jaxprs import Loop, called, closed, loop
 
-SAME = {"pvary", "pcast", "copy", "stop_gradient", "optimization_barrier", "name"}
+SAME = {"pvary", "pcast", "copy", "stop_gradient", "optimization_barrier", "layout_constraint", "name"}
 # Another name for the same bytes.
 VIEWS = SAME | {"reshape", "squeeze", "expand_dims", "bitcast_convert_type"}
 # Computed again by each reader rather than once and kept, as XLA does; these it does not compute twice.

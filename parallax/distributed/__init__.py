@@ -6,7 +6,7 @@ one process all of this does nothing.
 """
 
 from parallax.distributed.config import DistributedConfig
-from parallax.distributed.fingerprint import code_version, versions
+from parallax.distributed.fingerprint import versions
 from parallax.distributed.job import (
     agree,
     at,
@@ -30,7 +30,6 @@ __all__ = [
     "agree",
     "at",
     "check_shared",
-    "code_version",
     "compare",
     "is_first",
     "join",

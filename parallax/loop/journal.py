@@ -1,6 +1,7 @@
 """Where a run speaks: the console, log.txt, metrics.jsonl and TensorBoard; from process 0 alone."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,18 @@ class Journal:
             drop_after(self._metrics_path, step)
             self._metrics = self._metrics_path.open("a")
 
-    def record(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl."""
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; JSON has no NaN, a number that is not finite is null."""
         if self._speaks:
-            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            self._metrics.write(json.dumps({"step": step, **{k: _written(v) for k, v in values.items()}}) + "\n")
             self._metrics.flush()
 
-    def draw(self, step: int, values: dict[str, float]) -> None:
+    def draw(self, step: int, values: dict[str, Any]) -> None:
         """One point of each curve in TensorBoard."""
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                if isinstance(value, int | float):
+                    self._events.add_scalar(name, value, step)
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -71,6 +73,10 @@ def drop_after(path: Path, step: int) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl; a torn last line is left out."""
     return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < float("inf")]
+
+
+def _written(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:

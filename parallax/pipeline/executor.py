@@ -18,6 +18,7 @@ from jax import Array, lax
 from parallax.collectives import as_varying, permute, varying_axes
 from parallax.layers.context import Context
 from parallax.pipeline.simulated import after
+from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Place, Stage
 from parallax.schedules import Schedule, Segment
 
@@ -74,20 +75,23 @@ class Executor(NamedTuple):
 
     def run(self, ends_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
-        state = self.start(ends_state)
+        state, room = self.start(ends_state), None
+        if not self.schedule.keeps_across_ticks:
+            room = jax.eval_shape(lambda: state.kept)
+            state = state._replace(kept=None)
         for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks
-            state, _ = lax.scan(self._tick(segment, segment.kinds), state, self._rows(segment))
+            state, _ = lax.scan(self._tick(segment, segment.kinds, room), state, self._rows(segment))
             if self.schedule.head == "between" and "F" in segment.kinds:
                 state = state._replace(ends=self.ends.between(state.ends))
         return state
 
-    def run_forward(self, ends_state: Any) -> Any:
-        """The forward passes alone, keeping nothing; returns the state of the ends."""
-        state = State(self._empty_messages(ends_state), None, [], ends_state)
+    def run_forward(self, ends_state: Any, kept: Any = None) -> State:
+        """The forward passes alone; a stage keeps nothing, or hands on `kept` if it is given some."""
+        state = State(self._empty_messages(ends_state), kept, [], ends_state)
         for segment in self.schedule.segments:
             if "F" in segment.kinds:
                 state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
-        return state.ends
+        return state
 
     def start(self, ends_state: Any) -> State:
         """The state before the first tick: empty slots, gradients of zero."""
@@ -112,7 +116,9 @@ class Executor(NamedTuple):
         tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
         return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
-    def _tick(self, segment: Segment, kinds: str) -> Callable:
+    def _tick(self, segment: Segment, kinds: str, room: Any = None) -> Callable:
+        """One tick. With `room`, what passes keep is for this tick alone, and gets room of these shapes in it: XLA need
+        not empty what it sees written whole."""
         rows = self._rows(segment)
         busy = {name: bool((row >= 0).all()) for name, row in rows.items()}  # nobody ever idle: no branch
         used = {name: bool((row >= 0).any()) for name, row in rows.items()}
@@ -121,6 +127,8 @@ class Executor(NamedTuple):
             own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
             row = Row(own, busy, self.branches, alone=self.schedule.stages == 1)
             outputs = {}
+            if room is not None:
+                state = state._replace(kept=jax.tree.map(zeros, room))
             if "F" in kinds:
                 with jax.named_scope("F"):
                     state, outputs["F"] = self._forward(state, row)
@@ -132,6 +140,8 @@ class Executor(NamedTuple):
             if "W" in kinds:
                 with jax.named_scope("W"):
                     state = self._weigh(state, row)
+            if room is not None:
+                state = state._replace(kept=None)
             return self._send(state, row, outputs, used), None
 
         return tick

@@ -17,6 +17,9 @@ from parallax.pipeline.slots import entry
 # returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
 # are not taken.
 Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
+# The layer of the stage in each turn of a loop over its layers. It is computed from the loop's own counter, not looked
+# up: then XLA sees that a loop writes all of an array, and does not empty it before.
+LayerOf = Callable[[Any], Any]
 
 
 @dataclasses.dataclass
@@ -58,9 +61,9 @@ class LayerLoop:
 
         Without `weights` nothing is gathered. Where `active` does not hold, nothing is added.
         """
-        order = jnp.arange(self.stage_layers)[:: -1 if reverse else 1]
         turn = self._buffered if self.prefetch and self.stage_layers > 1 else self._plain
-        return turn(step, (carry, list(grads)), chunk * self.stage_layers, order, weights, active)
+        layer_of = (lambda turn: self.stage_layers - 1 - turn) if reverse else (lambda turn: turn)
+        return turn(step, (carry, list(grads)), chunk * self.stage_layers, layer_of, weights, active)
 
     def gathered(self, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
         """The whole weights of the layer in this place; None of None. See `_after` for `earlier`."""
@@ -68,8 +71,9 @@ class LayerLoop:
             return None
         return self.gather(jax.tree.map(lambda weight: self._after(weight, earlier), entry(weights, number)))
 
-    def _plain(self, step: Step, state: Any, first: Array | int, order: Array, weights: Any, active: Array | None):
-        def turn(state, layer):
+    def _plain(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any, active: Array | None):
+        def turn(at, state):
+            layer = layer_of(at)
             number = first + layer
 
             def run():
@@ -77,28 +81,33 @@ class LayerLoop:
                 carry, shares = step(carry, layer, number, self.gathered(weights, number))
                 return carry, self._add(grads, number, shares, active)
 
-            return self._where_layer(number, run, lambda: state), None
+            return self._where_layer(number, run, lambda: state)
 
-        return lax.scan(turn, state, order)[0]
+        return lax.fori_loop(0, self.stage_layers, turn, state)
 
-    def _buffered(self, step: Step, state: Any, first: Array | int, order: Array, weights: Any, active: Array | None):
-        def turn(state, at, *, is_first=False, is_last=False):
+    def _buffered(
+        self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any, active: Array | None
+    ):
+        last = self.stage_layers - 1
+
+        def turn(at, state, *, is_first=False, is_last=False):
             carry, gathered, shares, grads = state
-            layer, number = order[at], first + order[at]
+            layer, number = layer_of(at), first + layer_of(at)
             if not is_first:
-                grads = self._add(grads, first + order[at - 1], shares, active)
+                grads = self._add(grads, first + layer_of(at - 1), shares, active)
                 carry = self._carry_after(carry, grads)
             run = lambda: step(carry, layer, number, gathered)  # noqa: E731
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.uneven else None
             carry, shares = self._where_layer(number, run, lambda: (carry, empty))
-            coming = gathered if is_last else self.gathered(weights, first + order[at + 1], jax.tree.leaves(carry)[:1])
+            following = jax.tree.leaves(carry)[:1]
+            coming = gathered if is_last else self.gathered(weights, first + layer_of(at + 1), following)
             return carry, coming, shares, grads
 
         carry, grads = state
-        state = turn((carry, self.gathered(weights, first + order[0]), {}, grads), 0, is_first=True)
-        state, _ = lax.scan(lambda state, at: (turn(state, at), None), state, jnp.arange(1, len(order) - 1))
-        carry, _, shares, grads = turn(state, len(order) - 1, is_last=True)
-        return carry, self._add(grads, first + order[-1], shares, active)
+        state = turn(0, (carry, self.gathered(weights, first + layer_of(0)), {}, grads), is_first=True)
+        state = lax.fori_loop(1, last, turn, state)
+        carry, _, shares, grads = turn(last, state, is_last=True)
+        return carry, self._add(grads, first + layer_of(last), shares, active)
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
         """The same array; where all is done in turn, not before those."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.collectives import as_varying, varying_axes
 
@@ -35,6 +36,11 @@ def put(stacked: Any, values: Any, *numbers: Array | int) -> Any:
         return lax.dynamic_update_slice(leaf, piece, _indices(leaf, numbers), allow_negative_indices=False)
 
     return jax.tree.map(write, stacked, values)
+
+
+def row_major(x: Array) -> Array:
+    """The same, which must lie in memory as it is written, the last dim fastest."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:

@@ -11,7 +11,7 @@ from parallax.layers.context import Context
 from parallax.layers.kept import KEPT
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.saved import SplitVjp
-from parallax.pipeline.slots import entry, put, zeros
+from parallax.pipeline.slots import entry, put, row_major, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,15 @@ class Stage:
 
     `layer(weights, x, context)` is one layer on gathered weights, `loop` runs a stage's. With `split`, `backward`
     leaves out what `weigh` does. `kept` is what passes leave for later ones: by pool, lists of arrays
-    `[slot, layer of stage, ...]`.
+    `[slot, layer of stage, ...]`. With `in_rows`, what was kept of a layer in place of making it again is read as it
+    lies (parallax/compiler.py says where that is needed).
     """
 
     layer: Callable[[Any, Array, Context], Array]
     loop: LayerLoop
     remat: str
     split: bool
+    in_rows: bool = False
 
     def __post_init__(self):
         self.vjp = SplitVjp(self.layer)
@@ -156,7 +158,8 @@ class Stage:
         if self.remat == "layer":
             return self.vjp.forward(gathered, own[0], context)[1]
         if self.remat in KEPT:
-            return self.vjp.saved_again(gathered, own[0], context, own[1:])
+            rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
+            return self.vjp.saved_again(gathered, own[0], context, rest)
         if not self.split:
             return own
         later = dict(zip(self.vjp.read_later, entry(kept["FW"], place.slots["FW"], layer), strict=True))

@@ -134,21 +134,25 @@ def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -
         shown = search.shown()
         marked = front(search.rows)
         print("", *text.sweep_table(shown, compiled, marked, search.own), "", text.counted(search), sep="\n")
+        print(*text.fastest(compiled, search.own), sep="\n", end="")
         if values["svg"] is not None:
             write(values["svg"], draw(f"{name} on {place.name}", search.rows, place, search.own))
 
 
 def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
-    """Compile the fastest layouts, as many as asked for."""
+    """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
     local = values["topology"] is None
     if reason := why_not(place, local=local):
         print(f"not compiled: {reason}")
         return
     devices = devices_of(place, local=local)
     with progress_bar("compiled") as progress:
-        for done, row in enumerate(search.rows[: values["compile"]]):
-            progress(done, values["compile"])
-            compiled[row.choice] = search.compiled(row.choice, devices)
+        for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
+            fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
+            progress(fitting, values["compile"])
+            if fitting == values["compile"]:
+                break
+            compiled[choice] = search.compiled(choice, devices)
 
 
 def write(path: str, picture: str) -> None:

@@ -16,8 +16,8 @@ TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 
 
 # Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included, by the TPU compiler's
-# estimate of cycles: 0.80 and 0.69 in the programs of docs/plan.md, for v5e and v5p.
-MATMUL_EFFICIENCY = 0.75
+# estimate of cycles: 0.83 and 0.79 in the programs of docs/plan.md, for v5e and v5p.
+MATMUL_EFFICIENCY = 0.8
 
 
 class Place(NamedTuple):

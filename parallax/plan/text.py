@@ -128,6 +128,16 @@ def _figures(made: Outcome) -> tuple[str, str, str, str]:
     return f"{made.peak_bytes / 2**30:.2f}", f"{made.secs:.3f}", percent(made.mfu), percent(made.bubble)
 
 
+def fastest(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
+    """Of what was compiled the fastest layout, and the flags that make it of the config's own."""
+    timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
+    if not timed:
+        return
+    best = min(timed, key=lambda choice: timed[choice].secs)
+    flags = " ".join(own.flags_to(best)) or "the config as it is"
+    yield f"fastest as compiled: {timed[best].secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+
+
 def counted(search: Sweep) -> str:
     """What became of the layouts that are not in the table."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())

@@ -20,7 +20,7 @@ from parallax.report.origin import Origin
 from parallax.report.steering import Steering
 
 LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
-UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier")
+UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "layout_constraint")
 Count = Callable[[JaxprEqn, Origin], Counter]
 Value = np.ndarray | None  # None: not known before the program runs
 

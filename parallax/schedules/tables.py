@@ -88,6 +88,11 @@ class Schedule(Orders):
         return {pool: 1 + max(slots.values()) for pool, slots in self._slot_of.items()}
 
     @cached_property
+    def keeps_across_ticks(self) -> bool:
+        """Whether anything that a pass keeps is read in a later tick."""
+        return any(not np.array_equal(self.microbatch[first], self.microbatch[then]) for first, then in self.pools)
+
+    @cached_property
     def slot(self) -> dict[str, dict[str, np.ndarray]]:
         """By pool and kind of action, the slot that it writes or reads."""
 
