@@ -1,6 +1,7 @@
 """A run's state and batches on one topology, as digests: what a resumed run must have on any other.
 
-As a command, for processes of their own: `python tests/topologies.py save|load FOLDER TOPOLOGY CORPUS`.
+As a command, which the processes of a job run together: `python tests/topologies.py save|load FOLDER CORPUS NAME ...`
+saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each of them.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from unittest import mock
 
 if __name__ == "__main__":
-    import conftest  # noqa: F401  (the environment is set before jax is imported)
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jax.experimental import multihost_utils
 from run_examples import tiny_config
 
 from parallax.checkpoint.manifest import flatten
+from parallax.distributed import is_first, join, leave, read_place
 from parallax.loop import run as run_module
 from parallax.loop.config import settings_of
 from parallax.loop.folder import RunFolder
@@ -30,6 +32,7 @@ from parallax.mesh import make_mesh
 from parallax.step import init_state
 
 STEP, NEXT_BATCHES = 3, 4
+FOUND = "digests: "  # before what the command prints
 
 
 class Topology(NamedTuple):
@@ -55,7 +58,7 @@ TOPOLOGIES = {
 }
 
 
-def parts_on(topology: Topology, corpus: pathlib.Path, folder: RunFolder):
+def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
     """The parts of a run on the first devices, as many as the topology has."""
     pp, dp, tp, schedule, virtual = topology
     changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "pipeline.schedule": schedule, "pipeline.virtual": virtual}
@@ -63,7 +66,7 @@ def parts_on(topology: Topology, corpus: pathlib.Path, folder: RunFolder):
     settings = settings_of(tiny_config(corpus, **changes))
     first = jax.devices()[: pp * dp * tp]
     with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
-        return run_module.build(settings, folder)
+        return run_module.build(settings, RunFolder(folder))
 
 
 def stirred(state):
@@ -74,22 +77,19 @@ def stirred(state):
     return jax.tree.unflatten(tree, [jax.device_put(new, old.sharding) for new, old in zip(other, leaves)])
 
 
-def save(path: pathlib.Path, topology: Topology, corpus: pathlib.Path) -> dict[str, str]:
-    """Save step 3 of a run on a topology; its digests."""
+def save(path: pathlib.Path, parts) -> dict[str, str]:
+    """Save step 3 of a run of these parts; its digests."""
     folder = RunFolder(path)
     folder.path.mkdir(parents=True, exist_ok=True)
-    parts = parts_on(topology, corpus, folder)
     state = stirred(init_state(parts.model, parts.tx, seed=0))
     with Journal(folder, tensorboard=False) as journal, open_checkpoints(parts, folder, journal) as checkpoints:
         checkpoints.save(STEP, parts_of(state))
     return digests(parts, state)
 
 
-def load(path: pathlib.Path, topology: Topology, corpus: pathlib.Path) -> dict[str, str]:
-    """Go on with it on a topology; the digests there."""
-    folder = RunFolder(path)
-    parts = parts_on(topology, corpus, folder)
-    state, step = begin(parts, folder, STEP, print)
+def load(path: pathlib.Path, parts) -> dict[str, str]:
+    """Go on with it with these parts; the digests there."""
+    state, step = begin(parts, RunFolder(path), STEP, print)
     assert step == STEP
     return digests(parts, state)
 
@@ -106,8 +106,32 @@ def digest(array) -> str:
     return hashlib.sha256(f"{whole.dtype}{array.shape}".encode() + whole.tobytes()).hexdigest()
 
 
+def save_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
+    """Save on each of these topologies; digests by what was saved on which."""
+    places = {f"{name} by {jax.process_count()}": name for name in names}
+    return {place: save(root / place, parts_on(TOPOLOGIES[name], corpus, root)) for place, name in places.items()}
+
+
+def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
+    """Load all that is saved there onto each of these topologies; digests by what was loaded onto which."""
+    found = {}
+    for name in names:
+        parts = parts_on(TOPOLOGIES[name], corpus, root)
+        for path in sorted(path for path in root.iterdir() if " by " in path.name):
+            found[f"{path.name} on {name}"] = load(path, parts)
+    return found
+
+
+def main() -> int:
+    act, root, corpus, *names = sys.argv[1:]
+    place = read_place({})
+    # Where a launcher says which process this is, how many devices it simulates was said, too.
+    join(place, settings_of(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
+    found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)
+    if is_first():
+        print(f"{FOUND}{json.dumps(found)}", flush=True)
+    return 0
+
+
 if __name__ == "__main__":
-    act, folder, name, corpus = sys.argv[1:]
-    found = {"save": save, "load": load}[act](pathlib.Path(folder), TOPOLOGIES[name], pathlib.Path(corpus))
-    if jax.process_index() == 0:
-        print(json.dumps(found))
+    sys.exit(leave(main))
