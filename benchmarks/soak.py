@@ -1,8 +1,9 @@
 """Kill a run again and again, and compare what it has learnt with one that was never stopped: make soak
 
 Half of the kills hit a run that stays on its mesh: its losses, evaluations and final checkpoint must be those of the
-other bit for bit. Half hit a run that goes on on another mesh each time: its losses must be within 1e-4. A step is
-saved after each, so that a kill hits a save more often than not. Ends with status 1 if anything was lost.
+other bit for bit. Half hit a run that goes on on another mesh each time, by one process, two or four, of which a random
+one is killed: its losses must be within 1e-4. A step is saved after each, so that a kill hits a save more often than
+not. Ends with status 1 if anything was lost.
 
     python benchmarks/soak.py [kills]
 """
@@ -11,6 +12,8 @@ import json
 import os
 import pathlib
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +38,8 @@ MESHES = {
     "1·1·8": {"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 8, "pipeline.microbatches": 1},
 }
 FIRST = "2·2·2"
+DEVICES = 8
+PROCESSES = (1, 2, 4)
 
 
 def command(workdir: pathlib.Path, mesh: str) -> list[str]:
@@ -64,16 +69,18 @@ def command(workdir: pathlib.Path, mesh: str) -> list[str]:
         **MESHES[mesh],
     }
     flags = [f"--config.{key}={value}" for key, value in keys.items()]
-    return [sys.executable, "-u", "train.py", "--config=configs/tiny_gqa.py", *flags, f"--workdir={workdir}"]
+    return ["train.py", "--config=configs/tiny_gqa.py", *flags, f"--workdir={workdir}"]
 
 
-def start(workdir: pathlib.Path, mesh: str) -> subprocess.Popen:
+def start(workdir: pathlib.Path, mesh: str, processes: int = 1) -> subprocess.Popen:
+    sizes = ["--processes", str(processes), "--devices-per-process", str(DEVICES // processes)]
+    launcher = ["-m", "parallax.launch", *sizes, "--"] if processes > 1 else []
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "soak"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        command(workdir, mesh),
+        [sys.executable, "-u", *launcher, *command(workdir, mesh)],
         cwd=ROOT,
         env=os.environ | cache | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
@@ -90,21 +97,25 @@ def finish(workdir: pathlib.Path, mesh: str) -> None:
         sys.exit(f"{workdir} ended with status {process.returncode}:\n{out}")
 
 
-def kill_in_the_middle(workdir: pathlib.Path, mesh: str, rng: random.Random) -> str:
-    """Start, and kill at random: while it starts, in a step, or in a save; returns what it said last."""
-    process = start(workdir, mesh)
+def kill_in_the_middle(workdir: pathlib.Path, mesh: str, rng: random.Random, processes: int) -> str:
+    """Start, and kill one process at random: while it starts, in a step, or in a save; returns what was said last."""
+    process = start(workdir, mesh, processes)
+    pids = [process.pid]
     watchdog = threading.Timer(PATIENCE_SECS, process.kill)
     watchdog.start()
     steps_to_see, seen, said = rng.choice([0, 1, 1, 2, 3]), 0, ""
     for line in process.stdout:
         said = line.strip() or said
-        seen += line.startswith("step ")
+        pids += map(int, re.findall(r"^\[launch\] process \d+ is pid (\d+)", line))
+        seen += re.match(r"(\[0\] )?step ", line) is not None
         if seen >= steps_to_see and (seen or "tokens to train on" in line):
             break
     time.sleep(rng.uniform(0, 0.6))
     # Its end, should it have come to it by itself.
     ended = process.poll()
-    process.kill()
+    if ended is None:
+        # Of several, one; the launcher and the others must then end by themselves.
+        os.kill(rng.choice(pids[1:] or pids), signal.SIGKILL)
     process.communicate()
     watchdog.cancel()
     if ended is not None:
@@ -139,9 +150,12 @@ def main() -> None:
         for number in range(1, kills + 1):
             moves = number % 2 == 0
             mesh = rng.choice(list(MESHES)) if moves else FIRST
-            said = kill_in_the_middle(moving if moves else still, mesh, rng)
+            processes = rng.choice(PROCESSES) if moves else 1
+            said = kill_in_the_middle(moving if moves else still, mesh, rng, processes)
+            by = "one process" if processes == 1 else f"{processes} processes"
             print(
-                f"kill {number}/{kills} on {mesh}, {time.perf_counter() - began:.0f} s, after {said[:60]!r}", flush=True
+                f"kill {number}/{kills} on {mesh} by {by}, {time.perf_counter() - began:.0f} s, after {said[:60]!r}",
+                flush=True,
             )
         finish(still, FIRST)
         finish(moving, FIRST)

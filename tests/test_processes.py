@@ -43,7 +43,7 @@ def is_close(here, there):
     return True
 
 
-def test_two_processes_train_as_one_stop_together_and_go_on(corpus, alone, tmp_path):
+def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, alone, tmp_path):
     command = ["train.py", *flags_of(corpus, **MESH), f"--workdir={tmp_path}"]
     with launched(*command) as job:
         job.wait_for("step 3/8")
@@ -54,13 +54,13 @@ def test_two_processes_train_as_one_stop_together_and_go_on(corpus, alone, tmp_p
     assert 3 <= done < 8 and len(losses(tmp_path)) == done
     # Process 0 speaks for all.
     assert all("SIGTERM" in line for line in text.splitlines() if line.startswith("[1]"))
-    with launched(*command) as job:
-        status, text = job.end()
-    assert status == 0 and f"going on from step {done}" in text and "finished: step 8" in text
-    assert is_close(losses(tmp_path), alone)
     # Each has written its own part of the arrays.
-    parts = (tmp_path / "checkpoints" / "8" / "params").glob("ocdbt.process_*")
+    parts = (tmp_path / "checkpoints" / str(done) / "params").glob("ocdbt.process_*")
     assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
+    # Here one process goes on; below, in the slow tests, two.
+    train(tiny_config(corpus, **MESH), tmp_path)
+    assert f"going on from step {done}" in (tmp_path / "log.txt").read_text()
+    assert is_close(losses(tmp_path), alone)
 
 
 def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):
@@ -93,9 +93,11 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     [
         ("data", "the processes disagree about the run: data manifest is "),
         ("unshared", "is 'the same folder' in process 0, 'No such file or directory' in process 1"),
+        ("code", "'an edited checkout' in process 1"),
+        ("clock", "the clocks disagree: 2"),
     ],
 )
-def test_processes_with_other_data_or_another_folder_are_refused(corpus, tmp_path, fault, message):
+def test_processes_with_other_data_code_clock_or_another_folder_are_refused(corpus, tmp_path, fault, message):
     with launched(FAULTY, fault, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
         status, text = job.end()
     assert status == 2 and message in text, text
@@ -117,6 +119,45 @@ def test_any_number_of_processes_has_the_losses_of_one(corpus, tmp_path, process
     assert status == 0, text
     train(tiny_config(corpus, **mesh), tmp_path / "alone")
     assert is_close(losses(tmp_path), losses(tmp_path / "alone"))
+
+
+@pytest.fixture(scope="module")
+def by_two(corpus, tmp_path_factory):
+    """The losses of two processes that nothing stops."""
+    folder = tmp_path_factory.mktemp("two")
+    with launched("train.py", *flags_of(corpus, **MESH), f"--workdir={folder}") as job:
+        status, text = job.end()
+    assert status == 0, text
+    return losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("moment", ["die-starting", "die-saving"])
+def test_after_a_kill_while_starting_or_saving_the_same_command_goes_on_bit_for_bit(
+    corpus, by_two, tmp_path, moment, rank
+):
+    flags = [*flags_of(corpus, **MESH), "--config.distributed.start_secs=20", f"--workdir={tmp_path}"]
+    with launched(FAULTY, moment, rank, "4", *flags, options=("--grace-secs", "40")) as job:
+        job.wait_for("ended with SIGKILL")
+        killed = time.monotonic()
+        status, text = job.end()
+    assert status == 128 + signal.SIGKILL and "LostError: " in text, text
+    assert time.monotonic() - killed < 20 + SOON_SECS
+    assert latest_step(tmp_path / "checkpoints") in (None, 4)
+    with launched("train.py", *flags) as job:
+        status, text = job.end()
+    assert status == 0 and "finished: step 8" in text, text
+    assert losses(tmp_path) == by_two
+
+
+@pytest.mark.slow
+def test_a_step_that_stands_still_has_its_stacks_printed(corpus, tmp_path):
+    with launched(
+        FAULTY, "sleep", "1", "40", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}"
+    ) as job:
+        job.wait_for("(train.stall_factor=10); all threads:")
+        job.wait_for("Current thread")
 
 
 @pytest.mark.slow
