@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-all golden lint format clean
+.PHONY: setup train test test-all soak golden lint format clean
 
 setup: $(STAMP)
 
@@ -21,6 +21,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+# About 20 minutes on 2 cores.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 golden: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python tests/goldens.py

@@ -13,13 +13,16 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from parallax.command import Flag, read_line, run_command, written
+from parallax.command import Flag, Line, read_line, read_secs, run_command, written
 from parallax.command import usage as usage_of
+from parallax.distributed import FLAGS as PLACE_FLAGS
+from parallax.distributed import agree, compare, join, leave, read_place, reporting, versions
 from parallax.errors import ConfigError
-from parallax.loop import check_run_name, train
-from parallax.loop.processes import agree
+from parallax.loop import check_run_name, settings_of, train
 from parallax.loop.resume import RESUME
+from parallax.version import code_version
 
+BEGUN = time.monotonic()
 RUNS = Path("runs")
 # Set by launchers of jobs; the first that is there names the run.
 RUN_NAME_VARIABLES = ("PARALLAX_RUN_NAME", "JOBSET_NAME")
@@ -29,6 +32,8 @@ FLAGS = {
     "resume": Flag(
         "what to do with a checkpoint in the folder: auto (go on if there is one), must, never", "auto", RESUME
     ),
+    "max-runtime": Flag("stop after so long, saved, as SIGTERM does: 3h, 90m or a number of seconds"),
+    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in PLACE_FLAGS.items()},
 }
 
 
@@ -38,23 +43,42 @@ class Command(NamedTuple):
     config: ConfigDict
     workdir: Path
     resume: str
+    max_runtime_secs: float | None
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
 
     def act(argv: Sequence[str]) -> None:
-        command = parse(argv)
-        train(command.config, command.workdir, resume=command.resume)
+        with reporting():
+            command = parse(argv)
+            train(
+                command.config,
+                command.workdir,
+                resume=command.resume,
+                max_runtime_secs=command.max_runtime_secs,
+            )
 
-    return run_command(act, argv, usage)
+    return leave(lambda: run_command(act, argv, usage))
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Read a command line, program name first; ConfigError says what is wrong with it."""
+    """Read a command line, program name first, and join the job; ConfigError says what is wrong with it."""
     line = read_line(with_config_of_run(argv), FLAGS)
-    workdir = choose_workdir(line.values["workdir"], line.values["run_name"]) or default_workdir(line.config, line.path)
-    return Command(line.config, workdir, line.values["resume"])
+    limit = line.values["max-runtime"]
+    limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
+    workdir = choose_workdir(line.values["workdir"], line.values["run_name"])
+    join_job(line)
+    return Command(line.config, workdir or default_workdir(line.path), line.values["resume"], limit_secs)
+
+
+def join_job(line: Line) -> None:
+    """Become one of the processes of a job, all of which must run the same code with the same config."""
+    settings = settings_of(line.config)
+    join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
+    flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
+    compare("config and code", config | flags | versions() | {"code version": code_version()})
 
 
 def usage() -> str:
@@ -85,12 +109,9 @@ def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
     return RUNS / check_run_name(run_name) if run_name is not None else None
 
 
-def default_workdir(config: ConfigDict, path: str) -> Path:
+def default_workdir(path: str) -> Path:
     """The run's folder below runs/, by config and time; the same in all processes of a job."""
-    started = time.strftime("%Y%m%d-%H%M%S")
-    # Simulated devices are of one process, and can be made only before JAX is asked how many there are.
-    if not config.mesh.simulate:
-        started = agree(started)
+    started = agree("the name of the run", time.strftime("%Y%m%d-%H%M%S"))
     return RUNS / check_run_name(f"{Path(path.split(':')[0]).stem}-{started}")
 
 

@@ -14,7 +14,8 @@ def get_config() -> ConfigDict:
     config.mesh.pp = 1  # pipeline: the layers are cut over it
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
-    config.mesh.simulate = 0  # simulated CPU devices; 0 takes the devices that the machine has
+    config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
+    config.mesh.across_slices = "dp"  # the axis over the network between slices of TPUs, if there are several: | "pp"
 
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
@@ -82,6 +83,13 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95
 
+    # parallax.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
+    config.guard = ConfigDict()
+    config.guard.max_skipped_steps = 3  # in a row, for numbers that are not finite; one more stops the run
+    config.guard.spike_z = 0.0  # also skip what lies so many deviations above its running mean; 0: off, 6 is usual
+    config.guard.spike_signal = "loss"  # what is judged: "loss" | "grad_norm"
+    config.guard.spike_window_steps = 128  # the statistics' memory; no spike is seen before they have so many steps
+
     # parallax.data.DataConfig
     config.data = ConfigDict()
     config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
@@ -104,6 +112,8 @@ def get_config() -> ConfigDict:
     config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
     config.train.eval_every_steps = 200  # 0: only at the end
     config.train.eval_batches = 4  # global batches in an evaluation; 0 turns evaluation off
+    config.train.stall_factor = 10.0  # a step that takes so many medians has all stacks printed; 0 is off
+    config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
 
     # parallax.checkpoint.CheckpointConfig
@@ -111,6 +121,15 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 500  # 0: only at the end
     config.checkpoint.keep_last = 2
     config.checkpoint.keep_best = 1  # by eval/loss
+
+    # parallax.distributed.DistributedConfig: how long the processes of a job wait for each other; in seconds.
+    config.distributed = ConfigDict()
+    config.distributed.start_secs = 300  # for all to be there
+    config.distributed.heartbeat_secs = 60  # a process that gives no sign of life for so long is lost
+    config.distributed.wait_secs = 900  # in a step, an evaluation, a save
+    config.distributed.compile_secs = 7200  # in what is compiled first: the first step, the first evaluation
+    config.distributed.prepare_secs = 86_400  # for process 0 to prepare the data
+    config.distributed.clock_secs = 60  # clocks may differ by so much
 
     # parallax.generate.SampleConfig: the text that a finished run writes.
     config.sample = ConfigDict()

@@ -83,6 +83,19 @@ def written(argv: Sequence[str], flag: str) -> str | None:
     return None
 
 
+def read_secs(flag: str, text: str) -> float:
+    """A time such as 3h, 90m, 1h30m, 45s or a number of seconds.
+
+    >>> [read_secs("--max-runtime", text) for text in ("1h30m", "90m", "7.5")]
+    [5400.0, 5400.0, 7.5]
+    """
+    found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    secs = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (3600, 60, 1))) if found else 0.0
+    if not secs:
+        raise ConfigError(f"{flag}={text!r} is no time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0")
+    return secs
+
+
 def usage(line: str, own: Mapping[str, Flag]) -> str:
     """What --help prints: the flags, and every key of a config with its default and meaning."""
     meanings = {"config": CONFIG_MEANING} | {name: flag.meaning for name, flag in own.items()}

@@ -5,13 +5,20 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
+# What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
+EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
+EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
+EXIT_NOT_FINITE = 4  # loss or gradient
+EXIT_DATA = 5  # a corpus, a shard or a tokenizer
+EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEMPFAIL of sysexits.h
+NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NOT_FINITE, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
 
 class ParallaxError(ValueError):
     """Base of all errors that a user can cause. `exit_status` is what the command line ends with."""
 
-    exit_status = 2
+    exit_status = EXIT_BAD_INPUT
 
 
 class ConfigError(ParallaxError):
@@ -25,13 +32,19 @@ class NotationError(ParallaxError):
 class DataError(ParallaxError):
     """A corpus, a shard or a tokenizer is missing, damaged or does not fit the model."""
 
-    exit_status = 5
+    exit_status = EXIT_DATA
 
 
 class CheckpointError(ParallaxError):
     """A checkpoint is missing, damaged or of another model."""
 
-    exit_status = 3
+    exit_status = EXIT_CHECKPOINT
+
+
+class LostError(ParallaxError):
+    """Another process of the job is gone, or does not come; the same command goes on from the last checkpoint."""
+
+    exit_status = EXIT_RESTART
 
 
 def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:

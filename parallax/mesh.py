@@ -15,6 +15,7 @@ from parallax.errors import ConfigError, divisors
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 AXES = ("pp", "dp", "tp")
 INFERRED = -1
+SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
 SHOWN_FACTORISATIONS = 12
 
 
@@ -22,13 +23,15 @@ SHOWN_FACTORISATIONS = 12
 class MeshConfig:
     """Devices along each axis. One of the axes may be -1: all devices that are left.
 
-    `simulate` is a number of CPU devices to simulate; 0 takes the devices that the machine has.
+    `simulate` is a number of CPU devices to simulate, in all processes together; 0 takes the devices that are there.
+    `across_slices` is the axis that goes over the slow network between slices of chips, where there are several.
     """
 
     pp: int
     dp: int
     tp: int
     simulate: int
+    across_slices: str
 
     def __post_init__(self):
         for axis, size in self.sizes.items():
@@ -41,14 +44,26 @@ class MeshConfig:
         if not _is_whole(self.simulate) or self.simulate < 0:
             raise ConfigError(f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more")
 
+        if self.across_slices not in SLOW_AXES:
+            raise ConfigError(
+                f"mesh.across_slices={self.across_slices!r} is no axis for the network between slices; "
+                f"use one of {', '.join(map(repr, SLOW_AXES))}"
+            )
+
     @property
     def sizes(self) -> dict[str, int]:
         """What was written for each axis, in the order of AXES."""
         return {axis: getattr(self, axis) for axis in AXES}
 
 
-def simulate_devices(count: int) -> None:
-    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices."""
+def simulate_devices(count: int, processes: int = 1) -> None:
+    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
+
+    Of several processes each simulates its equal share.
+    """
+    if count % processes:
+        raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
+    count //= processes
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
@@ -65,7 +80,7 @@ def simulate_devices(count: int) -> None:
 def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes.
 
-    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0), 8)
+    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0, across_slices="dp"), 8)
     {'pp': 2, 'dp': 2, 'tp': 2}
     """
     sizes = dict(config.sizes)
@@ -79,7 +94,8 @@ def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lay devices (by default all of them) out along AXES.
 
-    On accelerators the order follows the physical links, so that the last axis has the fastest.
+    On accelerators the order follows the physical links, so that the last axis has the fastest; of devices in several
+    slices, the axis `across_slices` has the slow network between these.
     """
     devices = jax.devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -87,13 +103,30 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"mesh.simulate={config.simulate} but JAX runs with {len(devices)} device(s); "
             "call simulate_devices before any other JAX call"
         )
-    shape = tuple(resolve_sizes(config, len(devices)).values())
-    if devices[0].platform == "cpu":
-        grid = np.array(devices).reshape(shape)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(place_devices(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array [pp, dp, tp]; ConfigError where their number, or that of their slices, does not fit."""
+    sizes = resolve_sizes(config, len(devices))
+    shape = tuple(sizes.values())
+    if devices[0].platform == "cpu":
+        return np.array(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    axis = config.across_slices
+    if sizes[axis] % slices:
+        other = SLOW_AXES[1 - SLOW_AXES.index(axis)]
+        instead = f", or mesh.across_slices={other!r}" if sizes[other] % slices == 0 else ""
+        raise ConfigError(
+            f"mesh.{axis}={sizes[axis]} does not divide over {slices} slices of {len(devices) // slices} chips, "
+            f"between which mesh.across_slices={axis!r} puts it; use a multiple of {slices}{instead}"
+        )
+    outer = tuple(slices if name == axis else 1 for name in AXES)
+    inner = tuple(size // times for size, times in zip(shape, outer))
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def factorisations(devices: int) -> list[tuple[int, ...]]:

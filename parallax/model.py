@@ -98,7 +98,7 @@ class ModelConfig:
         ranges = {
             "rope_theta": (1 + 1e-6, math.inf),
             "rope_factor": (1, math.inf),
-            "norm_eps": (0, 1),
+            "norm_eps": (1e-30, 1),  # well above float32's least: the norm of zeros divides by its root
             "dropout": (0, 1),
         }
         for key, (least, below) in ranges.items():

@@ -13,6 +13,8 @@ from parallax.errors import ConfigError, check_choice
 from parallax.notation import Layout, map_layouts
 
 INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
+BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
+LEAST_EPS = 1e-30  # well above float32's least: AdamW divides by it where a gradient has always been 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,12 @@ class OptimizerConfig:
             "learning_rate": (0, math.inf),
             "decay_fraction": (0, 1.000001),
             "final_ratio": (0, 1.000001),
-            "b1": (0, 1),
-            "b2": (0, 1),
-            "eps": (0, 1),
+            "b1": (0, BELOW_ONE),
+            "b2": (0, BELOW_ONE),
+            "eps": (LEAST_EPS, 1),
             "weight_decay": (0, math.inf),
             "clip_norm": (0, math.inf),
-            "muon_momentum": (0, 1),
+            "muon_momentum": (0, BELOW_ONE),
         }
         for key, (least, below) in ranges.items():
             value = getattr(self, key)

@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
+from parallax.distributed import DistributedConfig
 from parallax.errors import CheckpointError, ConfigError, nearest
+from parallax.guard import GuardConfig
 from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig
 from parallax.model import LayoutConfig, ModelConfig
@@ -21,6 +23,24 @@ from parallax.sampling import SampleConfig
 VOCAB_MULTIPLE = 128
 # Seeds are int32 on the devices.
 SEED_LIMIT = 2**31
+# The most that a whole number may be, by key or by section; what is far beyond any machine would only end in tables of
+# schedules and layers that fill the memory, or in numbers that the devices' int32 does not hold.
+LARGEST = {
+    "mesh": 2**20,
+    "mesh.simulate": 2**12,
+    "model": 2**24,
+    "model.layers": 2**14,
+    "pipeline": 2**14,
+    "data": 2**24,
+    "data.seed": 2**63 - 1,
+    "data.synthetic_tokens": 2**40,
+    "sample.tokens": 2**20,
+    # These say their own.
+    "train.seed": 2**63 - 1,
+    "sample.seed": 2**63 - 1,
+}
+LARGEST_INT32 = 2**31 - 1
+LARGEST_FLOAT32 = 3.4028234e38
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -34,15 +54,20 @@ class TrainConfig:
     log_every_steps: int
     eval_every_steps: int
     eval_batches: int
+    check_every: int
     tensorboard: bool
+    stall_factor: float
 
     def __post_init__(self):
         least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
+        least_of |= {"check_every": 0}
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")
         if self.seed >= SEED_LIMIT:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
+        if self.stall_factor and self.stall_factor < 1:
+            raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +81,11 @@ class Settings:
     fsdp: FsdpConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    guard: GuardConfig
     data: DataConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    distributed: DistributedConfig
     sample: SampleConfig
 
     def __post_init__(self):
@@ -129,6 +156,10 @@ def _read(key: str, value: Any, kind: type) -> Any:
         raise ConfigError(f"{key}={value!r} is {_kind_of(value)}, but it must be {KINDS[kind]}")
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"{key}={value!r} is not finite; it must be {KINDS[kind]}")
+    if kind is float and abs(value) > LARGEST_FLOAT32:
+        raise ConfigError(f"{key}={value!r} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+    if kind is int and value > (most := LARGEST.get(key, LARGEST.get(key.split(".")[0], LARGEST_INT32))):
+        raise ConfigError(f"{key}={value} is too large; use {most} or less")
     return kind(value)
 
 

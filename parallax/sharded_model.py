@@ -26,6 +26,7 @@ from parallax.pipeline.arrangement import Arrangement, cut_over_pp
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
 from parallax.pipeline.loops import LayerLoop
+from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.pipeline.spread import SpreadEnds
 from parallax.pipeline.storage import ENDS, Storage
 from parallax.schedules import Schedule, by_name, in_turn
@@ -75,7 +76,7 @@ class ShardedModel:
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec())
-        self._check_layouts()
+        map_layouts(lambda layout: layout.local_shape(model.sizes, self.axis_sizes), self.layouts)  # do they divide?
 
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""
@@ -101,6 +102,11 @@ class ShardedModel:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
         self.check_batch(*batch["tokens"].shape)
         return self.mapped(self._loss, P())(params, dict(batch), None)
+
+    def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
+        """What embedding and layers give in the forward pass of `loss_and_grad`: see ObservedStage."""
+        self.check_batch(*batch["tokens"].shape)
+        return self.mapped(self._activations, P())(params, dict(batch), noise)
 
     def logits(
         self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
@@ -174,9 +180,6 @@ class ShardedModel:
     def _declare(self, key: Array) -> Any:
         return self._parts("batch/dp", gathered=False).declare(key)
 
-    def _check_layouts(self) -> None:
-        map_layouts(lambda layout: layout.local_shape(self.model.sizes, self.axis_sizes), self.layouts)
-
     @property
     def _simulated(self) -> bool:
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
@@ -211,27 +214,35 @@ class ShardedModel:
         return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
 
     def _loss(self, params, batch, noise):
-        tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches)
-        work = self._work(weights, None, rows="batch/dp")
+        executor = self._evaluator(params, batch, noise, Stage)
+        ends = executor.ends
+        return self._metrics(executor.run_forward(ends.start(1)).ends, ends.work, ends.tokens)
+
+    def _activations(self, params, batch, noise):
+        executor = self._evaluator(params, batch, noise, ObservedStage)
+        return all_seen(executor.run_forward(executor.ends.start(1), nothing_seen(self.model.layers)).kept)
+
+    def _evaluator(self, params, batch, noise, kind):
+        tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches, noise)
+        work = self._work(weights, tokens.key, rows="batch/dp")
         ends = LossEnds(work, tokens, jnp.float32(1), schedule.placement[-1])
-        executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
-        return self._metrics(executor.run_forward(ends.start(1)), work, tokens)
+        return self._executor(schedule, self.storage.blocks(weights["blocks"]), ends, kind)
 
     def _logits(self, params, batch, noise):
         tokens, weights, schedule = self._forward(params, batch, 1)
         ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
         executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
-        return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).exits))
+        return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).ends.exits))
 
-    def _forward(self, params, batch, microbatches):
+    def _forward(self, params, batch, microbatches, noise=None):
         """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
-        tokens = self._tokens(batch, None, microbatches)
+        tokens = self._tokens(batch, noise, microbatches)
         return tokens, jax.tree.map(as_varying, params), in_turn(self.schedule.placement, microbatches)
 
-    def _executor(self, schedule: Schedule, blocks: Any, ends: Any) -> Executor:
+    def _executor(self, schedule: Schedule, blocks: Any, ends: Any, kind: type[Stage] = Stage) -> Executor:
         return Executor(
             schedule,
-            self._stage(),
+            self._stage(kind),
             blocks,
             partial(self._context, ends.tokens),
             ends,
@@ -256,7 +267,7 @@ class ShardedModel:
         masked = self.model.kernel != "splash"
         return training_context(self.model.rope, positions, segments, rows, tokens.key, masked=masked)
 
-    def _stage(self) -> Stage:
+    def _stage(self, kind: type[Stage]) -> Stage:
         block = self._parts(SPREAD, gathered=True).block
         loop = LayerLoop(
             *self.storage.layer_moves(),
@@ -267,7 +278,7 @@ class ShardedModel:
             prefetch=self.fsdp.prefetch == 1,
             in_turn=self._simulated,
         )
-        return Stage(
+        return kind(
             lambda weights, x, context: block.apply({"params": weights}, x, context),
             loop,
             self.pipeline.remat,
@@ -290,6 +301,5 @@ class ShardedModel:
 
     @property
     def _logits_layout(self) -> Layout:
-        form = self.layout.form
-        ids = form.ids(SPREAD)
+        form, ids = self.layout.form, self.layout.form.ids(SPREAD)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.compiler import compiler_options
+from parallax.guard import GuardConfig, GuardState, init_guard, judge, select
 from parallax.optimizer import global_norm
 from parallax.sharded_model import ShardedModel
 
@@ -23,14 +24,16 @@ class TrainState(NamedTuple):
     step: Array  # int32: steps done
     params: Any
     opt_state: Any
+    guard: GuardState
 
 
 def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
     """The shapes and shardings of a state; optimizer states are cut as their parameters are."""
     opt_state = jax.eval_shape(tx.init, model.shapes)
-    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), model.shapes, opt_state)
-    whole = NamedSharding(model.mesh, P())
-    shardings = TrainState(whole, model.shardings, _like_params(model, opt_state, whole))
+    guard, whole = jax.eval_shape(init_guard), NamedSharding(model.mesh, P())
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), model.shapes, opt_state, guard)
+    cut = _like_params(model, opt_state, whole)
+    shardings = TrainState(whole, model.shardings, cut, jax.tree.map(lambda _: whole, guard))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -48,18 +51,23 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
     params = model.init(seed)
     shardings = state_shardings(model, tx)
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
-    return TrainState(jax.device_put(jnp.int32(0), shardings.step), params, opt_state)
+    step, guard = jax.device_put((jnp.int32(0), init_guard()), (shardings.step, shardings.guard))
+    return TrainState(step, params, opt_state, guard)
 
 
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
 
-    Metrics are float32 scalars on device: loss, tokens, grad_norm. `seed` is that of dropout. `batch_shape` is
-    (global_batch, seq) of the batch that it was last traced for, None before.
+    Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard let nothing change;
+    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite. `seed` is that of
+    dropout, `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batch that it was last traced for, None
+    before.
     """
 
-    def __init__(self, model: ShardedModel, tx: optax.GradientTransformation, seed: int):
-        self.model, self.tx, self.seed = model, tx, seed
+    def __init__(
+        self, model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+    ):
+        self.model, self.tx, self.seed, self.guard = model, tx, seed, guard
         self.batch_shape: tuple[int, int] | None = None
         shardings = state_shardings(model, tx), NamedSharding(model.mesh, P())
         options = compiler_options(model.mesh)
@@ -78,15 +86,22 @@ class TrainStep:
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
         with jax.named_scope(UPDATE):
+            metrics |= {"grad_norm": global_norm(grads)}
+            passes, guard = judge(self.guard, state.guard, metrics)
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics |= {"grad_norm": global_norm(grads)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+            # Chosen element by element as it is written: neither a branch nor a second copy of the state.
+            params, opt_state = select(passes, (params, opt_state), (state.params, state.opt_state))
+            counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
+            metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
+        return TrainState(state.step + 1, params, opt_state, guard), metrics
 
 
-def make_train_step(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainStep:
-    """One training step of a model with an optimizer; `seed` is that of dropout."""
-    return TrainStep(model, tx, seed)
+def make_train_step(
+    model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+) -> TrainStep:
+    """One training step of a model with an optimizer; see TrainStep."""
+    return TrainStep(model, tx, seed, guard)
 
 
 def make_eval_step(model: ShardedModel) -> Callable:

@@ -22,7 +22,7 @@ def build(pp=2, dp=2, tp=2, **changes):
     settings = settings_of(
         tiny_config(pathlib.Path("unused"), **{"model.vocab": 384, "pipeline.microbatches": 2, **changes})
     )
-    mesh = make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
+    mesh = make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, across_slices="dp"), jax.devices()[: pp * dp * tp])
     model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
     return settings, model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 

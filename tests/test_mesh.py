@@ -1,18 +1,28 @@
 """The mesh holds every device exactly once, and says which sizes would fit when they do not."""
 
 import math
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.mesh import AXES, MeshConfig, factorisations, make_mesh, resolve_sizes, simulate_devices
+from parallax.mesh import (
+    AXES,
+    MeshConfig,
+    factorisations,
+    make_mesh,
+    place_devices,
+    resolve_sizes,
+    simulate_devices,
+)
 
 
-def config(pp=1, dp=1, tp=1, simulate=0):
-    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate)
+def config(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"):
+    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, across_slices=across_slices)
 
 
 def eight_devices():
@@ -70,6 +80,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_with_those_that_do(sizes,
         ({"dp": True}, "mesh.dp=True is no number of devices"),
         ({"pp": -1, "dp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
         ({"simulate": -1}, "mesh.simulate=-1 is no number of devices"),
+        ({"across_slices": "tp"}, "mesh.across_slices='tp' is no axis for the network between slices; use one of 'dp'"),
     ],
 )
 def test_wrong_sizes_are_named(fields, message):
@@ -92,3 +103,65 @@ def test_simulating_after_jax_has_started_is_an_error_unless_nothing_changes():
 def test_simulated_devices_must_be_the_ones_that_are_there():
     with pytest.raises(ConfigError, match=r"mesh.simulate=4 but JAX runs with 8 device"):
         make_mesh(config(dp=4, simulate=4), eight_devices())
+
+
+def test_devices_that_do_not_divide_over_the_processes_are_refused():
+    with pytest.raises(ConfigError, match="mesh.simulate=8 does not divide over 3 processes"):
+        simulate_devices(8, 3)
+
+
+# ---- several slices
+
+
+def chips_of(slices, rows=2, columns=4):
+    """Chips as libtpu describes them: slices of v5e, one core a chip, four chips a host."""
+    places = [(number, x, y) for number in range(slices) for y in range(columns) for x in range(rows)]
+    return [
+        SimpleNamespace(
+            id=at,
+            platform="tpu",
+            device_kind="TPU v5 lite",
+            coords=(x, y, 0),
+            core_on_chip=0,
+            slice_index=number,
+            process_index=at // 4,
+        )
+        for at, (number, x, y) in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes"), [("dp", (1, 16, 1)), ("dp", (2, 4, 2)), ("pp", (2, 4, 2)), ("pp", (4, 1, 4)), ("pp", (2, 8, 1))]
+)
+def test_the_chosen_axis_alone_goes_from_slice_to_slice(axis, sizes):
+    chips = chips_of(slices=2)
+    grid = place_devices(config(*sizes, across_slices=axis), chips)
+    assert grid.shape == sizes and {chip.id for chip in grid.flat} == {chip.id for chip in chips}
+    slice_of = np.vectorize(lambda chip: chip.slice_index)(grid)
+    along = AXES.index(axis)
+    for other in {0, 1, 2} - {along}:
+        assert (slice_of == slice_of.take([0], other)).all()
+    # The first half of the axis is in one slice, the second in the other: one step of it crosses the network.
+    assert (np.diff(slice_of, axis=along) != 0).sum(along).max() == 1
+
+
+def test_one_slice_needs_no_axis():
+    grid = place_devices(config(1, 4, 2, across_slices="pp"), chips_of(slices=1))
+    assert grid.shape == (1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes", "message"),
+    [
+        (
+            "dp",
+            (2, 1, 8),
+            "mesh.dp=1 does not divide over 2 slices of 8 chips, .*='dp' puts it; use a multiple of 2, or",
+        ),
+        ("dp", (1, 1, 16), "use a multiple of 2$"),
+        ("pp", (1, 16, 1), "mesh.pp=1 does not divide over 2 slices .*, or mesh.across_slices='dp'"),
+    ],
+)
+def test_an_axis_that_does_not_divide_over_the_slices_is_refused(axis, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        place_devices(config(*sizes, across_slices=axis), chips_of(slices=2))

@@ -30,12 +30,18 @@ def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
-    def begin_then_signal(parts, folder, start):
+    def begin_then_signal(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return begin(parts, folder, start)
+        return begin(*args)
 
     monkeypatch.setattr("parallax.loop.run.begin", begin_then_signal)
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
+
+
+def test_the_end_of_max_runtime_stops_after_the_step(corpus, tmp_path, capsys):
+    assert train(tiny_config(corpus), tmp_path, max_runtime_secs=0.0) == ("stopped", 1, None)
+    assert "stopped by --max-runtime: step 1 is saved" in capsys.readouterr().out
+    assert latest_step(tmp_path / "checkpoints") == 1
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, monkeypatch, capsys):

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from run_examples import as_flags, tiny_config, write_corpus
 
 import train as command_line
 from parallax.checkpoint import latest_step
+from parallax.errors import ConfigError
 from parallax.loop import settings_of
 from parallax.loop.journal import read_metrics
 
@@ -108,11 +108,22 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
 
 
 def test_the_processes_of_a_job_take_the_name_that_the_first_gives(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 4)
-    first = np.frombuffer(b"20260102-030405", np.uint8)
-    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", lambda own: first)
+    monkeypatch.setattr("train.agree", lambda what, own: "20260102-030405")
     parse = functools.partial(command_line.parse, ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"])
     assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
+
+
+@pytest.mark.parametrize("written", ["soon", "", "-3h", "0", "1d"])
+def test_a_runtime_that_is_no_time_is_refused(written):
+    command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", f"--max-runtime={written}"]
+    with pytest.raises(ConfigError, match=f"--max-runtime='{written}' is no time; write it as 3h, 90m"):
+        command_line.parse(command)
+
+
+def test_half_a_place_among_processes_is_refused(capsys):
+    command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", "--distributed.process_id=1"]
+    assert command_line.main(command) == 2
+    assert "--distributed.process_id=1 without --distributed.coordinator" in capsys.readouterr().err
 
 
 def test_help_lists_every_key_with_its_default(capsys):

@@ -1,58 +1,102 @@
 """What a step of a checkpoint says about itself: its files, its arrays, and the settings behind them."""
 
 import json
+import os
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
 
 from parallax.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 # Orbax rewrites this file after the manifest is made, and restores without it.
 NOT_COUNTED = "_CHECKPOINT_METADATA"
 READ_BYTES = 1 << 22
+# A manifest has a line for each file and array: thousands of them are a megabyte.
+LIMIT_BYTES = 1 << 28
+SIZE_LIMIT = 1 << 63
+CHECKSUM_LIMIT = 1 << 32
+NAMED = 5  # differences that a message lists
+
+
+class DamagedError(CheckpointError):
+    """A step is not what was saved. `how` says what is wrong with it, without its name."""
+
+    def __init__(self, folder: Path, step: int, how: str):
+        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {how}; use another step")
+        self.step, self.how = step, how
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """List the files of a step's folder, and write that with `content` into it."""
+    """List the files of a step's folder, and write that with `content` into it, last of all."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NOT_COUNTED)
-    sums = {str(path.relative_to(folder)): measure(path) for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **content, "files": sums}))
+    sums = {path.relative_to(folder).as_posix(): measure(path) for path in files}
+    # As JSON gives it back: keys are texts, tuples are lists.
+    content = json.loads(json.dumps({**content, "files": sums}))
+    written = {"format": FORMAT, "crc32": _checksum(content), "content": content}
+    with (folder / MANIFEST).open("w") as file:
+        file.write(json.dumps(written))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """What a step says about itself; CheckpointError if there is no such step, or it cannot be read."""
+    """What a step says about itself.
+
+    Raises:
+        DamagedError: it is not what was written, or names what cannot be.
+        CheckpointError: there is no such step, or it has another format.
+    """
     path = folder / str(step) / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        written = manifest["format"]
-    except FileNotFoundError:
-        known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"
+        size = path.stat().st_size
+        if path.is_symlink() or size > LIMIT_BYTES:
+            raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
+        written = json.loads(path.read_bytes())
+        written_format = written["format"]
+    except (FileNotFoundError, NotADirectoryError):
+        numbers = sorted(int(at.parent.name) for at in folder.glob(f"*/{MANIFEST}") if at.parent.name.isdecimal())
+        known = ", ".join(map(str, numbers)) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(_damaged(folder, step, f"its {MANIFEST} cannot be read")) from error
-    if written != FORMAT:
-        raise CheckpointError(f"{path} has format {written!r}, but this version of parallax reads {FORMAT}")
-    return manifest
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(folder, step, f"its {MANIFEST} cannot be read") from error
+    if written_format != FORMAT:
+        raise CheckpointError(f"{path} has format {written_format!r}, but this version of parallax reads {FORMAT}")
+    wrong = next(_wrongs(written, step), None)
+    if wrong is not None:
+        raise DamagedError(folder, step, f"its {MANIFEST} {wrong}")
+    return written["content"]
 
 
-def check_files(folder: Path, step: int, *, checksums: bool) -> dict[str, Any]:
-    """Hold a step's files to its manifest and return that; CheckpointError names the file that is damaged."""
+def check_sizes(folder: Path, step: int) -> None:
+    """Hold a step's files to the sizes in its manifest; DamagedError names those that differ."""
     manifest = read_manifest(folder, step)
-    for name, expected in manifest["files"].items():
-        path = folder / str(step) / name
-        if not path.is_file():
-            raise CheckpointError(_damaged(folder, step, f"its file {name} is missing"))
-        if path.stat().st_size != expected["bytes"]:
-            sizes = f"has {path.stat().st_size} bytes instead of {expected['bytes']}"
-            raise CheckpointError(_damaged(folder, step, f"its file {name} {sizes}"))
-        if checksums and measure(path) != expected:
-            raise CheckpointError(_damaged(folder, step, f"its file {name} does not match its checksum"))
-    return manifest
+    wrong = wrong_files(folder / str(step), manifest["files"], contents=False)
+    if wrong:
+        raise DamagedError(folder, step, shortened(wrong))
+
+
+def wrong_files(folder: Path, files: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
+    """What is wrong with files of a step's folder: their places and sizes, and with `contents` their checksums."""
+    wrong = []
+    for name, sums in files.items():
+        how = _wrong_size(folder, name, sums["bytes"])
+        if how is None and contents:
+            how = _wrong_content(folder / name, sums)
+        wrong += [] if how is None else [f"its file {name} {how}"]
+    return wrong
+
+
+def shortened(texts: list[str]) -> str:
+    """The first few of a list in words, and how many more there are."""
+    more = len(texts) - NAMED
+    return ", ".join(texts if more <= 0 else [*texts[:NAMED], f"and {more} more"])
 
 
 def measure(path: Path) -> dict[str, int]:
@@ -63,18 +107,6 @@ def measure(path: Path) -> dict[str, int]:
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return {"bytes": size, "crc32": checksum}
-
-
-def numbered_steps(folder: Path) -> set[int]:
-    """Numbers of all folders that could be steps."""
-    if not folder.is_dir():
-        return set()
-    return {int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()}
-
-
-def complete_steps(folder: Path) -> set[int]:
-    """Steps that have a manifest."""
-    return {step for step in numbered_steps(folder) if (folder / str(step) / MANIFEST).exists()}
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -115,10 +147,73 @@ def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> di
     return {key: (there, here) for key, (there, here) in pairs.items() if there != here}
 
 
-def _damaged(folder: Path, step: int, how: str) -> str:
-    older = [other for other in complete_steps(folder) if other < step]
-    way_out = f"remove {folder / str(step)} to go on from step {max(older)}" if older else "there is no older step"
-    return f"the checkpoint of step {step} in {folder} is damaged: {how}; {way_out}"
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
+    """What no manifest of this step that we wrote would say; the first is enough to leave it alone."""
+    content = written.get("content")
+    if not isinstance(content, dict) or written.get("crc32") != _checksum(content):
+        yield "does not match its own checksum"
+        return
+    if content.get("step") != step:
+        yield f"is that of step {content.get('step')!r:.40}"
+    for key in ("settings", "arrays", "files"):
+        if not isinstance(content.get(key), dict):
+            yield f"has no {key}"
+            return
+    for name, sums in content["files"].items():
+        if not is_inside(name):
+            yield f"names a file outside of its folder, {name!r:.100}"
+        if not isinstance(sums, dict) or not _is_count(sums.get("bytes"), SIZE_LIMIT):
+            yield f"gives file {name!r:.100} a size that no file has"
+        elif not _is_count(sums.get("crc32"), CHECKSUM_LIMIT):
+            yield f"has no checksum of file {name!r:.100}"
+    for part, arrays in content["arrays"].items():
+        if not isinstance(arrays, dict) or not is_inside(part):
+            yield f"has a part {part!r:.100} that is none"
+        elif not all(map(_is_array, arrays.values())):
+            yield f"describes an array of {part!r:.100} that cannot be"
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file's name, as it is written in a manifest, stays in the folder that it is relative to.
+
+    >>> [is_inside(name) for name in ("params/d/0a", "/etc/passwd", "params/../../x", "a\\\\b", "")]
+    [True, False, False, False, False]
+    """
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and "/".join(parts) == name and name.isprintable() and "\\" not in name
+    return plain and not name.startswith("/") and ".." not in parts
+
+
+def _is_count(number: Any, limit: int) -> bool:
+    return type(number) is int and 0 <= number < limit
+
+
+def _is_array(array: Any) -> bool:
+    if not isinstance(array, dict) or not isinstance(array.get("shape"), list):
+        return False
+    sizes = all(_is_count(size, SIZE_LIMIT) for size in array["shape"])
+    return sizes and isinstance(array.get("dtype"), str) and _is_count(array.get("fingerprint"), CHECKSUM_LIMIT)
+
+
+def _wrong_size(folder: Path, name: str, size: int) -> str | None:
+    path = folder / name
+    if path.resolve() != folder.resolve() / name:
+        return "is a link, or in a folder that is one"
+    if not path.is_file():
+        return "is missing"
+    found = path.stat().st_size
+    return None if found == size else f"has {found} bytes instead of {size}"
+
+
+def _wrong_content(path: Path, sums: Mapping[str, int]) -> str | None:
+    try:
+        return None if measure(path) == sums else "does not match its checksum"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
 
 
 def _text(array: Mapping[str, Any]) -> str:

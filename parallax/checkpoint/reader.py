@@ -1,30 +1,56 @@
-"""Finding the newest checkpoint, and loading it onto any mesh."""
+"""Loading a checkpoint onto any mesh, and knowing that it is what was saved."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from parallax.checkpoint.fingerprint import differing, fingerprints
 from parallax.checkpoint.manifest import (
-    check_files,
+    DamagedError,
     compare_arrays,
     compare_settings,
-    complete_steps,
     flatten,
+    read_manifest,
+    shortened,
+    wrong_files,
 )
+from parallax.checkpoint.steps import complete_steps
+from parallax.checkpoint.stored import damaged_arrays
 from parallax.errors import CheckpointError
 
-NAMED_DIFFERENCES = 5
+WHOLE, DAMAGED, REFUSED = range(3)
 
 
-def latest_step(folder: Path) -> int | None:
-    """The newest complete step, None if there is none; CheckpointError if the newest is damaged."""
-    newest = max(complete_steps(folder), default=None)
-    if newest is not None:
-        check_files(folder, newest, checksums=False)
-    return newest
+class Loaded(NamedTuple):
+    """Trees of arrays, the step that they are of, and newer steps that were damaged."""
+
+    step: int
+    parts: dict[str, Any]
+    damaged: list[DamagedError]
+
+
+def restore_newest(folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None) -> Loaded:
+    """`restore` the newest step that is whole, passing over damaged ones.
+
+    Raises:
+        CheckpointError: all are damaged, there is none, or the newest that is whole is of another model.
+    """
+    damaged: list[DamagedError] = []
+    for step in sorted(complete_steps(folder), reverse=True):
+        try:
+            return Loaded(step, restore(folder, step, parts, settings=settings), damaged)
+        except DamagedError as error:
+            damaged.append(error)
+    if not damaged:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    hows = "; ".join(f"step {error.step}: {error.how}" for error in damaged)
+    raise CheckpointError(f"every checkpoint in {folder} is damaged: {hows}; restore one of them from a copy")
 
 
 def restore(
@@ -32,15 +58,56 @@ def restore(
 ) -> dict[str, Any]:
     """Load named trees straight into the shardings of `parts`, trees of jax.ShapeDtypeStruct.
 
-    Files are checked against their sums, arrays against the wanted shapes and dtypes. With `settings`, an
-    error about arrays also names the settings that differ. Parts that are not asked for are not read.
+    Files are held to their checksums, and arrays to the wanted shapes and dtypes, and once loaded to their
+    fingerprints. With `settings`, an error about arrays also names the settings that differ. Parts that are not
+    asked for are not loaded.
+
+    Raises:
+        DamagedError: something is not as it was saved; names files, and arrays if any is hit.
+        CheckpointError: there is no such step, or it is of another model.
     """
-    manifest = check_files(folder, step, checksums=True)
+    manifest = agreed(folder, step, lambda: read_manifest(folder, step))
     for part, tree in parts.items():
         differences = compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part)
         if differences:
             raise CheckpointError(_other_model(folder, manifest, differences, settings))
-    return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    agreed(folder, step, lambda: _check_files(folder, step, manifest))
+    loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    for part, tree in loaded.items():
+        written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
+        wrong = differing(fingerprints(flatten(tree)), written)
+        if wrong:
+            raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
+    return loaded
+
+
+def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
+    """What `check` returns; what one process of a job refuses all do, so that none goes on alone."""
+    error = result = None
+    try:
+        result = check()
+    except CheckpointError as raised:
+        error = raised
+    verdict = WHOLE if error is None else DAMAGED if isinstance(error, DamagedError) else REFUSED
+    if jax.process_count() > 1:
+        verdicts = multihost_utils.process_allgather(np.array(verdict))
+        if error is not None and jax.process_index():
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # only process 0 has a log
+        if verdicts.max() > verdict:
+            others = f"process {verdicts.argmax()} refuses it, and says why"
+            error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
+    if error is not None:
+        raise error
+    return result
+
+
+def _check_files(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
+    """This process's share of the files, with their contents."""
+    names = sorted(manifest["files"])[jax.process_index() :: jax.process_count()]
+    wrong = wrong_files(folder / str(step), {name: manifest["files"][name] for name in names}, contents=True)
+    if wrong:
+        hit = damaged_arrays(folder / str(step), manifest["arrays"])
+        raise DamagedError(folder, step, f"{shortened(wrong)}; {_not_as_saved(hit)}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
@@ -52,8 +119,14 @@ def _restore_tree(folder: Path, wanted: Any) -> Any:
 def _other_model(
     folder: Path, manifest: Mapping[str, Any], differences: list[str], settings: Mapping[str, Any] | None
 ) -> str:
-    named = "; ".join(differences[:NAMED_DIFFERENCES])
-    more = f" (and {len(differences) - NAMED_DIFFERENCES} more)" if len(differences) > NAMED_DIFFERENCES else ""
     drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
     because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
-    return f"the checkpoint of step {manifest['step']} in {folder} is of another model: {named}{more}{because}"
+    return (
+        f"the checkpoint of step {manifest['step']} in {folder} is of another model: {shortened(differences)}{because}"
+    )
+
+
+def _not_as_saved(names: list[str]) -> str:
+    if not names:
+        return "its arrays are whole"
+    return f"{shortened(names)} {'is' if len(names) == 1 else 'are'} not what was saved"

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,18 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from parallax.checkpoint.manifest import (
+from parallax.checkpoint.fingerprint import fingerprints
+from parallax.checkpoint.manifest import describe, flatten, read_manifest, write_manifest
+from parallax.checkpoint.steps import (
+    PROBE,
     complete_steps,
-    describe,
-    flatten,
-    numbered_steps,
-    read_manifest,
-    write_manifest,
+    examine,
+    remove_step,
+    remove_unfinished,
+    sync_folder,
 )
 from parallax.errors import CheckpointError, ConfigError
+from parallax.units import in_bytes
 
 
 @dataclass(frozen=True)
@@ -39,20 +42,31 @@ class CheckpointConfig:
 class Checkpoints:
     """Writes the checkpoints of one run into a folder.
 
-    Use it as a context: leaving it waits for the save in flight, whatever the reason to leave. `settings` is
-    a dict that JSON can hold; it goes into every manifest.
+    Use it as a context: leaving it waits for the save in flight, whatever the reason to leave.
+
+    Args:
+        settings: a dict that JSON can hold; it goes into every manifest.
+        carry: writes what else a step is to carry, such as its tokenizer, into the folder that it is given.
+        say: told what cannot be raised, as another error is on its way.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, settings: Mapping[str, Any]):
-        self._folder = folder.resolve()
-        self._settings = settings
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        settings: Mapping[str, Any],
+        carry: Callable[[Path], None] = lambda at: None,
+        say: Callable[[str], None] = print,
+    ):
+        self._folder, self._config = folder.resolve(), config
+        self._settings, self._carry, self._say = settings, carry, say
         self._in_flight: dict[str, Any] = {}
         probe_folder(self._folder)
-        self._policy = _LastAndBest(self._folder, config)
+        self._losses = {step: read_manifest(self._folder, step)["loss"] for step in examine(self._folder).valid}
+        # Orbax would remove a step as any folder, from whichever end: here it keeps all.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._policy,
-            cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -62,47 +76,95 @@ class Checkpoints:
     def __exit__(self, kind, error, trace) -> None:
         try:
             self.wait()
-        except CheckpointError:
+        except CheckpointError as failed:
             # The error that ends the run says more than the save that it took along.
             if error is None:
                 raise
+            self._say(f"{type(failed).__name__}: {failed}")
         finally:
             self._manager.close()
 
     def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
         """Begin to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
         self.wait()
-        if step in self._manager.all_steps():
+        if step in complete_steps(self._folder):
             return
         flat = {part: flatten(tree) for part, tree in parts.items()}
-        arrays = {part: {name: describe(x) for name, x in tree.items()} for part, tree in flat.items()}
+        arrays = {part: described(tree) for part, tree in flat.items()}
         self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
         items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
-        self._policy.losses[step] = loss
-        with _saving(self._folder, step):
+        with self._saving(step):
             saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         assert saved, f"orbax declined to save step {step}"
 
     def check(self) -> None:
-        """Raise CheckpointError if the save in the background has failed."""
-        with _saving(self._folder, self._in_flight.get("step")):
-            self._manager.check_for_errors()
+        """Raise CheckpointError if the save in the background has failed; if it is done, remove what it replaces."""
+        if self._in_flight:
+            with self._saving(self._in_flight["step"]):
+                self._manager.check_for_errors()
+            if not self._manager.is_saving_in_progress():
+                self.wait()
 
     def wait(self) -> None:
-        """Wait until the save in the background is on disk."""
-        with _saving(self._folder, self._in_flight.get("step")):
+        """Wait until the save in the background is on disk, and remove what it replaces."""
+        if not self._in_flight:
+            return
+        step, loss = self._in_flight["step"], self._in_flight["loss"]
+        with self._saving(step):
             self._manager.wait_until_finished()
+            if jax.process_index() == 0 and step not in complete_steps(self._folder):
+                raise CheckpointError("it ended without an error, and without a checkpoint")
+        self._in_flight = {}
+        self._losses[step] = loss
+        if jax.process_index() == 0:
+            sync_folder(self._folder)
+            self._remove_replaced()
 
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
         if jax.process_index() == 0:
             (unfinished,) = self._folder.glob(f"{self._in_flight['step']}.orbax-checkpoint-tmp*")
+            self._carry(unfinished)
             write_manifest(unfinished, self._in_flight)
+
+    def _remove_replaced(self) -> None:
+        """Remove the steps that are neither among the last nor among the best."""
+        # What was saved may have been moved or removed by hand.
+        there = complete_steps(self._folder)
+        last = sorted(there)[-self._config.keep_last :]
+        measured = sorted(step for step in there if self._losses.get(step) is not None)
+        best = sorted(measured, key=self._losses.__getitem__)[: self._config.keep_best]
+        # Damaged steps are not among the losses; they are for the next start to set aside.
+        for step in sorted(there.intersection(self._losses) - {*last, *best}):
+            try:
+                remove_step(self._folder, step)
+            except OSError as error:
+                self._say(f"cannot remove the checkpoint of step {step}: {error.strerror}; it stays in {self._folder}")
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Turn what goes wrong in a save into a CheckpointError that names the folder and the step, and clear up."""
+        try:
+            yield
+        except Exception as error:
+            self._in_flight = {}
+            if jax.process_index() == 0:
+                remove_unfinished(self._folder, step)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
+            ) from error
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Shape, dtype and fingerprint of arrays, as a manifest lists them."""
+    marks = fingerprints(arrays)
+    return {name: {**describe(array), "fingerprint": marks[name]} for name, array in arrays.items()}
 
 
 def probe_folder(folder: Path) -> None:
     """Make the folder, and prove that files can be written, renamed and removed in it."""
-    probe = folder / f"probe-{uuid.uuid4().hex}"
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("x")
@@ -112,36 +174,12 @@ def probe_folder(folder: Path) -> None:
         raise CheckpointError(f"cannot write in {folder} ({reason}); choose another --workdir") from error
 
 
-def set_unfinished_aside(folder: Path) -> list[Path]:
-    """Rename numbered folders without a manifest, which would stand in the way of a save of that step."""
-    renamed = []
-    for step in sorted(numbered_steps(folder) - complete_steps(folder)):
-        aside = folder / f"unfinished-{step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        renamed.append((folder / str(step)).rename(aside))
-    return renamed
-
-
-class _LastAndBest:
-    """Tells orbax which steps stay. Losses are ours to remember: orbax forgets them when a run restarts."""
-
-    def __init__(self, folder: Path, config: CheckpointConfig):
-        self._config = config
-        self.losses = {step: read_manifest(folder, step)["loss"] for step in complete_steps(folder)}
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        measured = [step for step in steps if self.losses.get(step) is not None]
-        best = sorted(measured, key=self.losses.__getitem__)[: self._config.keep_best]
-        kept = {*sorted(steps)[-self._config.keep_last :], *best}
-        return [step in kept for step in steps]
-
-
-@contextlib.contextmanager
-def _saving(folder: Path, step: int | None) -> Iterator[None]:
-    """Turn what goes wrong in orbax into a CheckpointError that names the folder and the step."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"cannot save step {step} in {folder}: {reason}; older steps are untouched") from error
+def check_space(folder: Path, parts: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the disk of a folder has no room for one more checkpoint of these trees."""
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint has {in_bytes(needed)}, but the disk of {folder} has {in_bytes(free)} free; "
+            "make room or choose another --workdir"
+        )

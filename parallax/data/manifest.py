@@ -1,6 +1,7 @@
 """The manifest of a folder of prepared shards: what they were made of, and what they must contain."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -82,7 +83,7 @@ def parse_shard(content: object, file: Path) -> Shard:
 
 _JSON: dict[object, Callable] = {
     int: lambda value: type(value) is int and value >= 0,
-    float: lambda value: type(value) in (int, float),
+    float: lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     str: lambda value: type(value) is str,
     dict: lambda value: type(value) is dict,
     tuple[Shard, ...]: lambda value: type(value) is list,
@@ -105,6 +106,8 @@ def _check_fields(content: object, kind: type, file: Path) -> dict:
 def _check_sums(manifest: Manifest, file: Path) -> None:
     if not manifest.documents:
         raise DataError(f"{file} is damaged: it has no documents")
+    if not manifest.text_bytes:
+        raise DataError(f"{file} is damaged: text_bytes=0, but no document is empty")
     for name in ("documents", "empty_documents", "tokens", "text_bytes"):
         found = sum(getattr(shard, name) for shard in manifest.shards)
         if found != getattr(manifest, name):

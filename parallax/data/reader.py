@@ -49,6 +49,7 @@ class Reader:
         self._seed = config.seed
         self._global_batch = config.global_batch
         self._eval_fraction = config.eval_fraction
+        self._folder = folder
         self._stream = _open_stream(folder, self.manifest, split, config.eval_fraction)
         self._check_windows()
 
@@ -101,19 +102,33 @@ class Reader:
         Raises:
             DataError: a shard was changed meanwhile.
         """
-        windows = self._windows_of(step)
+        windows = self._windows_of(step, self.rows)
         starts = np.minimum(windows * self.seq, self.tokens)
         ids = self._stream.read(starts, self.seq + 1)
         return batch_arrays(ids, self.tokens - starts, end=self.tokenizer.end)
 
-    def _windows_of(self, step: int) -> np.ndarray:
+    def windows_of(self, step: int) -> np.ndarray:
+        """The windows in the global batch of `step`, of all hosts, in the order of its rows."""
+        return self._windows_of(step, np.arange(self._global_batch))
+
+    def documents_of(self, windows: np.ndarray) -> np.ndarray:
+        """The documents that lie in any of these windows, counted from 0 in the order of the corpus."""
+        table = _read_documents(self._folder, self.manifest)
+        chosen = np.flatnonzero(documents_of_split(table["hash"], split=self.split, eval_fraction=self._eval_fraction))
+        ends = np.cumsum(table["tokens"][chosen].astype(np.int64))
+        first = np.searchsorted(ends, windows * self.seq, side="right")
+        last = np.searchsorted(ends, np.minimum((windows + 1) * self.seq, self.tokens - 1), side="right")
+        inside = [chosen[a : b + 1] for a, b in zip(first, last)]
+        return np.unique(np.concatenate(inside))
+
+    def _windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
         if self.split == "eval":
-            positions = step % self.batches * self._global_batch + self.rows
+            positions = step % self.batches * self._global_batch + rows
             real = positions < self.windows
             windows = np.full(len(positions), self.windows)  # beyond the last: all padding
             windows[real] = shuffled(positions[real], self.windows, seed=self._seed, epoch=0)
             return windows
-        positions = step * self._global_batch + self.rows
+        positions = step * self._global_batch + rows
         windows = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self.windows):
             mine = positions // self.windows == epoch
@@ -188,11 +203,15 @@ def _open_stream(folder: Path, manifest: Manifest, split: str, eval_fraction: fl
     contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
     for shard in manifest.shards:
         shard.check(folder, manifest.dtype, contents=contents)
-    table = np.concatenate([shard.read_documents(folder) for shard in manifest.shards])
+    table = _read_documents(folder, manifest)
     if table["tokens"].sum() != manifest.tokens:
         raise DataError(f"{folder}: its documents have {table['tokens'].sum()} tokens, its shards {manifest.tokens}")
     chosen = documents_of_split(table["hash"], split=split, eval_fraction=eval_fraction)
     return Stream(folder, manifest, table["tokens"], chosen)
+
+
+def _read_documents(folder: Path, manifest: Manifest) -> np.ndarray:
+    return np.concatenate([shard.read_documents(folder) for shard in manifest.shards])
 
 
 def _check_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """One shard on disk: the ids of consecutive documents in one flat array, and a table of these documents."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     dtype = smallest_dtype(tokenizer.vocab)
     ends = np.array([tokenizer.end], np.int32)
     pieces = [piece for ids in tokenizer.encode_many(filled) for piece in (ids, ends)]
-    ids = np.concatenate([np.zeros(0, np.int32), *pieces]).astype(dtype)
+    ids = _fitting(np.concatenate([np.zeros(0, np.int32), *pieces]), tokenizer.vocab).astype(dtype)
     table = np.empty(len(filled), DOCUMENT)
     table["tokens"] = [len(piece) + 1 for piece in pieces[::2]]
     contents = [text.encode("utf-8") for text in filled]
@@ -77,14 +78,30 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     )
 
 
+def _fitting(ids: np.ndarray, vocab: int) -> np.ndarray:
+    # An unsigned dtype would hold another id in place of one that is negative or too large.
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+        raise DataError(
+            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but says that it has {vocab} "
+            f"(0 to {vocab - 1}); use a tokenizer.json whose entries agree with its size"
+        )
+    return ids
+
+
 def write_whole(file: Path, content: bytes | memoryview) -> None:
     """Write `file` so that it appears whole or not at all, even if the machine stops."""
     unfinished = file.with_name(f"{file.name}.tmp")
-    with open(unfinished, "wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(unfinished, file)
+    try:
+        with open(unfinished, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(unfinished, file)
+    except OSError as error:
+        # A full disk is not kept full by what is of no use; and the system names no file where a write fails.
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _hash(content: bytes) -> int:

@@ -10,15 +10,15 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError
-from parallax.loop.processes import is_first
 from parallax.settings import Settings
+from parallax.version import version_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDED = ("parallax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -81,7 +81,7 @@ class RunFolder:
             "host": socket.gethostname(),
             "command": sys.argv,
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in RECORDED},
+            "versions": {name: version_of(name) for name in RECORDED},
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             **about,
         }
@@ -122,10 +122,3 @@ def _replace(path: Path, content: Any) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

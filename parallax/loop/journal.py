@@ -1,12 +1,13 @@
 """Where a run speaks: the console, log.txt, metrics.jsonl and TensorBoard; from process 0 alone."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from parallax.distributed import is_first
 from parallax.errors import ConfigError
 from parallax.loop.folder import RunFolder
-from parallax.loop.processes import is_first
 
 
 class Journal:
@@ -35,23 +36,29 @@ class Journal:
             print(text, flush=True)
             print(text, file=self._log, flush=True)
 
+    def say_last(self, text: str) -> None:
+        """Keep in log.txt, from any thread, why the run ends here."""
+        if self._speaks and not self._log.closed:
+            print(text, file=self._log, flush=True)
+
     def begin(self, step: int) -> None:
         """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""
         if self._speaks:
             drop_after(self._metrics_path, step)
             self._metrics = self._metrics_path.open("a")
 
-    def record(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl."""
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; JSON has no NaN, a number that is not finite is null."""
         if self._speaks:
-            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            self._metrics.write(json.dumps({"step": step, **{k: _written(v) for k, v in values.items()}}) + "\n")
             self._metrics.flush()
 
-    def draw(self, step: int, values: dict[str, float]) -> None:
+    def draw(self, step: int, values: dict[str, Any]) -> None:
         """One point of each curve in TensorBoard."""
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                if isinstance(value, int | float):
+                    self._events.add_scalar(name, value, step)
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -66,6 +73,10 @@ def drop_after(path: Path, step: int) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl; a torn last line is left out."""
     return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < float("inf")]
+
+
+def _written(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:

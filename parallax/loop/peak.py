@@ -1,14 +1,18 @@
 """What the devices could do a second, from data sheets or measured where there is none, and what they hold."""
 
+import os
 import resource
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from parallax.budget import bytes_on_device
 from parallax.chips import chip
 from parallax.errors import ConfigError
+from parallax.units import in_bytes
 
 MEASURED_SIZE = 1024
 MEASURED_SECS = 0.4
@@ -40,6 +44,25 @@ def most_memory() -> int | None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def device_memory() -> int | None:
+    """Bytes that a device has, None where the backend does not say; simulated devices share the machine's."""
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def check_fits(state: Any) -> None:
+    """Raise ConfigError where a state's pieces alone, of a tree of ShapeDtypeStruct, are more than a device holds."""
+    there = device_memory()
+    needed = bytes_on_device(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"parameters and optimizer need {in_bytes(needed)} on each device, which has {in_bytes(there)}; use more "
+            "devices, or a smaller model.layers, model.d_model, model.d_ff or model.vocab"
+        )
 
 
 def measure_matmul(dtype: str) -> float:

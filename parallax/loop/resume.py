@@ -1,11 +1,20 @@
 """Whether a run starts or goes on, and whether its settings still fit what it did before."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from parallax.checkpoint import compare_settings, latest_step, read_manifest
+from parallax.checkpoint import (
+    compare_settings,
+    latest_step,
+    read_manifest,
+    restore_newest,
+    set_damaged_aside,
+)
+from parallax.distributed import is_first, wait_for_all
 from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
+from parallax.version import code_version, version_of
 
 RESUME = ("auto", "must", "never")
 # What another value would silently make another run. Of the data, that is the corpus, whose fingerprint covers its
@@ -42,6 +51,10 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"--resume=never, but {folder.path} holds a run at step {newest}; choose another --workdir"
         )
+    if newest == 0:
+        raise CheckpointError(
+            f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
+        )
     changed = compare_settings(read_manifest(folder.checkpoints, newest)["settings"], settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
@@ -54,6 +67,42 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
     return newest
 
 
+def load_newest(
+    folder: RunFolder, wanted: Mapping[str, Any], settings: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[int, dict[str, Any]]:
+    """The newest step that is whole, and its parts; damaged ones after it are named and set aside."""
+    step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
+    for error in damaged:
+        how = f"the checkpoint of step {error.step} is damaged: {error.how}"
+        aside = set_damaged_aside(folder.checkpoints, error.step) if is_first() else None
+        say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
+    wait_for_all("damaged checkpoints are set aside")
+    return step, parts
+
+
+def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
+    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`."""
+    step, parts, damaged = restore_newest(_checkpoints_of(source), {"params": wanted}, settings=settings)
+    for error in damaged:
+        say(f"{error}; weights are those of step {step}")
+    return parts["params"]
+
+
+def newest_step_of(source: str) -> int:
+    """The newest checkpoint of the run that train.init_from names."""
+    newest = latest_step(_checkpoints_of(source))
+    if newest is None:
+        raise CheckpointError(
+            f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
+        )
+    return newest
+
+
+def code() -> dict[str, str]:
+    """What computes a run: with another version of it the last bits of losses may be others."""
+    return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
+
+
 def is_fixed(key: str) -> bool:
     """Whether a run cannot go on when this setting changes.
 
@@ -61,6 +110,10 @@ def is_fixed(key: str) -> bool:
     ['model.d_ff']
     """
     return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and key not in FREE_KEYS)
+
+
+def _checkpoints_of(source: str) -> Path:
+    return Path(source) / "checkpoints"
 
 
 def _text(changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -1,38 +1,42 @@
 """A run from its config to its end, in the order in which it happens."""
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from parallax.budget import flops_per_token, memory, parameters_by_component
-from parallax.checkpoint import Checkpoints, latest_step, restore, set_unfinished_aside
+from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
-from parallax.errors import CheckpointError
-from parallax.generate import complete
+from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
+from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
-from parallax.loop.peak import peak_flops
-from parallax.loop.processes import is_first, wait_for_all
-from parallax.loop.resume import step_to_resume
+from parallax.loop.peak import check_fits, peak_flops
+from parallax.loop.rates import Rates
+from parallax.loop.recheck import Recheck
+from parallax.loop.resume import code, load_newest, newest_step_of, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
-from parallax.loop.steps import DivergenceError, Steps, parts_of, state_of
+from parallax.loop.skips import DivergenceError, Skips
+from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
+from parallax.loop.watchdog import Watchdog
 from parallax.mesh import make_mesh, simulate_devices
-from parallax.optimizer import learning_rate, make_optimizer
+from parallax.optimizer import make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
-from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
 
 __all__ = ["DivergenceError", "Outcome", "train"]
 
@@ -55,25 +59,30 @@ class Parts(NamedTuple):
     eval_data: Reader | None
 
 
-def train(config: ConfigDict, workdir: Path | str, *, resume: str = "auto") -> Outcome:
+def train(
+    config: ConfigDict, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
-    known then. SIGTERM and Ctrl-C end the run after the step in progress, saved.
+    known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
     """
     settings = settings_of(config)
     config.lock()
-    if settings.mesh.simulate:
+    if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     folder = RunFolder(workdir)
     with (
-        StopRequest() as stop,
+        StopRequest(max_runtime_secs) as stop,
         folder.locked(),
         Journal(folder, tensorboard=settings.train.tensorboard) as journal,
     ):
+        log_to(journal.say_last)
+        check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, about(parts), resume, journal.say)
-        if stop.signal:
+        compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        if stop.signal and not several():
             journal.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
         if start >= settings.train.steps:
@@ -89,9 +98,12 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
         newest_step_of(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
-    train_data = open_split(settings, folder, "train")
+    train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_of(settings, mesh)
+    check_fits(abstract_state(model, tx))
+    if settings.sample.prompt:
+        encode(train_data.tokenizer, settings.sample.prompt)  # what cannot be read is better known now than at the end
     shape = (settings.data.global_batch, settings.data.seq)
     rows = own_rows(model.batch_sharding, shape)
     if len(rows) < shape[0]:
@@ -114,61 +126,66 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        if is_first():
-            for path in set_unfinished_aside(folder.checkpoints):
-                journal.say(f"set aside a checkpoint that was never finished: {path}")
-        wait_for_all("checkpoints are in order")
-        saved = Checkpoints(folder.checkpoints, settings.checkpoint, settings=about(parts))
-        checkpoints = stack.enter_context(saved)
+        prepare(parts, folder, journal)
+        at(f"step {start}, loading or making the first state", compiling=True)
+        state, start = begin(parts, folder, start, journal.say)
+        checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
         folder.write_config(settings)
         folder.write_metadata(mesh=model.axis_sizes, start=start)
         if is_first():
             parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
-        state = begin(parts, folder, start)
         journal.begin(start)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed),
+            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
             journal,
             meter,
             stop,
-            rates(settings),
+            stack.enter_context(Watchdog(settings.train.stall_factor)),
+            Rates(settings.optimizer, settings.train.steps),
+            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
+            Recheck(state_shardings(model, parts.tx)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
         return end(parts, folder, journal, stop, state, done, steps.eval_loss)
 
 
-def begin(parts: Parts, folder: RunFolder, start: int) -> TrainState:
-    """The state of step `start`: fresh at 0, else loaded from the checkpoint onto this mesh."""
-    if start == 0:
-        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
-        source = parts.settings.train.init_from
-        return state._replace(params=weights_from(source, parts)) if source else state
-    wanted = parts_of(abstract_state(parts.model, parts.tx))
-    return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
+    """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
+    if is_first():
+        probe_folder(folder.checkpoints)
+        for line in tidy(folder.checkpoints):
+            journal.say(line)
+        check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
+    wait_for_all("checkpoints are in order")
 
 
-def weights_from(source: str, parts: Parts) -> Any:
-    """The parameters of another run's newest checkpoint, on this run's mesh."""
-    params = abstract_state(parts.model, parts.tx).params
-    step = newest_step_of(source)
-    return restore(Path(source) / "checkpoints", step, {"params": params}, settings=about(parts))["params"]
+def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+    """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
+    wanted = abstract_state(parts.model, parts.tx)
+    if start:
+        step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+        return state_of(found), step
+    state = init_state(parts.model, parts.tx, parts.settings.train.seed)
+    source = parts.settings.train.init_from
+    return (state._replace(params=params_of(source, wanted.params, about(parts), say)) if source else state), 0
 
 
-def newest_step_of(source: str) -> int:
-    """The newest checkpoint of the run that train.init_from names."""
-    checkpoints = Path(source) / "checkpoints"
-    newest = latest_step(checkpoints) if checkpoints.is_dir() else None
-    if newest is None:
-        raise CheckpointError(
-            f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
-        )
-    return newest
+def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
+    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too."""
+
+    def carry(at: Path) -> None:
+        parts.train_data.tokenizer.save(at)
+        (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+
+    config = parts.settings.checkpoint
+    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say)
 
 
 def end(
@@ -182,13 +199,15 @@ def end(
 ) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
-        journal.say(f"stopped by {stop.signal}: step {done} is saved; the same command goes on from there")
+        cause = stop.signal or "a signal to another process"
+        journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
     journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
     if eval_loss is not None:
         journal.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
+        at("the sample", compiling=True)
         text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
@@ -261,14 +280,9 @@ def said_of_evaluation(parts: Parts) -> list[str]:
 
 
 def about(parts: Parts) -> dict[str, Any]:
-    """The settings of a checkpoint, and the fingerprint of the text that it learnt from."""
-    return {**parts.settings.to_dict(), "corpus": {"fingerprint": parts.train_data.fingerprint}}
-
-
-def rates(settings: Settings) -> np.ndarray:
-    """The learning rate of every step, computed at once: the devices are busy later."""
-    schedule = learning_rate(settings.optimizer, settings.train.steps)
-    return np.asarray(jax.vmap(schedule)(jnp.arange(settings.train.steps)))
+    """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
+    corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
 
 
 def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:

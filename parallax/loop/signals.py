@@ -1,28 +1,42 @@
 """SIGTERM and Ctrl-C: the first asks the run to stop after its step, the second ends the process."""
 
+import ctypes
 import os
 import signal
 import socket
 import threading
+import time
+from collections.abc import Callable
+
+import jax
+from jax.experimental import multihost_utils
+
+from parallax.distributed import is_first
+from parallax.errors import EXIT_RESTART
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, try again.
-EXIT_AT_ONCE = 75
 
 
 class StopRequest:
     """Whether the run has been asked to stop; a context that takes over the signals while it is open.
 
     A thread reads the signals as they arrive. Python itself would run a handler only after the compiler,
-    which can take minutes, has returned.
+    which can take minutes, has returned. With several processes JAX's preemption service hears of the signal too, and
+    has all of them stop after the same step.
+
+    Args:
+        max_runtime_secs: from now on; then the run is asked to stop as if by a signal. None is no limit.
     """
 
-    def __init__(self):
+    def __init__(self, max_runtime_secs: float | None = None):
         self.signal: str | None = None
+        self._signalled = False
+        self._deadline = float("inf") if max_runtime_secs is None else time.monotonic() + max_runtime_secs
 
     def __enter__(self) -> "StopRequest":
         # Only the main thread may handle signals; elsewhere nobody sends us any.
         self._active = threading.current_thread() is threading.main_thread()
+        self._tell_jax = _handler_of_jax() if self._active and jax.distributed.is_initialized() else None
         if self._active:
             self._arrivals, writer = socket.socketpair()
             writer.setblocking(False)
@@ -36,15 +50,40 @@ class StopRequest:
         if self._active:
             signal.set_wakeup_fd(self._wakeup_before)
             for number, handler in self._before.items():
-                signal.signal(number, handler)
+                # None: the handler was not set from Python, and cannot be set back from there.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._writer.close()
+
+    def after(self, step: int) -> bool:
+        """Whether the run stops after this step; with several processes, all ask for each step, and hear the same."""
+        if time.monotonic() > self._deadline and self.signal is None and is_first():
+            self._ask("--max-runtime")
+        if jax.distributed.is_initialized():
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self.signal is not None
+
+    def _ask(self, reason: str) -> None:
+        self.signal = reason
+        if self._tell_jax is not None:
+            self._tell_jax(signal.SIGTERM)
 
     def _read(self) -> None:
         while arrived := self._arrivals.recv(1):
             if arrived[0] not in STOPPING:
                 continue
-            if self.signal is not None:
-                os._exit(EXIT_AT_ONCE)
-            self.signal = signal.Signals(arrived[0]).name
-            os.write(2, f"{self.signal}: stopping after this step; once more to exit at once\n".encode())
+            if self._signalled:
+                os._exit(EXIT_RESTART)
+            self._signalled = True
+            name = signal.Signals(arrived[0]).name
+            os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
+            self._ask(name)
         self._arrivals.close()
+
+
+def _handler_of_jax() -> Callable[[int], None]:
+    """What JAX's preemption service does on SIGTERM: it hears of a signal no more once Python handles it."""
+    action = ctypes.create_string_buffer(256)  # a struct sigaction, and room to spare: its first field is the handler
+    ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
+    handler = ctypes.c_void_p.from_buffer(action).value
+    assert handler not in (None, 1), "jax.distributed is on, but its preemption service does not listen to SIGTERM"
+    return ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)

@@ -1,27 +1,25 @@
 """The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
-from parallax.errors import ParallaxError
+from parallax.diagnosis import not_finite
+from parallax.distributed import at
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
+from parallax.loop.rates import Rates
+from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
+from parallax.loop.skips import DivergenceError, Skips
+from parallax.loop.watchdog import Watchdog
 from parallax.settings import Settings
 from parallax.step import TrainState
-
-
-class DivergenceError(ParallaxError):
-    """Loss or gradient is no longer finite."""
-
-    exit_status = 4
 
 
 class Ended(NamedTuple):
@@ -44,27 +42,41 @@ class Steps:
     journal: Journal
     meter: Meter
     stop: StopRequest
-    rates: np.ndarray  # learning rate of each step
+    watchdog: Watchdog
+    rates: Rates
+    skips: Skips
+    recheck: Recheck
     eval_loss: float | None = None  # of the latest evaluation
+    params: Any = None  # after the latest step that was dispatched
+    owed: bool = False  # a save that waits for a step that is not skipped
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
         pending = None
         for done in range(start + 1, self.settings.train.steps + 1):
+            at(f"step {done}", compiling=done == start + 1)
+            self.watchdog.begin(done, compiles=done == start + 1)
             batch, waited = self.batches.get(done - 1)
-            state, metrics = self.train_step(state, batch)
+            state, metrics = self._take(state, batch, done)
+            self.params = state.params
             if pending is not None:
                 self._report(pending, self._read(pending, first=pending.step == start + 1))
             pending = Ended(done, metrics, waited)
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
-            stopping = self.stop.signal is not None and done < self.settings.train.steps
+            stopping = done < self.settings.train.steps and self.stop.after(done)
             if stopping or self._evaluates_after(done) or self._saves_after(done):
                 self._pause(pending, state, first=done == start + 1, stopping=stopping)
                 pending = None
-            if stopping:
+            if stopping and not self.owed:
                 break
         return state, done
+
+    def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        interval = self.settings.train.check_every
+        if interval and done % interval == 0:
+            return self.recheck.take(self.train_step, state, batch, done)
+        return self.train_step(state, batch)
 
     def _evaluates_after(self, done: int) -> bool:
         if self.evaluate is None:
@@ -74,7 +86,7 @@ class Steps:
         return judged or self._is_due(done, self.settings.train.eval_every_steps)
 
     def _saves_after(self, done: int) -> bool:
-        return self._is_due(done, self.settings.checkpoint.every_steps)
+        return self.owed or self._is_due(done, self.settings.checkpoint.every_steps)
 
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
@@ -82,33 +94,51 @@ class Steps:
     def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
         """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
         values = self._read(ended, first=first)
-        if self._evaluates_after(ended.step) and not stopping:
+        self.watchdog.pause()
+        saves, evaluates = stopping or self._saves_after(ended.step), self._evaluates_after(ended.step)
+        # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
+        # step has shown that they work. After the last one that is left to the evaluation.
+        self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
+        if evaluates and not stopping and not self.owed:
+            at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
-            self._check_finite(ended.step, values)
+            self._check_finite(ended.step, values["eval/loss"])
         self._report(ended, values)
-        if stopping or self._saves_after(ended.step):
-            self.checkpoints.save(ended.step, parts_of(state), loss=values.get("eval/loss"))
+        if saves and not self.owed:
+            self._save(ended.step, state, values.get("eval/loss"))
         self.meter.pause()
 
-    def _read(self, ended: Ended, *, first: bool) -> dict[str, float]:
-        """A step's numbers, waiting for it to end; DivergenceError if they are not finite."""
+    def _save(self, step: int, state: TrainState, loss: float | None) -> None:
+        if bad := not_finite(state.params):
+            raise DivergenceError(
+                f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
+                "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
+            )
+        at(f"saving step {step}")
+        self.checkpoints.save(step, parts_of(state), loss=loss)
+
+    def _read(self, ended: Ended, *, first: bool) -> dict[str, Any]:
+        """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
         metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+        updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {
             "train/loss": metrics["loss"],
             "train/grad_norm": metrics["grad_norm"],
-            "train/learning_rate": float(self.rates[ended.step - 1]),
+            "train/learning_rate": float(self.rates[updates]),
+            "train/skipped_steps": metrics["skipped_steps"],
         }
         if "z_loss" in metrics:
             values["train/z_loss"] = metrics["z_loss"]
-        self._check_finite(ended.step, values)
+        values |= self.skips.note(ended.step, metrics)
+        if self.skips.too_many(metrics):
+            self.journal.record(ended.step, values)
+            self.skips.stop(ended.step, metrics, self.params)
         return values | self.meter.measure(ended.waited_secs, compiled=first)
 
-    def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
-        # The norm too: what it is infinite of is in the parameters by now.
-        if not all(map(math.isfinite, values.values())):
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if "perf/" not in name)
+    def _check_finite(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
             raise DivergenceError(
-                f"step {step} is not finite: {numbers}; it was not saved; try a lower optimizer.learning_rate, "
+                f"after step {step} eval/loss is {loss:.4g}; it was not saved; try a lower optimizer.learning_rate, "
                 "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
             )
 
@@ -122,7 +152,7 @@ class Steps:
 
 def parts_of(state: TrainState) -> dict[str, Any]:
     """A state as the parts of a checkpoint: parameters can be loaded without the rest."""
-    return {"params": state.params, "rest": {"opt_state": state.opt_state, "step": state.step}}
+    return {"params": state.params, "rest": {name: part for name, part in state._asdict().items() if name != "params"}}
 
 
 def state_of(parts: dict[str, Any]) -> TrainState:

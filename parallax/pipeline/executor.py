@@ -85,13 +85,13 @@ class Executor(NamedTuple):
                 state = state._replace(ends=self.ends.between(state.ends))
         return state
 
-    def run_forward(self, ends_state: Any) -> Any:
-        """The forward passes alone, keeping nothing; returns the state of the ends."""
-        state = State(self._empty_messages(ends_state), None, [], ends_state)
+    def run_forward(self, ends_state: Any, kept: Any = None) -> State:
+        """The forward passes alone; a stage keeps nothing, or hands on `kept` if it is given some."""
+        state = State(self._empty_messages(ends_state), kept, [], ends_state)
         for segment in self.schedule.segments:
             if "F" in segment.kinds:
                 state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
-        return state.ends
+        return state
 
     def start(self, ends_state: Any) -> State:
         """The state before the first tick: empty slots, gradients of zero."""

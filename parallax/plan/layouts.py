@@ -44,7 +44,7 @@ class Choice(NamedTuple):
         """The settings with this layout in place of their own."""
         names = ("microbatches", "schedule", "virtual", "remat", "gather")
         pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
-        mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0)
+        mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0, across_slices="dp")
         fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
         return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=fsdp)
 
@@ -77,7 +77,9 @@ def placed(settings: Settings, place: Place) -> Settings:
         sizes = resolve_sizes(settings.mesh, place.devices)
     except ConfigError as error:
         raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
-    return dataclasses.replace(settings, mesh=dataclasses.replace(settings.mesh, **sizes, simulate=0))
+    return dataclasses.replace(
+        settings, mesh=dataclasses.replace(settings.mesh, **sizes, simulate=0, across_slices="dp")
+    )
 
 
 def build(settings: Settings) -> ShardedModel:

@@ -1,0 +1,89 @@
+"""What the guard costs a training step: CPU time, memory and compile time with it over those without it.
+
+    python benchmarks/guard.py [--mesh 1,1,1] [--rows 8] [--steps 12]
+
+Both steps are compiled in one process and taken in turn, on the same state and batch; medians of CPU seconds are
+compared. The work is configs/bench_small.py with fewer rows in a batch: the guard works on parameters, so the less a
+step computes, the larger its share.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def unguarded(model, tx):
+    """The same step, whatever its numbers are."""
+    import jax.numpy as jnp
+    import optax
+
+    from parallax.optimizer import global_norm
+    from parallax.step import TrainState, TrainStep
+
+    class Unguarded(TrainStep):
+        def train_step(self, state, batch):
+            noise = jnp.stack([jnp.int32(self.seed), state.step])
+            metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
+            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics |= {"grad_norm": global_norm(grads)}
+            return TrainState(state.step + 1, params, opt_state, state.guard), metrics
+
+    return Unguarded(model, tx, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="1,1,1", metavar="PP,DP,TP")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args()
+    measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    import jax
+    from step import random_batch
+
+    import parallax as px
+    from configs.bench_small import get_config
+    from parallax.optimizer import make_optimizer
+    from parallax.step import TrainStep, init_state
+
+    config = get_config()
+    pp, dp, tp = map(int, args.mesh.split(","))
+    px.simulate_devices(pp * dp * tp)
+    config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
+    config.guard.spike_z = 6.0
+    settings = px.read_settings(config.to_dict())
+    parts = settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss
+    model = px.ShardedModel(*parts, px.make_mesh(settings.mesh))
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    batch = jax.device_put(random_batch(args.rows, settings.data.seq, settings.model.vocab), model.batch_sharding)
+    makers = {"without": unguarded(model, tx), "with": TrainStep(model, tx, 0, settings.guard)}
+    compiled, compile_secs, states = {}, {}, {}
+    for name, maker in makers.items():
+        states[name] = init_state(model, tx, 0)
+        began = time.process_time()
+        compiled[name] = maker.lower(states[name], batch).compile()
+        compile_secs[name] = time.process_time() - began
+    cpu: dict[str, list[float]] = {name: [] for name in compiled}
+    for _ in range(args.steps + 1):
+        for name, step in compiled.items():
+            began = time.process_time()
+            states[name], _ = jax.block_until_ready(step(states[name], batch))
+            cpu[name].append(time.process_time() - began)
+    secs = {name: statistics.median(values[1:]) for name, values in cpu.items()}
+    memory = {name: step.memory_analysis().temp_size_in_bytes for name, step in compiled.items()}
+    print(f"mesh {args.mesh}, {args.rows} rows: CPU s a step {secs['without']:.3f} without, {secs['with']:.3f} with")
+    for what, values in (("CPU time", secs), ("temporaries", memory), ("compile time", compile_secs)):
+        print(f"{what:13} with / without  {values['with'] / values['without']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A number for the bits of an array, the same however the array is cut over devices.
+
+The bits of each element, as integers of 32, are multiplied by an odd number that follows from the element's
+position, and summed modulo 2^32. Integers add up to the same sum in any order, so the cut does not matter; an
+odd number has an inverse, so no change of a single element, and no flipped bit, leaves the sum as it was.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+WORD_BITS = 32
+# Mixing steps of MurmurHash3's finaliser.
+MIXERS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+
+
+def fingerprint(x: Array) -> Array:
+    """The fingerprint of an array, a uint32.
+
+    >>> int(fingerprint(jnp.ones(3))) == int(fingerprint(jnp.ones(3)))
+    True
+    """
+    total = jnp.uint32(0)
+    for part, words in enumerate(_words(x)):
+        total += jnp.sum(words * _odd(_positions(x.shape) + jnp.uint32(part << 31)), dtype=jnp.uint32)
+    return total
+
+
+def fingerprints(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Of each array by name; a device reads only what it holds.
+
+    One program, and waited for: simulated devices may stop for ever in sums of two programs that run at once.
+    """
+    found = jax.device_get(_of_all(list(arrays.values())))
+    return {name: int(number) for name, number in zip(arrays, found, strict=True)}
+
+
+@jax.jit
+def _of_all(arrays: list[Array]) -> Array:
+    return jnp.stack([fingerprint(array) for array in arrays])
+
+
+def differing(found: Mapping[str, int], written: Mapping[str, Any]) -> list[str]:
+    """Names whose fingerprint is not the one that was written."""
+    return [name for name, number in found.items() if written.get(name) != number]
+
+
+class Running:
+    """The fingerprint of an array that passes through the host piece by piece, in order."""
+
+    def __init__(self):
+        self.value = 0
+        self._at = 0
+
+    def add(self, piece: np.ndarray) -> None:
+        """Take in the next elements."""
+        flat = np.ascontiguousarray(piece).reshape(-1)
+        words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(len(flat), -1)
+        at = np.arange(self._at, self._at + len(flat), dtype=np.uint64).astype(np.uint32)
+        for half in range(words.shape[1]):
+            terms = words[:, half].astype(np.uint32) * _odd(at + np.uint32(half << 31))
+            self.value = (self.value + int(terms.sum(dtype=np.uint64))) % (1 << WORD_BITS)
+        self._at += len(flat)
+
+
+def _words(x: Array) -> list[Array]:
+    """The bits of the elements as uint32, twice where they have 64."""
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    bits = np.dtype(x.dtype).itemsize * 8
+    if bits > WORD_BITS:
+        halves = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return [halves[..., half] for half in range(halves.shape[-1])]
+    return [jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)]
+
+
+def _positions(shape: tuple[int, ...]) -> Array:
+    """Where an element lies in the whole array, modulo 2^32."""
+    at = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        at += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % (1 << WORD_BITS))
+        stride *= shape[dim]
+    return at
+
+
+def _odd(at: Any) -> Any:
+    """An odd number for each position; the same by JAX and by NumPy."""
+    for shift, factor in MIXERS:
+        at = (at ^ (at >> np.uint32(shift))) * np.uint32(factor)
+    return (at ^ (at >> np.uint32(16))) | np.uint32(1)

@@ -1,0 +1,132 @@
+"""Which steps a folder of checkpoints holds, and what must not stay among them.
+
+A step is a folder named by its number, with a manifest. The manifest comes last when a step is saved and goes
+first when it is removed: whatever is killed in between leaves a folder that does not count.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from parallax.checkpoint.manifest import MANIFEST, DamagedError, check_sizes
+from parallax.errors import CheckpointError
+from parallax.units import in_bytes
+
+REMOVED = "manifest.removed"
+NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+# How orbax calls what it has not finished.
+UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")
+PROBE = "probe-"
+
+
+class Standing(NamedTuple):
+    """Steps whose files are there with their sizes, newest first, and the other complete ones with what is wrong."""
+
+    valid: list[int]
+    damaged: dict[int, DamagedError]
+
+
+def numbered_steps(folder: Path) -> set[int]:
+    """Numbers of all that could be a step, or stands where one would be saved."""
+    if not folder.is_dir():
+        return set()
+    return {int(path.name) for path in folder.iterdir() if NUMBER.fullmatch(path.name)}
+
+
+def complete_steps(folder: Path) -> set[int]:
+    """Steps that have a manifest; a link to a folder is not one of ours."""
+    at = {step: folder / str(step) for step in numbered_steps(folder)}
+    return {step for step, path in at.items() if not path.is_symlink() and (path / MANIFEST).is_file()}
+
+
+def examine(folder: Path) -> Standing:
+    """Hold every complete step to its manifest, contents aside; CheckpointError if one has another format."""
+    standing = Standing([], {})
+    for step in sorted(complete_steps(folder), reverse=True):
+        try:
+            check_sizes(folder, step)
+            standing.valid.append(step)
+        except DamagedError as error:
+            standing.damaged[step] = error
+    return standing
+
+
+def latest_step(folder: Path) -> int | None:
+    """The newest valid step, by number and never by time; None if there is no complete one.
+
+    Raises:
+        DamagedError: there are steps, and all are damaged.
+    """
+    standing = examine(folder)
+    if not standing.valid and standing.damaged:
+        raise standing.damaged[max(standing.damaged)]
+    return max(standing.valid, default=None)
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Remove a step, its manifest first."""
+    at = folder / str(step)
+    (at / MANIFEST).replace(at / REMOVED)
+    shutil.rmtree(at)
+
+
+def set_damaged_aside(folder: Path, step: int) -> Path:
+    """Rename a damaged step, so that the step can be saved again and the damage looked at."""
+    return _set_aside(folder, step, "damaged")
+
+
+def tidy(folder: Path) -> list[str]:
+    """Clear away what a kill has left: says what was removed or renamed."""
+    try:
+        return list(_tidy(folder)) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"cannot tidy {folder}: {error.filename}: {error.strerror}") from error
+
+
+def remove_unfinished(folder: Path, step: int) -> None:
+    """Give back the disk that a failed save of a step takes."""
+    for path in folder.iterdir():
+        if (match := UNFINISHED.fullmatch(path.name)) and int(match[1]) == step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep a folder's names, as a rename alone does not when the power goes."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _tidy(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.iterdir()):
+        if match := UNFINISHED.fullmatch(path.name):
+            size = in_bytes(sum(file.lstat().st_size for file in path.rglob("*")))
+            _clear(path)
+            yield f"removed an unfinished save of step {match[1]}, {size}: {path}"
+        if path.name.startswith(PROBE):
+            _clear(path)
+    for step in sorted(numbered_steps(folder) - complete_steps(folder)):
+        at = folder / str(step)
+        if not at.is_symlink() and (at / REMOVED).is_file():
+            shutil.rmtree(at)
+            yield f"removed what was left of step {step}: {at}"
+        else:
+            yield f"set aside a checkpoint that was never finished: {_set_aside(folder, step, 'unfinished')}"
+
+
+def _set_aside(folder: Path, step: int, why: str) -> Path:
+    aside = folder / f"{why}-{step}"
+    _clear(aside)
+    return (folder / str(step)).rename(aside)
+
+
+def _clear(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

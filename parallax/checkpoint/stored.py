@@ -1,0 +1,93 @@
+"""Arrays of a checkpoint read piece by piece on the host, past orbax: no more than a piece is in memory."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from parallax.checkpoint.fingerprint import Running
+from parallax.checkpoint.manifest import describe
+from parallax.errors import CheckpointError
+
+PIECE_BYTES = 1 << 26
+# Chunks are cut as the mesh was: a row that lies in a chunk of many is decoded once, not once for each.
+CACHE_BYTES = 1 << 29
+
+
+class Stored:
+    """One array of a part of a step, as orbax has written it; rows are along the first dim."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, Any]):
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        self._array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context, open=True).result()
+        self.shape = tuple(about["shape"])
+        self.dtype = self._array.dtype.numpy_dtype
+        if self._array.shape != self.shape or str(self.dtype) != about["dtype"]:
+            raise CheckpointError(f"{name} is {self.dtype}{list(self._array.shape)} in its files")
+
+    def read(self, index: Any) -> np.ndarray:
+        """What an index of NumPy's selects."""
+        return np.asarray(self._array[index].read().result())
+
+    def pieces(self, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+        """The array, or what `index` selects of it, as pieces of rows that follow one another."""
+        rest = self.shape[len(index) :]
+        if not rest:
+            yield self.read(index)
+            return
+        row_bytes = max(int(np.prod(rest[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
+        rows = max(PIECE_BYTES // row_bytes, 1)
+        for start in range(0, rest[0], rows):
+            yield self.read((*index, slice(start, min(start + rows, rest[0]))))
+
+
+def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Names of arrays, by part, that cannot be read or have another fingerprint than was written."""
+    return [
+        f"{part} {name}"
+        for part, of_part in arrays.items()
+        for name, about in of_part.items()
+        if not _is_whole(folder / part, name, about)
+    ]
+
+
+def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
+    running = Running()
+    try:
+        for piece in Stored(folder, name, about).pieces():
+            running.add(piece)
+    except (ValueError, OSError):  # tensorstore raises these for all that is wrong with its files
+        return False
+    return running.value == about["fingerprint"]
+
+
+class Written:
+    """One array of a part that is written piece by piece, as orbax would have written it."""
+
+    def __init__(self, folder: Path, name: str, about: Any):
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+        metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about)), "order": "C"}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
+        self._running, self._about = Running(), about
+
+    def write(self, index: tuple[Any, ...], piece: np.ndarray) -> None:
+        """Put a piece where an index of NumPy's says; pieces come in order."""
+        self._array[index].write(piece).result()
+        self._running.add(piece)
+
+    def described(self) -> dict[str, Any]:
+        """Shape, dtype and fingerprint, as a manifest lists them."""
+        return {**describe(self._about), "fingerprint": self._running.value}
+
+
+def _chunk(about: Any) -> tuple[int, ...]:
+    """A row, cut further while it is larger than a piece."""
+    chunk = [min(size, 1) if dim == 0 and len(about.shape) > 1 else size for dim, size in enumerate(about.shape)]
+    for dim, size in enumerate(chunk):
+        if int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize > PIECE_BYTES:
+            chunk[dim] = max(size * PIECE_BYTES // (int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize), 1)
+    return tuple(max(size, 1) for size in chunk)

@@ -1,0 +1,1 @@
+"""Parameters in files of other projects: safetensors, under plain names."""

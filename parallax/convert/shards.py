@@ -1,0 +1,99 @@
+"""A model in several safetensors files, with an index that says which tensor is in which."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallax.convert.safetensors import Tensor, nbytes, read_header, write
+from parallax.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX_LIMIT_BYTES = 100_000_000
+
+
+def write_shards(
+    folder: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]], *, shard_bytes: int
+) -> None:
+    """Write tensors in their order into files of at most `shard_bytes`, but for one that is larger; the index last."""
+    groups = grouped(tensors, shard_bytes)
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    for name, group in zip(names, groups):
+        write(folder / name, group, pieces)
+    index = {
+        "metadata": {"total_size": sum(map(nbytes, tensors.values()))},
+        "weight_map": {tensor: name for name, group in zip(names, groups) for tensor in group},
+    }
+    aside = folder / f"{INDEX}.tmp"
+    aside.write_text(json.dumps(index, indent=1) + "\n")
+    aside.replace(folder / INDEX)
+
+
+def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:
+    """Tensors in their order, in groups of at most so many bytes; a larger one has a group of its own.
+
+    >>> [list(group) for group in grouped({name: np.zeros(3, np.uint8) for name in "abc"}, 6)]
+    [['a', 'b'], ['c']]
+    """
+    groups: list[dict[str, Any]] = [{}]
+    for name, about in tensors.items():
+        if groups[-1] and sum(map(nbytes, groups[-1].values())) + nbytes(about) > limit_bytes:
+            groups.append({})
+        groups[-1][name] = about
+    return groups
+
+
+def read_shards(folder: Path) -> dict[str, tuple[Path, Tensor]]:
+    """Every tensor of a folder, with the file that holds it; of each file the header alone is read.
+
+    Raises:
+        CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
+    """
+    if not (folder / INDEX).exists() and (folder / SINGLE).is_file():
+        path = _inside(folder, SINGLE)
+        return {name: (path, tensor) for name, tensor in read_header(path).items()}
+    homes = _read_index(folder)
+    headers = {shard: (_inside(folder, shard), read_header(folder / shard)) for shard in sorted(set(homes.values()))}
+    for shard, (_, tensors) in headers.items():
+        odd = {name for name, home in homes.items() if home == shard} ^ set(tensors)
+        if odd:
+            raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {min(odd)!r:.100}")
+    return {name: (headers[home][0], headers[home][1][name]) for name, home in homes.items()}
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        if path.stat().st_size > INDEX_LIMIT_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {INDEX_LIMIT_BYTES}")
+        homes = json.loads(path.read_bytes())["weight_map"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is damaged: it has no weight_map") from error
+    if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
+        raise CheckpointError(f"{path} is damaged: its weight_map does not lead from names to files")
+    return homes
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of the folder itself: a name with a path in it, or a link, could be any file of the machine."""
+    path = folder / name
+    if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable():
+        raise CheckpointError(
+            f"{folder / INDEX} names {name!r:.100}, which is no file's name; it must be in the folder"
+        )
+    if not name.endswith(".safetensors"):
+        raise CheckpointError(f"{folder / INDEX} names {name!r:.100}; nothing but .safetensors is read")
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link; put the file itself there")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    return path

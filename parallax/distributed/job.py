@@ -1,0 +1,282 @@
+"""The job that this process belongs to. With one process all functions return at once."""
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from parallax.distributed.config import BEHIND_SECS, DistributedConfig
+from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
+from parallax.distributed.hub import Hub
+from parallax.distributed.peers import Peers, end_now
+from parallax.distributed.place import Place
+from parallax.errors import EXIT_RESTART, ConfigError, LostError
+from parallax.mesh import simulate_devices
+
+_peers: Peers | None = None
+_config: DistributedConfig | None = None
+
+
+def is_first() -> bool:
+    """Whether this process writes the run's files, on behalf of all."""
+    return jax.process_index() == 0
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return _peers is not None
+
+
+def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> None:
+    """Become one of the processes of a job: at a given place, or where JAX itself finds a cluster.
+
+    `simulate` is a number of CPU devices to simulate in all processes together, 0 for none.
+
+    Raises:
+        ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
+        LostError: not all processes are there in time.
+    """
+    global _peers, _config
+    _config = config
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", True)
+    processes = place.processes if place is not None else started_by_scheduler(os.environ)
+    if processes > 1 and needs_detour():
+        avoid_reduce_scatter()
+    if simulate:
+        simulate_devices(simulate, processes)
+    if place is not None and processes > 1:
+        _peers = _meet_at(place, config)
+        _initialize(
+            config,
+            coordinator_address=place.address,
+            num_processes=place.processes,
+            process_id=place.process,
+            coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
+            # It would take a device for each process from the scheduler in which a launcher happens to run.
+            cluster_detection_method="deactivate",
+        )
+    elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
+        _initialize(config)
+        if jax.process_count() > 1:
+            _peers = _meet_by_jax(config)
+
+
+def started_by_scheduler(environment: Mapping[str, str]) -> int:
+    """The processes that SLURM or Open MPI has started, of which this is one; 1 where neither has.
+
+    >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
+    4
+    """
+    schedulers = {
+        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is the batch script alone
+        "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
+    }
+    for count, needed in schedulers.items():
+        if all(name in environment for name in (count, *needed)):
+            return int(environment[count])
+    return 1
+
+
+def has_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether this host has TPU chips, and may be one of a pod's."""
+    wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
+    chips = any(Path(name).exists() for name in ("/dev/accel0", "/dev/vfio/0"))
+    return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
+
+
+def at(what: str, *, compiling: bool = False) -> None:
+    """Say where this process is; with several, it may be there for distributed.wait_secs, or compile_secs."""
+    if _peers is not None:
+        setting = "compile_secs" if compiling else "wait_secs"
+        _peers.at(what, getattr(_config, setting), f"distributed.{setting}")
+
+
+def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
+    """Go on when every process has come as far as `what`."""
+    if _peers is not None:
+        _peers.meet(what, {}, getattr(_config, setting), f"distributed.{setting}")
+
+
+def agree(what: str, text: str) -> str:
+    """The first process's text, in all of them."""
+    if _peers is None:
+        return text
+    return _peers.meet(what, {"text": text}, _config.wait_secs, "distributed.wait_secs")["values"]["text"]
+
+
+def compare(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless all processes have the same values, which JSON can hold; it shows those that differ."""
+    if _peers is None:
+        return
+    answer = _peers.meet(what, values, _config.wait_secs, "distributed.wait_secs")
+    if answer["differences"]:
+        named = "; ".join(
+            f"{key} is {first!r} in process 0, {other!r} in process {rank}"
+            for key, first, rank, other in answer["differences"]
+        )
+        more = f" (and {answer['more']} more)" if answer["more"] else ""
+        raise ConfigError(f"the processes disagree about {what}: {named}{more}")
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
+    if _peers is None:
+        return
+    mark = folder / ".seen-by-all"
+    word = agree("a word in the run folder", secrets.token_hex(8))
+    if is_first():
+        mark.write_text(word)
+    wait_for_all("the run folder")
+    try:
+        found = mark.read_text()
+    except OSError as error:
+        found = os.strerror(error.errno)
+    places = {f"{folder} (must be shared by all hosts)": "the same folder" if found == word else found}
+    try:
+        compare("the run folder", places)
+    finally:
+        if is_first():
+            mark.unlink()
+
+
+def prepare_once(act: Callable[[], Any], what: str) -> Any:
+    """Let process 0 do something first, and the others once it is done, who then find its results."""
+    if _peers is None:
+        return act()
+    if is_first():
+        _peers.at(what, _config.prepare_secs, "distributed.prepare_secs")
+        result = act()
+        wait_for_all(what, setting="prepare_secs")
+        return result
+    wait_for_all(what, setting="prepare_secs")
+    return act()
+
+
+def log_to(log: Callable[[str], None]) -> None:
+    """Where process 0 writes why it ended, besides stderr."""
+    if _peers is not None and is_first():
+        _peers.log_with(log)
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Tell the others of an error in here, as it leaves; if it is one of them who caused it, that is said instead."""
+    try:
+        yield
+    except BaseException as error:
+        if _peers is not None:
+            if not isinstance(error, ConfigError | KeyboardInterrupt):
+                _peers.wait_for_word()
+            _peers.leave(getattr(error, "exit_status", 1), f"{type(error).__name__}: {error}")
+        raise
+
+
+def leave(command: Callable[[], int]) -> int:
+    """Run a command to its exit status, and go: with the others where all is well, else at once."""
+    try:
+        status = command()
+    except Exception:
+        if _peers is None:
+            raise
+        traceback.print_exc()
+        status = 1
+    if _peers is None:
+        return status
+    if status:
+        end_now(status)
+    wait_for_all("the end of the run")
+    _peers.leave(0, "")
+    jax.distributed.shutdown()
+    return status
+
+
+# ---- meeting
+
+
+def _meet_at(place: Place, config: DistributedConfig) -> Peers:
+    """Meet on the coordinator's own port, which is free again when JAX wants it."""
+    if place.process == 0:
+        try:
+            listener = listen("127.0.0.1" if place.is_loopback else "", place.port, place.processes)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on port {place.port} for distributed.coordinator={place.address} "
+                f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
+            ) from None
+        _hub(listener, place.processes, place.token, config)
+    return _line((place.host, place.port), place.process, place.processes, place.token, config)
+
+
+def _meet_by_jax(config: DistributedConfig) -> Peers:
+    """Meet where process 0 says over JAX's collectives, which are there already."""
+    token, host, port = secrets.token_hex(16), _own_address(), 0
+    if is_first():
+        listener = listen("", 0, jax.process_count())
+        port = listener.getsockname()[1]
+        _hub(listener, jax.process_count(), token, config)
+    text = f"{token} {host} {port}".ljust(128).encode("ascii")
+    codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
+    return _line((host, int(port)), jax.process_index(), jax.process_count(), token, config)
+
+
+def listen(host: str, port: int, processes: int) -> socket.socket:
+    """A socket that listens for so many; without a host, on every address."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
+    return socket.create_server((host, port), backlog=processes)
+
+
+def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> None:
+    limits = {"start_secs": config.start_secs, "clock_secs": config.clock_secs}
+    Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
+
+
+def _line(address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig) -> Peers:
+    hello = {"hello": rank, "of": processes, "token": token, "host": socket.gethostname()}
+    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs)
+
+
+def _own_address() -> str:
+    """The address of this host on the network that leads out of it; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _initialize(config: DistributedConfig, **place: Any) -> None:
+    """Let JAX connect the processes; its own limits lie behind ours."""
+    limit = config.start_secs + BEHIND_SECS
+    late = threading.Timer(limit, _started_too_late, (limit,))
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            **place,
+            initialization_timeout=config.start_secs,
+            heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
+            shutdown_timeout_seconds=BEHIND_SECS,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LostError(f"JAX could not connect the processes: {str(error).splitlines()[0]}") from error
+    finally:
+        late.cancel()
+
+
+def _started_too_late(secs: float) -> None:
+    print(f"LostError: JAX has not connected the processes in {secs:.0f} s", file=sys.stderr, flush=True)
+    end_now(EXIT_RESTART)

@@ -1,0 +1,46 @@
+"""A forward pass that says of each layer's output whether it is finite, and how large it gets."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.collectives import as_varying, max_over, sum_over
+from parallax.layers.context import Context
+from parallax.mesh import AXES
+from parallax.pipeline.stage import Place, Stage
+
+
+class ObservedStage(Stage):
+    """A stage that keeps nothing but what it observes: float32 [1 + layers of the model, 2], for the embedding and
+    each layer how many entries of its output are not finite, and the largest of the others."""
+
+    def forward(self, weights: Any, x: Array, context: Context, kept: Array, place: Place) -> tuple[Array, Array]:
+        def step(carry, layer, number, gathered):
+            x, seen = carry
+            own = self.loop.numbers[number]
+            seen = _add(seen, jnp.int32(0), x, self._counts(own == 0, place))
+            y = self.layer(gathered, x, self._at(context, number))
+            return (y, _add(seen, own + 1, y, self._counts(own >= 0, place))), {}
+
+        return self.loop.run(step, (x, kept), place.chunk, weights=weights)[0]
+
+    def _counts(self, there: Array, place: Place) -> Array:
+        return there if place.active is None else there & place.active
+
+
+def nothing_seen(layers: int) -> Array:
+    """Before the first layer."""
+    return as_varying(jnp.zeros((1 + layers, 2), jnp.float32))
+
+
+def all_seen(seen: Array) -> Array:
+    """What all devices observed; each entry of an activation is on one of them."""
+    return jnp.stack([sum_over(seen[:, 0], AXES), max_over(seen[:, 1], AXES)], axis=1)
+
+
+def _add(seen: Array, at: Array, x: Array, counts: Array) -> Array:
+    finite, wide = jnp.isfinite(x), jnp.abs(x.astype(jnp.float32))
+    found = jnp.stack([jnp.sum(~finite).astype(jnp.float32), jnp.max(jnp.where(finite, wide, 0))])
+    found = as_varying(jnp.where(counts, found, 0))
+    return seen.at[at].set(jnp.stack([seen[at, 0] + found[0], jnp.maximum(seen[at, 1], found[1])]))

@@ -1,0 +1,109 @@
+"""Take one step of a run again, with checks on: `python -m parallax.replay --workdir=runs/mine --step=120`."""
+
+import os
+
+# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallax.checkpoint import complete_steps, restore
+from parallax.command import Flag, read_line, run_command
+from parallax.command import usage as usage_of
+from parallax.diagnosis import diagnose
+from parallax.errors import CheckpointError, ConfigError
+from parallax.loop.config import settings_of
+from parallax.loop.folder import RunFolder
+from parallax.loop.journal import read_metrics
+from parallax.loop.run import Parts, about, build, put_in
+from parallax.loop.skips import text_of
+from parallax.loop.steps import parts_of, state_of
+from parallax.mesh import simulate_devices
+from parallax.settings import Settings
+from parallax.step import TrainState, abstract_state, init_state, make_train_step
+
+FLAGS = {
+    "workdir": Flag("the folder of the run; nothing in it is changed"),
+    "step": Flag("the step to take again, counted from 1 as in metrics.jsonl", 0),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    return usage_of("python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]", FLAGS)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Read the command line, replay the step, print what was found."""
+    workdir = next((arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("workdir=")), "")
+    saved = Path(workdir) / "config.json"
+    if not workdir or not saved.is_file():
+        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
+    line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
+    settings = settings_of(line.config)
+    for text in replay(settings, RunFolder(workdir), line.values["step"]):
+        print(text)
+
+
+def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
+    """Go on from the nearest checkpoint before `step` to it, and measure what it computes; lines to print."""
+    if not 1 <= step <= settings.train.steps:
+        raise ConfigError(f"--step={step} is no step of this run; use 1 to train.steps={settings.train.steps}")
+    if settings.mesh.simulate:
+        simulate_devices(settings.mesh.simulate)
+    parts = build(settings, folder)
+    start = max((known for known in complete_steps(folder.checkpoints) if known < step), default=0)
+    print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
+    train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
+    put, lines = put_in(parts), []
+    state = load(parts, folder, start)
+    for done in range(start + 1, step):
+        state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
+        if metrics["skipped"]:
+            lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
+    batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
+    lines.append(f"step {step}: {text_of(parts.train_data, step)}")
+    lines += diagnose(parts.model, state.params, batch, noise).lines()
+    return [*lines, *compare(train_step(state, batch)[1], folder, step)]
+
+
+def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
+    """The step's numbers beside those that the run has written."""
+    rows = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    written = next((row for row in rows if row["step"] == step), None)
+    if written is None:
+        return ["the run has written nothing of this step"]
+    lines = []
+    for name in ("loss", "grad_norm"):
+        then, now = written[f"train/{name}"], float(metrics[name])
+        same = now == then if math.isfinite(now) else then is None
+        lines.append(f"{name} {now!r} now, {then!r} in {folder.metrics.name}: {'the same' if same else 'not the same'}")
+    return lines
+
+
+def load(parts: Parts, folder: RunFolder, start: int) -> TrainState:
+    """The state after step `start`."""
+    if start == 0:
+        if parts.settings.train.init_from:
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint before this step, and began from "
+                f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
+            )
+        return init_state(parts.model, parts.tx, parts.settings.train.seed)
+    wanted = parts_of(abstract_state(parts.model, parts.tx))
+    return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,63 @@
+"""Small trees on any mesh, saved as checkpoints, and ways to damage them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.checkpoint import CheckpointConfig, Checkpoints
+from parallax.mesh import MeshConfig, make_mesh
+
+SETTINGS = {"model": {"d_model": 16, "layers": 4}}
+SPECS = {"embedding": P("tp", "dp"), "blocks": {"mlp": P("pp", "dp", "tp")}}
+
+
+def mesh_of(pp, dp, tp):
+    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, across_slices="dp"), jax.devices()[: pp * dp * tp])
+
+
+def make_parts(mesh, d_model=16):
+    rng = np.random.default_rng(0)
+    shapes = {"embedding": (32, d_model), "blocks": {"mlp": (8, d_model, 8)}}
+    params = jax.tree.map(
+        lambda shape, spec: jax.device_put(rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec)),
+        shapes,
+        SPECS,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    replicated = NamedSharding(mesh, P())
+    state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), tx.init(params))
+    return {"params": params, "rest": {"opt_state": state, "step": jax.device_put(jnp.int32(7), replicated)}}
+
+
+def abstract(parts):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts)
+
+
+def save_steps(folder, losses, *, keep_last=2, keep_best=1, mesh=(2, 2, 2)):
+    parts = make_parts(mesh_of(*mesh))
+    config = CheckpointConfig(every_steps=1, keep_last=keep_last, keep_best=keep_best)
+    with Checkpoints(folder, config, settings=SETTINGS) as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, parts, loss=loss)
+    return parts
+
+
+def largest_file(folder):
+    """A file with the data of arrays."""
+    return max((p for p in folder.rglob("*") if p.is_file() and "/d/" in str(p)), key=lambda p: p.stat().st_size)
+
+
+def flip(path, at=None, bit=1):
+    """Flip a bit of a file, in its middle where no place is given."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= bit
+    path.write_bytes(content)
+
+
+def truncate(path):
+    """Cut a file in half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

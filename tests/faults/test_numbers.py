@@ -1,0 +1,414 @@
+"""Numbers that go wrong: found before the update, skipped or the end of the run, named, and replayed."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from run_examples import shared_programs, stop_at, tiny_config, write_corpus
+from tiny import build, make_batch, optimizer_config, params_of
+
+from parallax import replay
+from parallax.checkpoint import latest_step
+from parallax.diagnosis import diagnose, not_finite
+from parallax.guard import GuardConfig, init_guard, judge
+from parallax.loop import DivergenceError, train
+from parallax.loop import run as run_module
+from parallax.loop.journal import read_metrics
+from parallax.loop.recheck import CorruptionError, Recheck, fingerprint
+from parallax.loop.steps import Steps
+from parallax.optimizer import make_optimizer
+from parallax.sharded_model import ShardedModel
+from parallax.step import init_state, make_train_step, state_shardings
+
+__all__ = ["shared_programs"]  # the fixture
+pytestmark = pytest.mark.usefixtures("shared_programs")
+NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def bits(tree):
+    """All arrays of a tree as integers: NaN equals itself, and 0 is not -0."""
+    return [np.asarray(leaf).view(np.uint32) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same_bits(tree, other):
+    for a, b in zip(bits(tree), bits(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def with_gradients(monkeypatch, change):
+    """Programs that are traced from now on change their gradients: `change(step number, gradients)`."""
+    loss_and_grad = ShardedModel.loss_and_grad
+
+    def changed(self, params, batch, noise=None):
+        metrics, grads = loss_and_grad(self, params, batch, noise)
+        return metrics, change(noise[1], grads)
+
+    monkeypatch.setattr(ShardedModel, "loss_and_grad", changed)
+
+
+def not_a_number(first, last):
+    """One entry of one gradient is NaN, in steps `first` to `last`, counted from 1; on one device of the mesh alone."""
+
+    def change(step, grads):
+        leaf = grads["blocks"]["mlp"]["up"]["kernel"]
+        bad = (step + 1 >= first) & (step + 1 <= last)
+        grads["blocks"]["mlp"]["up"]["kernel"] = leaf.at[1, 0, 0].add(jnp.where(bad, jnp.nan, 0))
+        return grads
+
+    return change
+
+
+@functools.cache
+def tiny_step(mesh, **guard):
+    model = build(mesh)
+    tx = make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts)
+    return model, init_state(model, tx, 0), make_train_step(model, tx, 0, GuardConfig(**NOTHING | guard))
+
+
+def batch_of(model, seed=0):
+    return jax.device_put(make_batch(rows=16, seed=seed), model.batch_sharding)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_optimizer(mesh, value):
+    model, initial, step = tiny_step(mesh)
+    batch = batch_of(model)
+    state, metrics = step(jax.tree.map(jnp.copy, initial), batch)
+    assert not metrics["skipped"] and not metrics["in_a_row"]
+    state.params["blocks"]["mlp"]["up"]["kernel"] = state.params["blocks"]["mlp"]["up"]["kernel"].at[3, 0, 0].set(value)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    for number in (1, 2):
+        state, metrics = step(state, batch)  # donated, as in a run
+        assert_same_bits(before, (state.params, state.opt_state))
+        assert metrics["skipped"] == 1 and metrics["in_a_row"] == metrics["skipped_steps"] == number
+    assert int(state.step) == 3
+
+
+def test_after_too_many_in_a_row_nothing_passes_any_more():
+    """The host reads metrics a step late: what it dispatched meanwhile finds the state as it was."""
+    model, initial, step = tiny_step((1, 1, 1), max_skipped_steps=0)
+    state, batch = jax.tree.map(jnp.copy, initial), batch_of(model)
+    healthy = state.params
+    state = state._replace(params=jax.tree.map(lambda x: x * jnp.nan, healthy))
+    state, metrics = step(state, batch)
+    assert metrics["in_a_row"] == 1
+    state = state._replace(params=jax.tree.map(jnp.copy, initial.params))
+    state, metrics = step(state, batch)
+    assert metrics["skipped"] == 1 and np.isfinite(metrics["loss"]) and metrics["in_a_row"] == 0
+    assert_same_bits(state.params, initial.params)
+
+
+def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_goes_on(corpus, tmp_path, monkeypatch):
+    with_gradients(monkeypatch, not_a_number(3, 4))
+    # Saves and evaluations fall on step 4, which is skipped, and wait for step 5.
+    changes = {"train.seed": 34, "guard.max_skipped_steps": 2, "checkpoint.keep_best": 0, "checkpoint.keep_last": 9}
+    assert train(tiny_config(corpus, **changes), tmp_path).reason == "finished"
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["train/skipped_steps"] for row in rows] == [0, 0, 1, 2, 2, 2, 2, 2]
+    skipped = [row for row in rows if "skipped/reason" in row]
+    assert [row["step"] for row in skipped] == [3, 4]
+    for row in skipped:
+        assert row["skipped/reason"] == "not finite" and row["train/grad_norm"] is None and row["train/loss"] > 0
+        assert len(set(row["skipped/windows"])) == 8 and set(row["skipped/documents"]) <= set(range(40))
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 3 skipped: not finite, loss" in log and "grad_norm nan (1 in a row, 2 are let pass); windows" in log
+    assert all("NaN" not in line and json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    # The rate is that of the next update, not of the next step.
+    rates = [row["train/learning_rate"] for row in rows]
+    assert rates[2] == rates[3] == rates[4] != rates[5]
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [5, 8]
+
+
+def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypatch):
+    """The oracle looks for the batch's text in the files."""
+    from parallax.data import open_reader
+    from parallax.loop import settings_of
+
+    data = settings_of(tiny_config(corpus)).data
+    reader = open_reader(data, folder=tmp_path, vocab=None, split="train")
+    texts = [path.read_bytes() for path in sorted(corpus.glob("*.txt"))]
+    for step in (0, 5, 200):
+        windows, tokens = reader.windows_of(step), reader.batch(step)["tokens"]
+        for window, row in zip(windows, tokens, strict=True):
+            end = reader.tokenizer.end
+            pieces = [bytes(p[p != end].astype(np.uint8)) for p in np.split(row, np.flatnonzero(row == end) + 1)]
+            found = reader.documents_of(np.array([window]))
+            joined = b"".join(texts[document] for document in found)
+            assert b"".join(pieces) in joined
+            assert len(found) in ((row[:-1] == end).sum() + 1, (row == end).sum() + 1)
+
+
+@pytest.fixture(scope="module")
+def diverged(corpus, tmp_path_factory):
+    """A run whose gradients are NaN from step 6 on, its error, and its config."""
+    folder = tmp_path_factory.mktemp("diverged")
+    config = tiny_config(corpus, **{"train.seed": 60, "guard.max_skipped_steps": 1, "checkpoint.every_steps": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        with_gradients(patch, not_a_number(6, 99))
+        with pytest.raises(DivergenceError) as error:
+            train(config, folder)
+    return folder, error.value
+
+
+def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(diverged):
+    folder, error = diverged
+    message = str(error)
+    assert error.exit_status == 4
+    assert "step 6 is not finite: loss 5." in message and "grad_norm nan, nor are the 1 steps after it" in message
+    row = read_metrics(folder / "metrics.jsonl")[5]
+    assert row["step"] == 6 and str(min(row["skipped/windows"])) in message.split("of windows ")[1].split(",")[0]
+    assert "the first value that is not finite is the gradient of blocks.mlp.up.kernel in layer 1" in message
+    assert f"`python -m parallax.replay --workdir={folder} --step=6`" in message
+    assert latest_step(folder / "checkpoints") == 5  # the last healthy one
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 8))
+
+
+def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(diverged, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(diverged[0], folder)
+    shutil.rmtree(folder / "checkpoints" / "5")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with_gradients(monkeypatch, not_a_number(6, 99))
+    assert replay.main(["replay", f"--workdir={folder}", "--step=6"]) == 0
+    said = capsys.readouterr().out
+    assert "replaying step 6 from the checkpoint of step 4" in said and "step 6: windows" in said
+    assert "first value that is not finite: gradient of blocks.mlp.up.kernel in layer 1" in said
+    rows = {line.split("  ")[0]: line for line in said.splitlines()}
+    assert "1 not finite" in rows["layer 1"] and "not finite" not in rows["layer 0"] + rows["embedding"] + rows["head"]
+    row = read_metrics(folder / "metrics.jsonl")[5]
+    assert f"loss {row['train/loss']!r} now, {row['train/loss']!r} in metrics.jsonl: the same" in said
+    assert "grad_norm nan now, None in metrics.jsonl: the same" in said
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "status"),
+    [
+        (["--step=3"], "--workdir= is not the folder of a run", 3),
+        (["--workdir=nowhere", "--step=3"], "--workdir=nowhere is not the folder of a run", 3),
+        (["--workdir={run}"], "--step=0 is no step of this run; use 1 to train.steps=8", 2),
+        (["--workdir={run}", "--step=9"], "--step=9 is no step of this run; use 1 to train.steps=8", 2),
+        (["--workdir={run}", "--step=x"], "invalid literal", 2),
+        (["--workdir={run}", "--stepp=1"], "unknown flag --stepp; did you mean 'step'?", 2),
+    ],
+    ids=str,
+)
+def test_a_replay_of_what_is_not_there_is_one_line(arguments, message, status, diverged, capsys):
+    assert replay.main(["replay", *(argument.format(run=diverged[0]) for argument in arguments)]) == status
+    captured = capsys.readouterr()
+    assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
+
+
+def test_who_is_asked_to_stop_among_bad_steps_saves_after_the_next_good_one(corpus, tmp_path, monkeypatch):
+    with_gradients(monkeypatch, not_a_number(3, 5))
+    stop_at(monkeypatch, 2)
+    config = tiny_config(corpus, **{"train.seed": 35, "train.steps": 12})
+    outcome = train(config, tmp_path)
+    assert outcome.reason == "stopped" and outcome.step == 6 == latest_step(tmp_path / "checkpoints")
+
+
+def test_parameters_that_are_not_finite_are_never_saved(corpus):
+    model, initial, _ = tiny_step((1, 1, 1))
+    params = jax.tree.map(jnp.copy, initial.params)
+    assert not not_finite(params)
+    params["head"]["norm"]["scale"] = params["head"]["norm"]["scale"].at[2].set(jnp.inf)
+    steps = Steps.__new__(Steps)  # it comes as far as the check
+    with pytest.raises(DivergenceError, match=r"after step 7 parameters are not finite: head.norm.scale; they are not"):
+        steps._save(7, initial._replace(params=params), None)
+
+
+CASES = {
+    "parameter": ("blocks.mlp.up.kernel", (5, 0, 0), np.nan, "parameter blocks.mlp.up.kernel in layer 5"),
+    "activation": ("blocks.mlp.down.kernel", (5,), 3e38, "output of layer 5"),
+    "embedding": ("embedding.table", (7, 3), np.inf, "parameter embedding.table"),
+    "loss": ("head.norm.scale", (), 3e38, "loss, of finite activations"),
+}
+
+
+@pytest.mark.parametrize("mesh, changes", [((1, 1, 1), {}), ((2, 2, 2), {"schedule": "interleaved", "virtual": 2})])
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_value_that_is_not_finite_is_named(mesh, changes, case):
+    path, at, value, expected = CASES[case]
+    model = diagnosed_model(mesh, **changes)
+    params = params_of(model)
+    *parts, leaf = path.split(".")
+    inner = functools.reduce(lambda tree, key: tree[key], parts, params)
+    inner[leaf] = jax.device_put(inner[leaf].at[at].set(value), inner[leaf].sharding)
+    found = diagnose(model, params, batch_of(model), np.zeros(2, np.int32))
+    assert found.first == expected
+    assert f"first value that is not finite: {expected}" in found.lines()
+
+
+@functools.cache
+def diagnosed_model(mesh, **changes):
+    return build(mesh, **changes)
+
+
+def test_a_healthy_step_is_found_finite_with_its_norms():
+    model = diagnosed_model((1, 1, 1))
+    params, batch = params_of(model), batch_of(model)
+    found = diagnose(model, params, batch, np.zeros(2, np.int32))
+    assert found.first is None and "all is finite" in found.lines()
+    _, grads = jax.jit(model.loss_and_grad)(params, batch)
+    squares = sum(float(np.sum(value[..., 1] ** 2)) for value in found.gradients.values())
+    assert squares == pytest.approx(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)), rel=1e-5)
+    assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+# ---- spikes
+
+
+def judged(losses, norms, **changes):
+    """Which of these values the guard lets pass, by the compiled function."""
+    config = GuardConfig(**NOTHING | changes)
+    state, passed = init_guard(), []
+    step = jax.jit(lambda state, loss, norm: judge(config, state, {"loss": loss, "grad_norm": norm}))
+    for loss, norm in zip(losses, norms, strict=True):
+        passes, state = step(state, jnp.float32(loss), jnp.float32(norm))
+        passed.append(bool(passes))
+    return passed, state
+
+
+def test_spikes_are_found_by_the_running_z_score():
+    """The oracle keeps the same statistics in ten lines of float64."""
+    rng, window, z = np.random.default_rng(0), 8, 3.0
+    values = rng.normal(2.0, 0.1, 200)
+    values[[40, 41, 90, 150]] = 5.0, 4.0, 2.9, 1000.0
+    values[160:] += 20  # a level that lasts
+    values[120] = np.nan
+    mean = variance = seen = 0
+    expected = []
+    for value in values:
+        bound = mean + z * variance**0.5
+        spike = seen >= window and variance > 0 and value > bound
+        expected.append(bool(np.isfinite(value) and not spike))
+        if np.isfinite(value):
+            weight = 1 / (min(seen, window - 1) + 1)
+            off, seen = (bound if spike else value) - mean, min(seen + 1, window)
+            mean, variance = mean + weight * off, (1 - weight) * (variance + weight * off**2)
+    assert not any(expected[at] for at in (40, 41, 90, 120, 150, 160)) and all(expected[190:])
+    found, state = judged(values, np.ones(200), spike_z=z, spike_window_steps=window, max_skipped_steps=1)
+    assert found == expected and int(state.skipped) == expected.count(False) and int(state.in_a_row) == 0
+    # The other signal, and the guard turned off.
+    assert judged(np.ones(200), values, spike_z=z, spike_window_steps=window, spike_signal="grad_norm")[0] == expected
+    assert judged(values, np.ones(200))[0] == np.isfinite(values).tolist()
+
+
+def test_values_that_never_change_are_no_spikes():
+    assert all(judged(np.full(20, 2.0), np.ones(20), spike_z=1.0)[0])
+
+
+def spiky(step, grads):
+    """Gradients of step 6 are 10,000 times what they are."""
+    factor = jnp.where(step + 1 == 6, 1e4, 1.0)
+    return jax.tree.map(lambda grad: grad * factor, grads)
+
+
+def test_a_resumed_run_skips_the_same_spike_as_one_that_never_stopped(corpus, tmp_path, monkeypatch, capsys):
+    with_gradients(monkeypatch, spiky)
+    changes = {"train.seed": 36, "guard.spike_z": 20.0, "guard.spike_window_steps": 4, "train.eval_batches": 0}
+    changes |= {"guard.spike_signal": "grad_norm", "checkpoint.keep_best": 0}
+    train(tiny_config(corpus, **changes), tmp_path / "whole")
+    assert "step 6 skipped: a spike of grad_norm beyond guard.spike_z=20, loss" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert train(tiny_config(corpus, **changes), tmp_path / "parts").step in (4, 5)
+    train(tiny_config(corpus, **changes), tmp_path / "parts")
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    own = [{key: value for key, value in row.items() if "perf/" not in key} for row in whole]
+    assert own == [{key: value for key, value in row.items() if "perf/" not in key} for row in parts]
+    assert [row["step"] for row in whole if row.get("skipped/reason") == "spike"] == [6]
+    assert [row["train/skipped_steps"] for row in whole] == [0] * 5 + [1] * 3
+
+
+# ---- faulty hardware
+
+
+def flip(array, device, bit=3):
+    """The same array with a bit of one entry flipped on one device."""
+    pieces = []
+    for shard in array.addressable_shards:
+        words = np.array(shard.data).view(np.uint32)
+        if shard.device.id == device:
+            words.reshape(-1)[-1] ^= np.uint32(1 << bit)
+        pieces.append(jax.device_put(words.view(array.dtype), shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+def test_a_flipped_bit_of_one_copy_is_found_and_named(bit):
+    model, initial, step = tiny_step((2, 2, 2))
+    recheck = Recheck(state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts)))
+    recheck.compare_copies(recheck.bits(initial), 0)
+    params = jax.tree.map(lambda x: x, initial.params)
+    params["head"]["norm"]["scale"] = flip(params["head"]["norm"]["scale"], device=5, bit=bit)
+    with pytest.raises(CorruptionError) as error:
+        recheck.compare_copies(recheck.bits(initial._replace(params=params)), 9)
+    assert error.value.exit_status == 4
+    assert (
+        "after step 9 copies of an array are not the same: params.head.norm.scale on device 5 of process 0 (pp=1, "
+        in (str(error.value))
+    )
+
+
+def test_every_flipped_bit_changes_the_fingerprint():
+    x = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    measure = jax.jit(fingerprint)
+    whole = int(measure(x))
+    for entry in range(x.size):
+        for bit in range(32):
+            other = x.copy()
+            other.reshape(-1).view(np.uint32)[entry] ^= np.uint32(1 << bit)
+            assert int(measure(other)) != whole
+
+
+def test_a_step_is_taken_twice_and_nothing_else_changes(corpus, tmp_path):
+    changes = {"train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 0}
+    for name, every in (("plain", 0), ("checked", 3)):
+        train(tiny_config(corpus, **changes, **{"train.check_every": every}), tmp_path / name)
+    plain, checked = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "checked"))
+    assert [row["train/loss"].hex() for row in plain] == [row["train/loss"].hex() for row in checked]
+
+
+def faulty(make, fault):
+    """A maker of steps of which the `fault`-th call, counted from 1, loses a bit of what it has computed."""
+
+    def made(*args):
+        step, calls = make(*args), []
+
+        def run(state, batch):
+            calls.append(None)
+            state, metrics = step(state, batch)
+            if len(calls) == fault:
+                params = jax.tree.map(lambda x: x, state.params)
+                params["blocks"]["mlp"]["up"]["kernel"] = flip(params["blocks"]["mlp"]["up"]["kernel"], device=2)
+                state = state._replace(params=params)
+            return state, metrics
+
+        return run
+
+    return made
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):
+    """Of the two times that step 3 is taken, one goes wrong."""
+    monkeypatch.setattr(run_module, "make_train_step", faulty(run_module.make_train_step, call))
+    changes = {"train.check_every": 3, "train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 2}
+    with pytest.raises(CorruptionError) as error:
+        train(tiny_config(corpus, **changes), tmp_path)
+    assert str(error.value).startswith(
+        "step 3, taken twice, gave different bits: params.blocks.mlp.up.kernel on device 2 of process 0 (pp=0, dp=2,"
+    )
+    assert error.value.exit_status == 4 and latest_step(tmp_path / "checkpoints") == 2
+    assert "CorruptionError: step 3, taken twice" in (tmp_path / "log.txt").read_text()

@@ -1,0 +1,254 @@
+"""A run after a kill, a damaged checkpoint or a changed config goes on as if nothing was, or says why it does not."""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from checkpoint_examples import flip, largest_file, truncate
+from run_examples import as_flags, shared_programs, tiny_config, write_corpus
+
+import train as command_line
+from parallax.checkpoint import latest_step, read_manifest
+from parallax.errors import CheckpointError
+from parallax.loop import train
+from parallax.loop.journal import read_metrics
+
+__all__ = ["shared_programs"]  # the fixture
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+ROOT = pathlib.Path(command_line.__file__).parent
+EVERY_SECOND = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "checkpoint.keep_best": 0}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def never_stopped(corpus, tmp_path_factory):
+    """The folder of a whole run with a checkpoint after every second step; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(tiny_config(corpus, **EVERY_SECOND), folder)
+    return folder
+
+
+@pytest.fixture
+def at_six(never_stopped, tmp_path):
+    """The same run as a kill after step 6 leaves it."""
+    folder = tmp_path / "run"
+    shutil.copytree(never_stopped, folder)
+    shutil.rmtree(folder / "checkpoints" / "8")
+    return folder
+
+
+def assert_same_run(folder, other, steps=8):
+    """Losses, evaluations, parameters and optimizer states are equal bit for bit."""
+
+    def numbers(at):
+        rows = read_metrics(at / "metrics.jsonl")
+        names = ("train/loss", "train/grad_norm", "eval/loss")
+        return [
+            (row["step"], *(np.float32(row[name]).tobytes().hex() for name in names if name in row)) for row in rows
+        ]
+
+    assert numbers(folder) == numbers(other) and len(numbers(folder)) == steps
+    here, there = (read_manifest(at / "checkpoints", steps)["arrays"] for at in (folder, other))
+    assert here == there and len(here["rest"]) > 20
+
+
+def go_on(corpus, folder, **changes):
+    return train(tiny_config(corpus, **(EVERY_SECOND | changes)), folder)
+
+
+@pytest.mark.parametrize("how", [flip, truncate, pathlib.Path.unlink], ids=["flipped", "truncated", "deleted"])
+def test_a_damaged_step_is_named_and_the_run_goes_on_from_the_one_before(corpus, at_six, never_stopped, capsys, how):
+    how(largest_file(at_six / "checkpoints" / "6" / "params"))
+    assert go_on(corpus, at_six).reason == "finished"
+    out = capsys.readouterr().out
+    assert "the checkpoint of step 6 is damaged: its file params/" in out and "not what was saved" in out
+    aside = at_six / "checkpoints" / "damaged-6"
+    assert f"set aside as {aside}, going on from step 4, the one before it" in out and aside.is_dir()
+    assert "going on from step 4\n" in out and "is damaged" in (at_six / "log.txt").read_text()
+    assert_same_run(at_six, never_stopped)
+
+
+def test_where_all_steps_are_damaged_the_run_is_refused_and_nothing_moves(corpus, at_six):
+    for step in (2, 4, 6):
+        flip(largest_file(at_six / "checkpoints" / str(step) / "params"))
+    before = sorted(at_six.rglob("*"))
+    config = (at_six / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: step 6: .*; step 4: .*; step 2: "):
+        go_on(corpus, at_six, **{"optimizer.learning_rate": 1e-3})
+    assert sorted(at_six.rglob("*")) == before and (at_six / "config.json").read_bytes() == config
+
+
+def test_weights_of_another_run_come_from_its_newest_step_that_is_whole(corpus, at_six, tmp_path, capsys):
+    flip(largest_file(at_six / "checkpoints" / "6" / "params"))
+    train(tiny_config(corpus, **{"train.init_from": str(at_six), "train.steps": 3}), tmp_path / "fresh")
+    assert "of step 6 in" in (out := capsys.readouterr().out) and "weights are those of step 4" in out
+    assert (at_six / "checkpoints" / "6").is_dir()
+
+
+def test_what_is_unfinished_is_cleared_away_and_said(corpus, at_six, never_stopped, capsys):
+    checkpoints = at_six / "checkpoints"
+    (checkpoints / "8.orbax-checkpoint-tmp").mkdir()
+    (checkpoints / "8").mkdir()
+    go_on(corpus, at_six)
+    out = capsys.readouterr().out
+    assert "removed an unfinished save of step 8, " in out
+    assert f"set aside a checkpoint that was never finished: {checkpoints / 'unfinished-8'}" in out
+    assert_same_run(at_six, never_stopped)
+
+
+def test_a_checkpoint_carries_config_code_tokenizer_and_data(corpus, never_stopped):
+    step = never_stopped / "checkpoints" / "8"
+    assert json.loads((step / "config.json").read_text())["model"]["vocab"] == 384
+    assert (step / "tokenizer.json").read_bytes() == (never_stopped / "tokenizer.json").read_bytes()
+    assert json.loads((step / "data.json").read_text())["tokens"] > 1000
+    settings = read_manifest(never_stopped / "checkpoints", 8)["settings"]
+    assert set(settings["code"]) >= {"parallax", "jax"} and set(settings["corpus"]) == {"fingerprint", "tokenizer"}
+
+
+SHAPES = {"model.layers": 4, "model.d_model": 64, "model.d_ff": 128, "model.heads": 2, "model.vocab": 512}
+
+
+def test_a_config_of_other_shapes_is_refused_field_by_field(corpus, at_six):
+    with pytest.raises(CheckpointError) as error:
+        go_on(corpus, at_six, **SHAPES)
+    for key, (there, here) in {
+        "model.layers": (2, 4),
+        "model.d_model": (32, 64),
+        "model.d_ff": (64, 128),
+        "model.heads": (4, 2),
+        "model.vocab": (384, 512),
+    }.items():
+        assert f"{key}={there} there, {here} here" in str(error.value)
+
+
+def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
+    monkeypatch.setattr("parallax.loop.run.code", lambda: {"parallax": "9.9.9+edited"})
+    changes = {"optimizer.learning_rate": 1e-3, "mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b"}
+    # A run that is done says so after the list.
+    assert go_on(corpus, at_six, **changes, **{"train.steps": 6}).reason == "nothing to do"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "changed settings" in line]
+    for text in (
+        "optimizer.learning_rate=0.003 there, 0.001 here",
+        "mesh.pp=1 there, 2 here",
+        "pipeline.schedule='gpipe' there, 'one_f_one_b' here",
+        "there, '9.9.9+edited' here",
+    ):
+        assert text in line
+
+
+def test_another_tokenizer_is_refused_by_name(corpus, at_six, monkeypatch):
+    from parallax.loop import run as run_module
+
+    about = run_module.about
+
+    def with_another(parts):
+        settings = about(parts)
+        return settings | {"corpus": settings["corpus"] | {"tokenizer": "f00"}}
+
+    monkeypatch.setattr(run_module, "about", with_another)
+    with pytest.raises(
+        CheckpointError, match="with another model or other data: corpus.tokenizer='.*' there, 'f00' here"
+    ):
+        go_on(corpus, at_six)
+
+
+def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stopped):
+    (at_six / "lock").write_text("process 1 on elsewhere since 1999-01-01 00:00:00")
+    go_on(corpus, at_six)
+    assert_same_run(at_six, never_stopped)
+
+
+def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_there(corpus, tmp_path, monkeypatch):
+    from parallax.checkpoint import writer
+
+    write_manifest = writer.write_manifest
+
+    def full_at_4(folder, content):
+        if content["step"] == 4:
+            raise OSError(28, "No space left on device")
+        write_manifest(folder, content)
+
+    monkeypatch.setattr(writer, "write_manifest", full_at_4)
+    with pytest.raises(CheckpointError, match="cannot save step 4 in .*No space left") as error:
+        go_on(corpus, tmp_path)
+    assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
+    assert "No space left" in (tmp_path / "log.txt").read_text()
+
+
+def as_command(corpus, folder, **changes):
+    """The tiny run as arguments of train.py."""
+    config = tiny_config(corpus, **(EVERY_SECOND | changes))
+    sections = {
+        name: dict(config[name]) for name in ("model", "data", "train", "optimizer", "checkpoint", "sample", "mesh")
+    }
+    keys = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    return ["--config=configs/tiny_gqa.py", *as_flags(keys | {"mesh.simulate": 8}), f"--workdir={folder}"]
+
+
+def start(*command):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-u", *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_at(process, word, *, after_secs=0.0):
+    """Send SIGKILL when a line with the word was printed; returns whether the run was still going."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if word in line:
+            break
+    time.sleep(after_secs)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL or "finished" in "".join(seen), "".join(seen)
+    return process.returncode == -signal.SIGKILL
+
+
+def test_a_kill_during_an_asynchronous_save_loses_nothing(corpus, never_stopped, tmp_path, capsys):
+    process = start("tests/faults/stuck_save.py", "4", *as_command(corpus, tmp_path))
+    assert kill_at(process, "saving step 4: arrays are written")
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert any(name.startswith("4.orbax-checkpoint-tmp") for name in left) and "2" in left
+    assert latest_step(tmp_path / "checkpoints") == 2
+    go_on(corpus, tmp_path)
+    out = capsys.readouterr().out
+    assert "removed an unfinished save of step 4" in out and "going on from step 2" in out
+    assert_same_run(tmp_path, never_stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2}], ids=["dp8", "2·2·2"])
+def test_kills_at_random_moments_lose_nothing(corpus, tmp_path, mesh):
+    """Saves follow each other, so that most kills hit one."""
+    changes = {"checkpoint.every_steps": 1, "train.steps": 40, "train.eval_every_steps": 10, **mesh}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    ended = start("train.py", *as_command(corpus, whole, **changes))
+    assert "finished: step 40" in ended.communicate(timeout=300)[0] and ended.returncode == 0
+    rng, kills = random.Random(0), 0
+    for _ in range(8):
+        process = start("train.py", *as_command(corpus, run, **changes))
+        kills += kill_at(process, rng.choice(["tokens to train on", "step "]), after_secs=rng.uniform(0, 2))
+    ended = start("train.py", *as_command(corpus, run, **changes))
+    assert "step 40" in ended.communicate(timeout=300)[0] and ended.returncode == 0
+    assert kills >= 3
+    assert_same_run(run, whole, steps=40)

@@ -1,0 +1,79 @@
+"""train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
+
+FAULT is what happens when the process of that rank reads the batch of that step ("raise", "sleep"), begins to save it
+("die-saving") or starts ("die-starting"), or how it differs from the others from the start: another "config", other
+"code", other "data", another "clock", a folder that is "unshared".
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import train
+from parallax.checkpoint import Checkpoints
+from parallax.data import Reader
+
+
+def raise_error() -> None:
+    raise RuntimeError("a fault that was put here")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {"raise": raise_error, "sleep": lambda: time.sleep(600)}
+
+
+def main() -> int:
+    fault, rank, step, *arguments = sys.argv[1:]
+    if os.environ["PARALLAX_PROCESS_ID"] == rank:
+        if fault == "config":
+            arguments.append("--config.optimizer.learning_rate=0.5")
+        elif fault == "code":
+            train.code_version = lambda: "an edited checkout"
+        elif fault == "clock":
+            right = time.time
+            time.time = lambda: right() + 3600
+        elif fault == "die-starting":
+            die()
+        elif fault == "die-saving":
+            die_saving(int(step))
+        elif fault == "data":
+            Reader.fingerprint = property(lambda self: "other data")
+        elif fault == "unshared":
+            shared = train.train
+            train.train = lambda config, workdir, **how: shared(config, f"{workdir}-of-another-host", **how)
+        else:
+            break_at(int(step), FAULTS[fault])
+    return train.main(["train.py", *arguments])
+
+
+def die_saving(step: int) -> None:
+    save = Checkpoints.save
+
+    def faulty(self, at, parts, **how):
+        save(self, at, parts, **how)
+        if at == step:
+            die()
+
+    Checkpoints.save = faulty
+
+
+def break_at(step: int, act) -> None:
+    batch = Reader.batch
+
+    def faulty(self, at):
+        if self.split == "train" and at == step:
+            act()
+        return batch(self, at)
+
+    Reader.batch = faulty
+
+
+if __name__ == "__main__":
+    sys.exit(main())

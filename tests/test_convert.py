@@ -1,0 +1,264 @@
+"""Parameters go out to safetensors and come back bit for bit, and files of strangers are not believed."""
+
+import json
+import shutil
+import struct
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_examples import flip, largest_file
+from run_examples import shared_programs, tiny_config, write_corpus
+
+from parallax.checkpoint import CheckpointConfig, Checkpoints, read_manifest
+from parallax.checkpoint.stored import Stored
+from parallax.convert.__main__ import main
+from parallax.convert.safetensors import NAMES, Tensor, open_tensor, read_header, write
+from parallax.convert.shards import read_shards, write_shards
+from parallax.errors import CheckpointError
+from parallax.loop import train
+from parallax.loop.journal import read_metrics
+
+__all__ = ["shared_programs"]  # the fixture
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A run folder; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny_config(corpus), folder)
+    return folder
+
+
+@pytest.fixture
+def exported(trained, tmp_path):
+    # 1 MiB holds all of it; the tests of shards cut it smaller.
+    assert main(["export", str(trained), str(tmp_path / "out"), "--shard-mbytes=1"]) == 0
+    return tmp_path / "out"
+
+
+def params_of(folder, step):
+    arrays = read_manifest(folder / "checkpoints", step)["arrays"]["params"]
+    at = folder / "checkpoints" / str(step) / "params"
+    return {name: Stored(at, name, about).read(...) for name, about in arrays.items()}
+
+
+def tensors_of(path):
+    """A safetensors file as the format's description has it, in a few lines."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    kinds = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+    return {
+        name: np.frombuffer(content[8 + length :][slice(*t["data_offsets"])], kinds[t["dtype"]]).reshape(t["shape"])
+        for name, t in header.items()
+        if name != "__metadata__"
+    }
+
+
+def test_an_export_has_every_layer_under_its_plain_name(trained, exported):
+    (path,) = exported.glob("*.safetensors")
+    found, params = tensors_of(path), params_of(trained, 8)
+    assert found["embedding.table"].tobytes() == params["embedding.table"].tobytes()
+    for layer in range(2):
+        name = f"blocks.{layer}.attention.q.kernel"
+        assert found[name].tobytes() == params["blocks.attention.q.kernel"][layer].tobytes()
+    assert sum(x.size for x in found.values()) == sum(x.size for x in params.values())
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(found, path.name)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    assert (exported / "config.json").is_file() and (exported / "tokenizer.json").is_file()
+
+
+def test_an_import_has_the_bits_of_the_export_and_a_run_starts_from_it(corpus, trained, exported, tmp_path, capsys):
+    workdir = tmp_path / "imported"
+    assert main(["import", str(exported), str(workdir)]) == 0
+    assert f"train.init_from={workdir}" in capsys.readouterr().out
+    there, here = params_of(trained, 8), params_of(workdir, 0)
+    assert {name: x.tobytes() for name, x in there.items()} == {name: x.tobytes() for name, x in here.items()}
+    marks = [
+        read_manifest(folder / "checkpoints", step)["arrays"]["params"] for folder, step in ((trained, 8), (workdir, 0))
+    ]
+    assert marks[0] == marks[1]
+    config = tiny_config(
+        corpus, **{"train.init_from": str(workdir), "model.dropout": 0.0, "optimizer.learning_rate": 0.0}
+    )
+    train(config, tmp_path / "on")
+    last = [read_metrics(folder / "metrics.jsonl")[-1]["eval/loss"] for folder in (trained, tmp_path / "on")]
+    assert last[0] == pytest.approx(last[1], rel=1e-6)
+
+
+def test_imported_weights_are_not_taken_for_a_run(corpus, exported, tmp_path):
+    main(["import", str(exported), str(tmp_path / "imported")])
+    with pytest.raises(CheckpointError, match="holds imported weights, not a run; start one elsewhere"):
+        train(tiny_config(corpus), tmp_path / "imported")
+
+
+def test_shards_hold_at_most_their_size_and_the_index_leads_to_each(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=(size, 4)).astype(np.float32) for name, size in zip("abcde", (4, 4, 9, 1, 2))}
+    write_shards(tmp_path, tensors, lambda name: [tensors[name][:1], tensors[name][1:]], shard_bytes=128)
+    names = [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == names
+    found = read_shards(tmp_path)
+    assert [found[name][0].name for name in "abcde"] == [names[at] for at in (0, 0, 1, 2, 2)]
+    for name, (path, tensor) in found.items():
+        assert open_tensor(path, tensor).tobytes() == tensors[name].tobytes() == tensors_of(path)[name].tobytes()
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_dtype_round_trips_bit_for_bit(tmp_path, dtype):
+    bits = np.random.default_rng(0).integers(0, 2 if dtype.kind == "b" else 256, 24 * dtype.itemsize, np.uint8)
+    x = {"x": bits.view(dtype).reshape(2, 3, 4), "scalar": bits.view(dtype)[0], "empty": np.zeros((0, 3), dtype)}
+    write(tmp_path / "file", x, lambda name: [x[name]])
+    header = read_header(tmp_path / "file")
+    for name, array in x.items():
+        found = open_tensor(tmp_path / "file", header[name])
+        assert found.dtype == dtype and found.shape == array.shape and found.tobytes() == array.tobytes()
+
+
+def test_bfloat16_of_a_checkpoint_is_stored_and_read_bit_for_bit(tmp_path):
+    x = np.random.default_rng(0).integers(0, 1 << 16, (4, 8), np.uint16).view(ml_dtypes.bfloat16)
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    with Checkpoints(tmp_path, config, settings={}) as checkpoints:
+        checkpoints.save(1, {"params": {"x": jax.numpy.asarray(x)}})
+    about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
+    stored = Stored(tmp_path / "1" / "params", "x", about)
+    write(tmp_path / "file", {"x": stored}, lambda name: stored.pieces())
+    assert tensors_of(tmp_path / "file")["x"].tobytes() == x.tobytes()
+
+
+def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallax.checkpoint.stored.PIECE_BYTES", 4096)
+    x = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    with Checkpoints(tmp_path, config, settings={}) as checkpoints:
+        checkpoints.save(1, {"params": {"x": jax.numpy.asarray(x)}})
+    about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
+    pieces = list(Stored(tmp_path / "1" / "params", "x", about).pieces())
+    assert len(pieces) == 64 and max(piece.nbytes for piece in pieces) == 4096
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "run")
+    for path in [largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d")]:
+        flip(path)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
+    assert "is damaged" in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+
+
+def test_nothing_is_written_over(trained, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main(["export", str(trained), str(tmp_path)]) == 3
+    assert f"{tmp_path} is there already; choose another name" in capsys.readouterr().err
+
+
+def header_of(**tensors):
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": at} for name, (dtype, shape, at) in tensors.items()}
+
+
+def file_of(header, data=b"\0" * 32, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+GOOD = ("F32", [2, 4], [0, 32])
+HOSTILE = {
+    "nothing": (b"", "its header has 0 bytes"),
+    "a header of 2^60 bytes": (file_of(b"{}", length=1 << 60), f"its header has {1 << 60} bytes by its own account"),
+    "a header beyond the end": (
+        file_of(b"{}", b"", length=3),
+        "its header has 3 bytes by its own account, the file 10",
+    ),
+    "no JSON": (file_of(b"{'a'"), "its header is no JSON"),
+    "nested": (file_of(b"[" * 50_000), "its header is no JSON"),
+    "no UTF-8": (file_of(b'{"\xff": 1}'), "its header is no JSON"),
+    "a list": (file_of(b"[]"), "its header is no JSON object"),
+    "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
+    "an absurd shape": (file_of(header_of(a=("F32", [10**6, 10**6], [0, 32]))), "is F32.* but has 32 bytes"),
+    "an overflowing shape": (file_of(header_of(a=("F32", [2**62, 4], [0, 32]))), "is F32.* but has 32 bytes"),
+    "a negative shape": (file_of(header_of(a=("F32", [-2, -4], [0, 32]))), "are no lists of whole numbers|that are no"),
+    "a shape of floats": (file_of(header_of(a=("F32", [2.0, 4.0], [0, 32]))), "that are no lists of whole numbers"),
+    "too few bytes": (file_of(header_of(a=("F32", [2, 4], [0, 16]))), "but has 16 bytes"),
+    "beyond the file": (file_of(header_of(a=("F32", [2, 8], [0, 64]))), "has bytes 0 to 64 of 32"),
+    "backwards": (file_of(header_of(a=("F32", [2, 4], [32, 0]))), "has bytes 32 to 0 of 32"),
+    "overlap": (file_of(header_of(a=GOOD, b=("F32", [4], [16, 32]))), "'b' overlaps the tensor before it"),
+    "a hole": (file_of(header_of(a=("F32", [2], [0, 8]), b=("F32", [4], [16, 32]))), "'b' leaves a hole before it"),
+    "more at the end": (file_of(header_of(a=GOOD), b"\0" * 40), "its tensors end at byte 32 of 40"),
+    "an unknown dtype": (file_of(header_of(a=("F4", [64], [0, 32]))), "has dtype 'F4'; known: F64"),
+    "a dtype that is a list": (file_of(header_of(a=([], [8], [0, 32]))), r"has dtype \[\]"),
+    "more keys": (
+        file_of({"a": {**header_of(a=GOOD)["a"], "run": "rm"}}),
+        "has not dtype, shape and data_offsets alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("trick", HOSTILE)
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, trick):
+    content, message = HOSTILE[trick]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"no safetensors file that can be trusted: .*({message})"):
+        read_shards(tmp_path)
+
+
+def test_a_header_that_fits_is_read(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(file_of(header_of(a=GOOD)))
+    ((path, tensor),) = read_shards(tmp_path).values()
+    assert path.name == "model.safetensors" and tensor[:2] == Tensor(np.dtype(np.float32), (2, 4), 0, 0)[:2]
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b.safetensors", "x.bin"]
+)
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(file_of(header_of(a=GOOD)))
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="which is no file's name|nothing but .safetensors is read"):
+        read_shards(tmp_path / "in")
+
+
+def test_a_link_is_not_followed_and_a_missing_shard_is_named(tmp_path):
+    (tmp_path / "secret").write_bytes(file_of(header_of(a=GOOD)))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "s.safetensors"}}))
+    with pytest.raises(CheckpointError, match="s.safetensors is missing"):
+        read_shards(tmp_path / "in")
+    (tmp_path / "in" / "s.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="s.safetensors is a link"):
+        read_shards(tmp_path / "in")
+
+
+def test_an_index_and_its_shards_must_agree(exported):
+    path = exported / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["embedding.table"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="do not agree about 'embedding.table'"):
+        read_shards(exported)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="has neither model.safetensors.index.json nor"):
+        read_shards(exported)
+
+
+def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, capsys):
+    config = json.loads((exported / "config.json").read_text())
+    config["model"]["d_ff"] = 128
+    (exported / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(exported), str(tmp_path / "imported")]) == 3
+    assert "blocks.0.mlp.down.kernel is float32[64, 32] there and float32[128, 32] here" in capsys.readouterr().err
+    assert not list(tmp_path.glob("imported*"))
+
+
+def test_an_import_without_its_tokenizer_is_refused(exported, tmp_path, capsys):
+    (exported / "tokenizer.json").unlink()
+    assert main(["import", str(exported), str(tmp_path / "imported")]) == 5
+    assert "tokenizer" in capsys.readouterr().err and not list(tmp_path.glob("imported*"))

@@ -1,0 +1,329 @@
+"""What processes say to each other, with threads in place of processes: who is missing, who differs, who is late."""
+
+import functools
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax.distributed import DistributedConfig, Place, gloo, read_place
+from parallax.distributed import job as job_module
+from parallax.distributed.hub import Hub
+from parallax.distributed.job import listen, started_by_scheduler
+from parallax.distributed.peers import Peers
+from parallax.errors import ConfigError, LostError
+from parallax.loop.watchdog import Watchdog
+
+PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num_processes": "4", "distributed.process_id": "3"}
+
+
+# ---- places
+
+
+def test_a_place_comes_from_flags_or_else_from_the_environment():
+    assert read_place(PLACE, {}) == Place("10.0.0.2", 8476, 4, 3, "")
+    own = {"PARALLAX_COORDINATOR": "localhost:1", "PARALLAX_NUM_PROCESSES": "2", "PARALLAX_PROCESS_ID": "0"}
+    assert read_place({}, own) == Place("localhost", 1, 2, 0, "") and read_place({}, own).is_loopback
+    assert read_place(PLACE | {"distributed.process_id": None}, own).process == 0
+    assert read_place({name: None for name in PLACE}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distributed.coordinator": None}, "=4, .*=3 without --distributed.coordinator (or PARALLAX_COORDINATOR)"),
+        (
+            {"distributed.coordinator": "host"},
+            "'host' is no address; write host:port of process 0, as in 10.0.0.2:8476",
+        ),
+        ({"distributed.coordinator": "host:99999"}, "'host:99999' is no address"),
+        ({"distributed.num_processes": "0"}, "--distributed.num_processes='0' must be a whole number of 1 or more"),
+        ({"distributed.process_id": "-1"}, "--distributed.process_id='-1' must be a whole number of 0 or more"),
+        ({"distributed.process_id": "4"}, "--distributed.process_id=4 is none of 4 processes; use 0 to 3"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
+        read_place(PLACE | changes, {})
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_an_address_or_an_error_of_ours(text):
+    try:
+        place = read_place(PLACE | {"distributed.coordinator": text}, {})
+        assert place.host and 0 < place.port < 65536
+    except ConfigError as error:
+        assert repr(text) in str(error)
+
+
+def test_schedulers_count_only_where_they_have_started_the_process():
+    assert started_by_scheduler({"SLURM_NTASKS": "4"}) == 1  # in the batch script
+    assert started_by_scheduler({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}) == 3
+
+
+def test_limits_below_a_second_are_refused():
+    with pytest.raises(ConfigError, match="distributed.wait_secs=0 is too short; use a number of seconds of 1 or more"):
+        DistributedConfig(1, 1, 0, 1, 1, 1)
+
+
+# ---- collectives of old jaxlibs
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("groups", [None, [[0, 2, 4, 6], [1, 3, 5, 7]]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_detour_is_a_reduce_scatter(tiled, groups, dim):
+    ranks = len(groups[0]) if groups else 8
+    shape = [3, 3]
+    shape[dim] = 2 * ranks if tiled else ranks
+    x = np.random.default_rng(0).integers(0, 100, (8, *shape)).astype(np.float32)
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    how = dict(scatter_dimension=dim, axis_index_groups=groups, tiled=tiled)
+
+    def both(x):
+        around = gloo._exchanged_and_added(x[0], axis_name="i", axis_size=ranks, **how)
+        return around[None], jax.lax.psum_scatter(x[0], "i", **how)[None]
+
+    spec = jax.sharding.PartitionSpec("i")
+    around, straight = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    assert np.array_equal(around, straight) and around.any()
+
+
+def test_the_detour_is_taken_in_what_is_compiled_for_cpu():
+    """In a process of its own: it holds for all that is compiled after it."""
+    program = """
+import jax
+from parallax.distributed.gloo import avoid_reduce_scatter
+avoid_reduce_scatter()
+jax.config.update("jax_num_cpu_devices", 2)
+auto = (jax.sharding.AxisType.Auto,)
+mesh, spec = jax.make_mesh((2,), ("i",), axis_types=auto), jax.sharding.PartitionSpec("i")
+act = jax.shard_map(lambda x: jax.lax.psum_scatter(x, "i", tiled=True), mesh=mesh, in_specs=spec, out_specs=spec)
+text = jax.jit(act).lower(jax.numpy.ones(8)).as_text()
+assert "all_to_all" in text and "reduce_scatter" not in text, text
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- meeting
+
+
+JOINED = []
+
+
+@pytest.fixture(autouse=True)
+def all_leave():
+    """Nobody is left to be lost, which would end the process of the tests."""
+    yield
+    at_once(*(functools.partial(peers.leave, 0, "") for peers in JOINED))
+    JOINED.clear()
+
+
+class Meeting:
+    """A hub, and peers that join it from threads of this process."""
+
+    def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0, clock_secs=60.0, clock=time.time):
+        self.processes, self.start_secs, self.silence_secs = processes, start_secs, silence_secs
+        listener = listen("127.0.0.1", 0, processes)
+        self.address = listener.getsockname()
+        limits = {"start_secs": start_secs, "silence_secs": silence_secs, "clock_secs": clock_secs, "clock": clock}
+        Hub(listener, processes, "token", **limits)
+
+    def join(self, rank, **changes):
+        hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
+        peers = Peers(self.address, hello, start_secs=self.start_secs, silence_secs=self.silence_secs)
+        JOINED.append(peers)
+        return peers
+
+    def join_all(self, *ranks, **changes):
+        return at_once(*(functools.partial(self.join, rank, **changes) for rank in ranks))
+
+
+def at_once(*acts):
+    """What each of them returns or raises, run side by side."""
+    results = [None] * len(acts)
+
+    def run(at, act):
+        try:
+            results[at] = act()
+        except Exception as error:
+            results[at] = error
+
+    threads = [threading.Thread(target=run, args=(at, act)) for at, act in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Instead of ending, a process notes its status."""
+    statuses = []
+    monkeypatch.setattr("parallax.distributed.peers.end_now", statuses.append)
+    monkeypatch.setattr("parallax.distributed.peers.GRACE_SECS", 0.1)
+    return statuses
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_hear_the_values_of_the_first_and_each_difference():
+    first, second, third = Meeting(3).join_all(0, 1, 2)
+    values = [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 0, "more": True}]
+    meet = [
+        functools.partial(peers.meet, "config", value, 20, "distributed.wait_secs")
+        for peers, value in zip((first, second, third), values)
+    ]
+    answers = at_once(*meet)
+    assert all(answer["values"] == values[0] for answer in answers)
+    assert answers[2]["differences"] == [["lr", 1, 1, 2], ["more", None, 2, True]]
+
+
+def test_differences_are_refused_with_both_values(monkeypatch):
+    class Differing:
+        def meet(self, *_):
+            return {"differences": [["mesh.tp", 2, 3, 4]], "more": 7}
+
+    monkeypatch.setattr(job_module, "_peers", Differing())
+    monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 1, 1, 1))
+    expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
+    with pytest.raises(ConfigError, match=expected):
+        job_module.compare("config", {"mesh.tp": 2})
+
+
+def test_who_is_missing_at_the_start_is_named():
+    (first, third) = Meeting(4, start_secs=0.5).join_all(0, 2)
+    assert isinstance(first, LostError) and str(first) == str(third)
+    assert str(first) == "2 of 4 processes are there after 0 s (distributed.start_secs); missing: 1, 3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hello": 0}, "distributed.process_id=0 was given twice: on host0 and on host1"),
+        ({"of": 3}, "distributed.num_processes is 2 in process 0, 3 in process 1"),
+        ({"token": "guessed"}, "this coordinator port belongs to another job; give each job a port of its own"),
+    ],
+)
+def test_who_does_not_belong_is_refused(changes, message):
+    meeting = Meeting(2, start_secs=1.0)
+    first, second = at_once(functools.partial(meeting.join, 0), lambda: time.sleep(0.3) or meeting.join(1, **changes))
+    assert isinstance(second, ConfigError) and message in str(second)
+    # To a stranger the job owes nothing: it goes on waiting for its own.
+    assert isinstance(first, LostError if "token" in changes else ConfigError)
+
+
+def test_clocks_that_differ_are_refused_with_both_times():
+    wrong = lambda: 1e9  # noqa: E731
+    refused = Meeting(1, clock=wrong).join_all(0)[0]
+    assert isinstance(refused, ConfigError)
+    assert "the clocks disagree: 2001-09-09 01:46:40 UTC in process 0, 20" in str(refused)
+    assert "distributed.clock_secs=60 allows; set the clocks" in str(refused)
+
+
+def test_a_stranger_who_talks_nonsense_does_no_harm():
+    meeting = Meeting(1)
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"hello": "x", "token": "token"}\n'):
+        with socket.create_connection(meeting.address) as stranger:
+            try:
+                stranger.sendall(nonsense)
+            except OSError:
+                continue
+    assert isinstance(meeting.join(0), Peers)
+
+
+# ---- ending
+
+
+def test_a_lost_process_ends_the_others_with_75(ended, capsys):
+    first, second, third = Meeting(3).join_all(0, 1, 2)
+    for peers in (first, second, third):
+        peers.at("step 7", 20, "distributed.wait_secs")
+    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(ended) >= 3)
+    assert set(ended) == {75}
+    message = "process 1 on host1 is gone: its connection was closed. It was at 'step 7'; this process was at 'step 7'"
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_that_says_nothing_is_lost(ended, capsys):
+    meeting = Meeting(2, silence_secs=1.0)
+    first, second = meeting.join_all(0, 1)
+    second._wire.send = lambda message: True
+    wait_until(lambda: 75 in ended)
+    assert (
+        "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
+        in capsys.readouterr().err
+    )
+    assert first is not second
+
+
+@pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
+def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expected):
+    _, second = Meeting(2).join_all(0, 1)
+    second.leave(status, "DataError: a shard is damaged")
+    wait_until(lambda: ended)
+    assert ended == [expected]
+    said = (
+        f"process 1 on host1 ended with status {status}: DataError: a shard is damaged; this process was at 'starting'"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
+    first, second = Meeting(2).join_all(0, 1)
+    second.at("reading a slow disk", 100, "distributed.wait_secs")
+    first.at("step 3", 0.5, "distributed.wait_secs")
+    wait_until(lambda: len(ended) >= 2)
+    said = capsys.readouterr().err
+    assert (
+        ended[0] == 75
+        and "waited 0 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'reading a s" in said
+    )
+
+
+def test_processes_that_leave_together_are_not_lost(ended):
+    first, second = Meeting(2).join_all(0, 1)
+    second.leave(0, "")
+    first.leave(0, "")
+    time.sleep(0.5)
+    assert ended == []
+
+
+# ---- the watchdog
+
+
+def test_a_step_of_ten_medians_has_its_stacks_printed_once(capfd):
+    with Watchdog(10.0, least_secs=0.2) as watchdog:
+        watchdog.begin(1, compiles=True)
+        for step in range(2, 10):
+            watchdog.begin(step)
+            time.sleep(0.02)
+        time.sleep(1.2)
+    said = capfd.readouterr().err
+    assert said.count("step 9 has taken") == 1 and "(train.stall_factor=10); all threads:" in said
+    assert "test_distributed.py" in said and "Current thread" in said
+
+
+def test_what_is_no_step_is_not_watched(capfd):
+    with Watchdog(2.0, least_secs=0.05) as watchdog:
+        for step in range(1, 10):
+            watchdog.begin(step)
+            time.sleep(0.02)
+        watchdog.pause()
+        time.sleep(0.8)
+    assert capfd.readouterr().err == ""

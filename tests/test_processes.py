@@ -1,0 +1,410 @@
+"""Several real processes train as one does, stop together, and none waits in silence for one that is gone."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from process_examples import FAULTY, ROOT, Started, flags_of, launched
+from run_examples import tiny_config, write_corpus
+
+from parallax.checkpoint import latest_step
+from parallax.loop import train
+from parallax.loop.journal import read_metrics
+
+MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
+# What a process whose peer is gone may take to end.
+SOON_SECS = 15
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def losses(folder):
+    return [row["train/loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """The losses of one process with eight devices."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(tiny_config(corpus, **MESH), folder)
+    return losses(folder)
+
+
+def is_close(here, there):
+    np.testing.assert_allclose(here, there, rtol=1e-6)
+    return True
+
+
+def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, alone, tmp_path):
+    command = ["train.py", *flags_of(corpus, **MESH), f"--workdir={tmp_path}"]
+    with launched(*command) as job:
+        job.wait_for("step 3/8")
+        job.send(signal.SIGTERM)
+        status, text = job.end()
+    assert status == 0 and "stopped by SIGTERM: step" in text
+    done = latest_step(tmp_path / "checkpoints")
+    assert 3 <= done < 8 and len(losses(tmp_path)) == done
+    # Process 0 speaks for all.
+    assert all("SIGTERM" in line for line in text.splitlines() if line.startswith("[1]"))
+    # Each has written its own part of the arrays.
+    parts = (tmp_path / "checkpoints" / str(done) / "params").glob("ocdbt.process_*")
+    assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
+    # Here one process goes on; below, in the slow tests, two.
+    train(tiny_config(corpus, **MESH), tmp_path)
+    assert f"going on from step {done}" in (tmp_path / "log.txt").read_text()
+    assert is_close(losses(tmp_path), alone)
+
+
+def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):
+    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
+        job.wait_for("step 3/2000")
+        os.kill(job.pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        status, text = job.end()
+    assert time.monotonic() - killed < SOON_SECS
+    assert status == 128 + signal.SIGKILL and "[launch] process 0 ended with status 75" in text
+    assert f"[0] LostError: process 1 on {socket.gethostname()} is gone: its connection was closed" in text
+    assert "It was at 'step " in text and "this process was at 'step " in text
+    assert "LostError: process 1" in (tmp_path / "log.txt").read_text()
+
+
+def test_processes_with_different_configs_are_refused_with_both_values(corpus, tmp_path):
+    with launched(FAULTY, "config", "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
+        status, text = job.end()
+    expected = (
+        "ConfigError: the processes disagree about config and code: "
+        "optimizer.learning_rate is 0.003 in process 0, 0.5 in process 1"
+    )
+    assert status == 2 and f"[0] {expected}" in text and f"[1] {expected}" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("data", "the processes disagree about the run: data manifest is "),
+        ("unshared", "is 'the same folder' in process 0, 'No such file or directory' in process 1"),
+        ("code", "'an edited checkout' in process 1"),
+        ("clock", "the clocks disagree: 2"),
+    ],
+)
+def test_processes_with_other_data_code_clock_or_another_folder_are_refused(corpus, tmp_path, fault, message):
+    with launched(FAULTY, fault, "1", "0", *flags_of(corpus, **MESH), f"--workdir={tmp_path / 'run'}") as job:
+        status, text = job.end()
+    assert status == 2 and message in text, text
+    assert not (tmp_path / "run").exists()
+
+
+# ---- slow: more processes, and other ways to end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (4, 1, 2)], ids=str)
+def test_any_number_of_processes_has_the_losses_of_one(corpus, tmp_path, processes, sizes):
+    mesh = dict(zip(("mesh.pp", "mesh.dp", "mesh.tp"), sizes)) | {"pipeline.microbatches": 1}
+    with launched(
+        "train.py", *flags_of(corpus, **mesh), f"--workdir={tmp_path}", processes=processes, devices=8 // processes
+    ) as job:
+        status, text = job.end()
+    assert status == 0, text
+    train(tiny_config(corpus, **mesh), tmp_path / "alone")
+    assert is_close(losses(tmp_path), losses(tmp_path / "alone"))
+
+
+@pytest.fixture(scope="module")
+def by_two(corpus, tmp_path_factory):
+    """The losses of two processes that nothing stops."""
+    folder = tmp_path_factory.mktemp("two")
+    with launched("train.py", *flags_of(corpus, **MESH), f"--workdir={folder}") as job:
+        status, text = job.end()
+    assert status == 0, text
+    return losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("moment", ["die-starting", "die-saving"])
+def test_after_a_kill_while_starting_or_saving_the_same_command_goes_on_bit_for_bit(
+    corpus, by_two, tmp_path, moment, rank
+):
+    flags = [*flags_of(corpus, **MESH), "--config.distributed.start_secs=20", f"--workdir={tmp_path}"]
+    with launched(FAULTY, moment, rank, "4", *flags, options=("--grace-secs", "40")) as job:
+        job.wait_for("ended with SIGKILL")
+        killed = time.monotonic()
+        status, text = job.end()
+    assert status == 128 + signal.SIGKILL and "LostError: " in text, text
+    assert time.monotonic() - killed < 20 + SOON_SECS
+    assert latest_step(tmp_path / "checkpoints") in (None, 4)
+    with launched("train.py", *flags) as job:
+        status, text = job.end()
+    assert status == 0 and "finished: step 8" in text, text
+    assert losses(tmp_path) == by_two
+
+
+@pytest.mark.slow
+def test_a_step_that_stands_still_has_its_stacks_printed(corpus, tmp_path):
+    with launched(
+        FAULTY, "sleep", "1", "40", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}"
+    ) as job:
+        job.wait_for("(train.stall_factor=10); all threads:")
+        job.wait_for("Current thread")
+
+
+@pytest.mark.slow
+def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path):
+    with launched(FAULTY, "raise", "1", "4", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
+        job.wait_for("RuntimeError: a fault that was put here")
+        raised = time.monotonic()
+        status, text = job.end()
+    assert time.monotonic() - raised < SOON_SECS
+    assert status == 1 and "[launch] process 0 ended with status 75" in text
+    assert "ended with status 1: RuntimeError: a fault that was put here; this process was at" in text
+
+
+@pytest.mark.slow
+def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path):
+    with launched(
+        FAULTY,
+        "sleep",
+        "1",
+        "4",
+        *flags_of(corpus, **MESH),
+        "--config.distributed.wait_secs=4",
+        f"--workdir={tmp_path}",
+    ) as job:
+        status, text = job.end()
+    assert status == 75 and "waited 4 s (distributed.wait_secs) for 'step " in text
+    assert "Current thread" in text  # the stacks
+    assert "start the same command again to go on from the last checkpoint" in text
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_lost_after_its_heartbeat(corpus, tmp_path):
+    flags = [*flags_of(corpus, **MESH), "--config.distributed.heartbeat_secs=4", "--config.train.steps=2000"]
+    with launched("train.py", *flags, f"--workdir={tmp_path}", options=("--grace-secs", "5")) as job:
+        job.wait_for("step 3/2000")
+        os.kill(job.pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        job.wait_for("it has said nothing for 4 s (distributed.heartbeat_secs)")
+        assert time.monotonic() - stopped < SOON_SECS
+        status, text = job.end()
+    assert status == 75 and "ending process 1 by SIGTERM" in text
+
+
+@pytest.mark.slow
+def test_when_process_0_is_killed_the_others_end_too(corpus, tmp_path):
+    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
+        job.wait_for("step 3/2000")
+        os.kill(job.pids[0], signal.SIGKILL)
+        killed = time.monotonic()
+        status, text = job.end()
+    assert time.monotonic() - killed < SOON_SECS and status == 128 + signal.SIGKILL
+    assert "[1] LostError: process 0 is gone: its connection was closed" in text
+
+
+@pytest.mark.slow
+def test_sigterm_while_compiling_saves_the_first_step(corpus, tmp_path):
+    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
+        job.wait_for("tokens a step;")  # the last that is said before the first step
+        job.send(signal.SIGTERM)
+        status, text = job.end()
+    assert status == 0 and "stopped by SIGTERM: step" in text, text
+    assert latest_step(tmp_path / "checkpoints") <= 3
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_processes_at_once(corpus, tmp_path):
+    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
+        job.wait_for("tokens a step;")
+        for rank in (0, 1):
+            os.kill(job.pids[rank], signal.SIGTERM)
+            job.wait_for(f"[{rank}] SIGTERM: stopping after this step")
+        job.send(signal.SIGTERM)
+        sent = time.monotonic()
+        status, _ = job.end()
+    assert status == 75 and time.monotonic() - sent < SOON_SECS
+
+
+@pytest.mark.slow
+def test_the_end_of_max_runtime_stops_all_processes_after_one_step(corpus, tmp_path):
+    flags = [*flags_of(corpus, **MESH), "--config.train.steps=20000", "--max-runtime=20s"]
+    with launched("train.py", *flags, f"--workdir={tmp_path}") as job:
+        status, text = job.end()
+    assert status == 0 and "stopped by --max-runtime: step" in text
+    assert latest_step(tmp_path / "checkpoints") == len(losses(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_missing_process_is_named(corpus, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    place = {"PARALLAX_COORDINATOR": f"127.0.0.1:{port}", "PARALLAX_NUM_PROCESSES": "3", "PARALLAX_PROCESS_ID": "0"}
+    flags = [*flags_of(corpus), "--config.distributed.start_secs=3", "--config.mesh.simulate=3"]
+    with Started("train.py", *flags, f"--workdir={tmp_path}", environment=place) as process:
+        status, text = process.end()
+    assert status == 75
+    assert text == "LostError: 1 of 3 processes are there after 3 s (distributed.start_secs); missing: 1, 2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_coordinator_that_does_not_answer_is_named(corpus, tmp_path, silent):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not silent:
+            listener.close()
+        flags = [*flags_of(corpus), "--config.distributed.start_secs=3", "--config.mesh.simulate=2"]
+        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num_processes=2"]
+        with Started("train.py", *flags, *place, "--distributed.process_id=1", f"--workdir={tmp_path}") as process:
+            begun = time.monotonic()
+            status, text = process.end()
+    assert status == 75 and time.monotonic() - begun < 30 and len(text.splitlines()) == 1
+    words = "process 0 does not answer" if silent else f"process 0 has not answered at 127.0.0.1:{port} for 3 s"
+    assert words in text and "(distributed.start_secs)" in text
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use_is_named(corpus, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        flags = [*flags_of(corpus), "--config.distributed.start_secs=5", f"--workdir={tmp_path}"]
+        with launched("train.py", *flags, options=("--port", str(port))) as job:
+            status, text = job.end()
+    assert status == 2
+    expected = f"cannot listen on port {port} for distributed.coordinator=127.0.0.1:{port} (Address already in use)"
+    assert f"[0] ConfigError: {expected}" in text
+
+
+@pytest.mark.slow
+def test_slurm_is_detected_by_jax(corpus, tmp_path):
+    """The variables that srun sets for two tasks on this machine, and no flag of ours."""
+    job = str(os.getpid())
+    slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    command = ["train.py", *flags_of(corpus, **MESH), "--config.mesh.simulate=8", f"--workdir={tmp_path}"]
+    tasks = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    with Started(*command, environment=tasks[0]) as first, Started(*command, environment=tasks[1]) as second:
+        (status, text), (other_status, other_text) = first.end(), second.end()
+    assert status == other_status == 0 and "finished: step 8" in text, text + other_text
+    assert "finished" not in other_text
+
+
+# ---- the launcher
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "0", "--", "train.py"], "'0' is not a whole number from 1 to 99999"),
+        (["--processes", "2", "--devices-per-process", "x", "--", "train.py"], "'x' is not a whole number"),
+        (["--processes", "2", "--port", "70000", "--", "train.py"], "'70000' is no port; use a number from 1 to 65535"),
+        (["--processes", "2"], "nothing to start; write it last, as in `-- train.py"),
+        (["--processes", "2", "--", "trian.py"], "'trian.py' is no Python file; write one, or -m and a module"),
+        (["--", "train.py"], "the following arguments are required: --processes"),
+    ],
+)
+def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
+    from parallax import launch
+
+    try:
+        status = launch.main(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and message in capsys.readouterr().err
+
+
+CHILDREN = """
+import os, signal, sys, time
+rank = os.environ["PARALLAX_PROCESS_ID"]
+print("rank", rank, "of", os.environ["PARALLAX_NUM_PROCESSES"], os.environ.get("JAX_NUM_CPU_DEVICES"))
+if rank == "1":
+    sys.exit(9)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("no newline at the end", end="", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_launcher_ends_all_when_one_ends_with_the_status_of_the_first_that_failed(tmp_path):
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    with launched(str(script), processes=3, devices=2, options=("--grace-secs", "1")) as job:
+        status, text = job.end()
+    assert status == 9 and {"[0] rank 0 of 3 2", "[1] rank 1 of 3 2", "[2] rank 2 of 3 2"} <= set(text.splitlines())
+    assert "[launch] process 1 ended with status 9\n" in text and "ending process 0, 2 by SIGTERM" in text
+    assert "[2] no newline at the end\n" in text
+
+
+def test_no_process_outlives_the_launcher(tmp_path):
+    script = tmp_path / "children.py"
+    script.write_text("import time; print('ready', flush=True); time.sleep(600)")
+    with launched(str(script)) as job:
+        job.wait_for("[0] ready")
+        job.wait_for("[1] ready")
+        pids = job.pids.values()
+        job.send(signal.SIGKILL)
+        job.end()
+        deadline = time.monotonic() + 10
+        while any(is_running(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- the examples of launch/
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda path: path.name)
+def test_the_shell_examples_are_shell(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    assert ".venv/bin/python -u train.py --config=" in script.read_text()
+
+
+@pytest.mark.parametrize("name", ["gke_tpu_slice", "gke_multislice"])
+def test_the_manifests_have_what_a_job_set_needs(name):
+    import yaml
+
+    manifest = yaml.safe_load((ROOT / "launch" / f"{name}.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (slices,) = manifest["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    assert job["parallelism"] == job["completions"] and slices["replicas"] == 1 + (name == "gke_multislice")
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
+    assert {volume["name"] for volume in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    assert chips == int(rows) * int(columns)
+    check_trains_on(container["command"][2:] + container["args"], chips * slices["replicas"], slices["replicas"])
+
+
+def check_trains_on(arguments, chips, slices):
+    """The command is right, and its model fits so many devices in so many slices."""
+    from test_configs import AXES, AbstractMesh, AxisType, ShardedModel, resolve_sizes, with_vocab
+
+    from parallax.command import read_command
+
+    own = [argument for argument in arguments if not argument.startswith("--workdir")]
+    settings, _ = read_command([own[0], *own[1:]], {})
+    settings = with_vocab(settings, 1000)
+    sizes = resolve_sizes(settings.mesh, chips)
+    assert sizes[settings.mesh.across_slices] % slices == 0
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)

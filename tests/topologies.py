@@ -1,0 +1,137 @@
+"""A run's state and batches on one topology, as digests: what a resumed run must have on any other.
+
+As a command, which the processes of a job run together: `python tests/topologies.py save|load FOLDER CORPUS NAME ...`
+saves on each of these topologies into a folder of its own in FOLDER, or loads all that is there onto each of them.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from run_examples import tiny_config
+
+from parallax.checkpoint.manifest import flatten
+from parallax.distributed import is_first, join, leave, read_place
+from parallax.loop import run as run_module
+from parallax.loop.config import settings_of
+from parallax.loop.folder import RunFolder
+from parallax.loop.journal import Journal
+from parallax.loop.run import begin, open_checkpoints, put_in
+from parallax.loop.steps import parts_of
+from parallax.mesh import make_mesh
+from parallax.step import init_state
+
+STEP, NEXT_BATCHES = 3, 4
+FOUND = "digests: "  # before what the command prints
+
+
+class Topology(NamedTuple):
+    pp: int
+    dp: int
+    tp: int
+    schedule: str = "gpipe"
+    virtual: int = 1
+
+    def __str__(self):
+        return f"{self.pp}·{self.dp}·{self.tp}" + (f"·v{self.virtual}" if self.virtual > 1 else "")
+
+
+TOPOLOGIES = {
+    str(topology): topology
+    for topology in (
+        Topology(1, 1, 1),
+        Topology(2, 2, 2),
+        Topology(4, 1, 2),
+        Topology(1, 8, 1),
+        Topology(4, 2, 1, "interleaved", 2),
+    )
+}
+
+
+def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
+    """The parts of a run on the first devices, as many as the topology has."""
+    pp, dp, tp, schedule, virtual = topology
+    changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "pipeline.schedule": schedule, "pipeline.virtual": virtual}
+    changes |= {"model.layers": 8, "data.global_batch": 8, "pipeline.microbatches": 8 // dp if pp > 1 else 1}
+    settings = settings_of(tiny_config(corpus, **changes))
+    first = jax.devices()[: pp * dp * tp]
+    with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
+        return run_module.build(settings, RunFolder(folder))
+
+
+def stirred(state):
+    """A state with moments and counts as no first step leaves them, the same on every mesh."""
+    leaves, tree = jax.tree.flatten(state)
+    rng = np.random.default_rng(5)
+    other = [leaf + rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype) if leaf.ndim else leaf + STEP for leaf in leaves]
+    return jax.tree.unflatten(tree, [jax.device_put(new, old.sharding) for new, old in zip(other, leaves)])
+
+
+def save(path: pathlib.Path, parts) -> dict[str, str]:
+    """Save step 3 of a run of these parts; its digests."""
+    folder = RunFolder(path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    state = stirred(init_state(parts.model, parts.tx, seed=0))
+    with Journal(folder, tensorboard=False) as journal, open_checkpoints(parts, folder, journal) as checkpoints:
+        checkpoints.save(STEP, parts_of(state))
+    return digests(parts, state)
+
+
+def load(path: pathlib.Path, parts) -> dict[str, str]:
+    """Go on with it with these parts; the digests there."""
+    state, step = begin(parts, RunFolder(path), STEP, print)
+    assert step == STEP
+    return digests(parts, state)
+
+
+def digests(parts, state) -> dict[str, str]:
+    """SHA-256 of each array of the state, and of each of the next batches, as all devices hold them together."""
+    put = put_in(parts)
+    batches = {f"batch {at}": put(parts.train_data.batch(at)) for at in range(STEP, STEP + NEXT_BATCHES)}
+    return {name: digest(array) for name, array in flatten({"state": parts_of(state), **batches}).items()}
+
+
+def digest(array) -> str:
+    whole = np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return hashlib.sha256(f"{whole.dtype}{array.shape}".encode() + whole.tobytes()).hexdigest()
+
+
+def save_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
+    """Save on each of these topologies; digests by what was saved on which."""
+    places = {f"{name} by {jax.process_count()}": name for name in names}
+    return {place: save(root / place, parts_on(TOPOLOGIES[name], corpus, root)) for place, name in places.items()}
+
+
+def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
+    """Load all that is saved there onto each of these topologies; digests by what was loaded onto which."""
+    found = {}
+    for name in names:
+        parts = parts_on(TOPOLOGIES[name], corpus, root)
+        for path in sorted(path for path in root.iterdir() if " by " in path.name):
+            found[f"{path.name} on {name}"] = load(path, parts)
+    return found
+
+
+def main() -> int:
+    act, root, corpus, *names = sys.argv[1:]
+    place = read_place({})
+    # Where a launcher says which process this is, how many devices it simulates was said, too.
+    join(place, settings_of(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
+    found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)
+    if is_first():
+        print(f"{FOUND}{json.dumps(found)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(leave(main))
