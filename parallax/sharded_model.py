@@ -22,7 +22,7 @@ from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
 from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
-from parallax.pipeline.arrangement import Arrangement, cut_over_pp
+from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
 from parallax.pipeline.loops import LayerLoop
@@ -63,7 +63,7 @@ class ShardedModel:
         self.arrangement = Arrangement(self.schedule.placement, model.layers)
         declared = jax.eval_shape(self._declare, jax.random.key(0))
         used = layouts_of(declared)
-        self.layouts = {part: map_layouts(partial(self._stored, part), used[part]) for part in used}
+        self.layouts = self.arrangement.stored_parts(used, model.sizes, self.axis_sizes)
         self.storage = Storage(
             self.layouts,
             used,
@@ -161,14 +161,6 @@ class ShardedModel:
             )
 
     # ---- parameters
-
-    def _stored(self, part: str, layout: Layout) -> Layout:
-        """Layers where they run, if that can be; tables, which all pipeline ranks use, cut over them."""
-        sizes = self.model.sizes, self.axis_sizes
-        if part == "blocks":
-            return self.arrangement.stored(layout, *sizes)
-        alone = self.axis_sizes["pp"] == 1 or len(layout.names) == 1
-        return layout if alone else cut_over_pp(layout, *sizes, names=layout.names)
 
     def _parts(self, rows: str, *, gathered: bool) -> Parts:
         family, form = self.layout.family, self.layout.form

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from parallax.collectives import as_varying
-from parallax.notation import Layout
+from parallax.notation import Layout, map_layouts
 from parallax.pipeline.packing import alike, layers_from_ranks, layers_to_ranks
 
 
@@ -70,6 +71,19 @@ class Arrangement:
     def own_numbers(self) -> Array:
         """This rank's row of `numbers`."""
         return jnp.asarray(self.numbers)[jax.lax.axis_index("pp")]
+
+    def stored_parts(
+        self, used: Mapping[str, Any], sizes: Mapping[str, int], axis_sizes: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """How parameters are stored, from how the ticks use them: layers as `stored` says; tables of embedding and
+        head, which all pipeline ranks use, cut over them; a norm's scale whole."""
+
+        def end(layout: Layout) -> Layout:
+            alone = self.ranks == 1 or len(layout.names) == 1
+            return layout if alone else cut_over_pp(layout, sizes, axis_sizes, names=layout.names)
+
+        parts = {part: map_layouts(end, layouts) for part, layouts in used.items() if part != "blocks"}
+        return parts | {"blocks": map_layouts(lambda layout: self.stored(layout, sizes, axis_sizes), used["blocks"])}
 
     def stored(self, layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Layout:
         """How a parameter with a leading dim `layers/pp` is stored: not in order, the largest other dim that divides
