@@ -55,7 +55,7 @@ class Bounds:
         attention = self._attention_flops / rate
         if model.kernel == "xla":  # all scores are computed, and pass through memory
             attention = max(2 * attention, scores / bandwidth)
-        kept = 2 * self._width_kept * model.layers * self._itemsize / bandwidth * (choice.remat == "none")
+        kept = 2 * self._width_kept(choice.remat) * model.layers * self._itemsize / bandwidth
         return tokens * (flops / rate + attention + kept)
 
     @property
@@ -66,7 +66,7 @@ class Bounds:
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that are run once more for each token if layers are recomputed."""
-        mlp = {"attention": 0.0, "layer": 1 - DOWN}
+        mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
         if choice.remat not in mlp:
             return 0.0
         return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
@@ -101,20 +101,29 @@ class Bounds:
         """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once."""
         if choice.remat != "none":
             return 0.0
-        model = self.settings.model
         tokens = self.tokens / choice.dp / choice.microbatches
         held = 1.0
         if choice.pp > 1:
             schedule = by_name(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
             held = max(figures(schedule).activations)
-        return held * tokens * self._width_kept / choice.tp * model.layers / choice.pp * self._itemsize
+        layers = self.settings.model.layers / choice.pp
+        return held * tokens * self._width_kept("none") / choice.tp * layers * self._itemsize
 
-    @property
-    def _width_kept(self) -> int:
-        """Entries of a token: the inputs of attention and MLP, q, gate and up, and the weights of attention."""
+    def _width_kept(self, remat: str) -> int:
+        """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
+        reads of the residual stream; the weights of attention."""
         model = self.settings.model
-        width = 2 * model.d_model + 2 * model.d_ff + model.heads * model.d_head
-        return width + (model.kernel == "xla") * model.heads * self.settings.data.seq
+        gate_and_up, queries = 2 * model.d_ff, model.heads * model.d_head
+        if remat == "stage":
+            return 0
+        if remat == "layer":
+            return model.d_model
+        if remat == "attention":
+            return model.d_model + gate_and_up
+        if remat == "elementwise":
+            return model.d_model + gate_and_up + queries
+        scores = (model.kernel == "xla") * model.heads * self.settings.data.seq
+        return 2 * model.d_model + gate_and_up + queries + scores
 
     @property
     def _layers(self) -> int:
