@@ -6,9 +6,9 @@
 its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
 over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
 to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
-are the traced collectives over the links of their axes. Gathers of layers over dp hide behind the work, and with
-fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all others are
-exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+are the traced collectives over the links of their axes. Gathers of layers over dp, one by one, hide behind the work,
+and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all others
+are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
 """
 
 import dataclasses
@@ -161,8 +161,9 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
         spread = place.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
-        in_layers = not one.module.startswith(ENDS)  # a table's message is long, and little is computed beside it
-        hides = one.axes == ("dp",) and can_hide and in_layers and not place.shared
+        # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
+        beside = not one.module.startswith(ENDS) and settings.pipeline.gather == "microbatch"
+        hides = one.axes == ("dp",) and can_hide and beside and not place.shared
         ticking = one.count >= settings.pipeline.microbatches > 1
         found.append(Message(" ".join(one.axes), one.total_bytes * spread / bandwidth, hides, ticking))
     return found
