@@ -40,14 +40,22 @@ def test_untied_gathers_are_out_of_turn(monkeypatch):
 
 
 STEPS = """
-import conftest, jax
-from test_turns import CASES
-from tiny import build, make_batch, params_of
-mesh, changes = CASES["one layer"]
-model, batch = build(mesh, **changes), make_batch()
-params, grad = params_of(model), jax.jit(model.loss_and_grad)
-losses = {float(grad(params, batch)[0]["loss"]) for _ in range(10)}
-assert len(losses) == 1, losses
+import conftest, jax, numpy, pathlib
+from run_examples import tiny_config
+from parallax.loop.config import settings_of
+from parallax.loop.run import model_of
+from parallax.mesh import make_mesh
+from parallax.settings import with_vocab
+from parallax.step import init_state, make_train_step
+
+changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
+settings = with_vocab(settings_of(tiny_config(pathlib.Path(), **changes)), 384)
+model, tx = model_of(settings, make_mesh(settings.mesh))
+state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
+ones = jax.device_put(numpy.ones((8, 32), numpy.int32), model.batch_sharding)
+for _ in range(10):
+    state, metrics = step(state, dict.fromkeys(["tokens", "labels", "segments", "positions"], ones))
+    jax.block_until_ready(metrics)
 """
 
 
