@@ -16,7 +16,7 @@ import numpy as np
 from parallax.checkpoint import complete_steps, restore
 from parallax.command import Flag, read_line, run_command
 from parallax.command import usage as usage_of
-from parallax.diagnosis import diagnose
+from parallax.diagnosis import make_diagnosis
 from parallax.errors import CheckpointError, ConfigError
 from parallax.loop.config import settings_of
 from parallax.loop.folder import RunFolder
@@ -74,7 +74,7 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
             lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
     batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
     lines.append(f"step {step}: {text_of(parts.train_data, step)}")
-    lines += diagnose(parts.model, state.params, batch, noise).lines()
+    lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
     return [*lines, *compare(train_step(state, batch)[1], folder, step)]
 
 
