@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_examples import flip as flip_file
+from checkpoint_examples import largest_file
 from run_examples import shared_programs, stop_at, tiny_config, write_corpus
 from tiny import build, make_batch, optimizer_config, params_of
 
@@ -64,7 +66,13 @@ def not_a_number(step, grads):
 
 
 # Runs of these settings share a program, and no others have it.
-BAD = {"train.seed": 34, "train.steps": 10, "guard.max_skipped_steps": 2, "checkpoint.keep_best": 0}
+BAD = {
+    "train.seed": 34,
+    "checkpoint.every_steps": 2,
+    "train.steps": 10,
+    "guard.max_skipped_steps": 2,
+    "checkpoint.keep_best": 0,
+}
 
 
 @functools.cache
@@ -135,7 +143,7 @@ def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_go
     rates = [row["train/learning_rate"] for row in rows]
     assert rates[2] == rates[3] == rates[4] != rates[5]
     # The save of step 4, which is skipped, waits for step 5; that of step 8 for none.
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["5"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "5"]
 
 
 def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypatch):
@@ -171,18 +179,21 @@ def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(dive
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("start", [5, 0])
+@pytest.mark.parametrize("start", [5, 2, 0])
 def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverged, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "copy"
     shutil.copytree(diverged[0], folder)
-    if not start:
+    if start == 2:
+        flip_file(largest_file(folder / "checkpoints" / "5" / "params"))
+    elif not start:
         shutil.rmtree(folder / "checkpoints")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with_gradients(monkeypatch, not_a_number)
     assert replay.main(["replay", f"--workdir={folder}", "--step=6"]) == 0
     said = capsys.readouterr().out
-    assert f"replaying step 6 from {'the checkpoint of step 5' if start else 'initial values'}" in said
-    assert "step 6: windows" in said and ("step 4 is skipped on the way" in said) == (start == 0)
+    assert f"replaying step 6 from {f'the checkpoint of step {start}' if start else 'initial values'}" in said
+    assert "step 6: windows" in said and ("step 4 is skipped on the way" in said) == (start < 4)
+    assert ("the checkpoint of step 5 in" in said and "is damaged" in said) == (start == 2)
     assert "first value that is not finite: gradient of blocks.mlp.up.kernel in layer 1" in said
     rows = {line.split("  ")[0]: line for line in said.splitlines()}
     assert "1 not finite" in rows["layer 1"] and "not finite" not in rows["layer 0"] + rows["embedding"] + rows["head"]
