@@ -22,7 +22,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
-# About 20 minutes on 2 cores.
+# About 7 minutes on 2 cores.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 def unguarded(model, tx):
     """The same step, whatever its numbers are."""
     import jax.numpy as jnp
-    import optax
 
     from parallax.optimizer import global_norm
     from parallax.step import TrainState, TrainStep
@@ -29,9 +28,8 @@ def unguarded(model, tx):
         def train_step(self, state, batch):
             noise = jnp.stack([jnp.int32(self.seed), state.step])
             metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
             metrics |= {"grad_norm": global_norm(grads)}
+            params, opt_state = self.update(state.params, state.opt_state, grads, metrics["grad_norm"])
             return TrainState(state.step + 1, params, opt_state, state.guard), metrics
 
     return Unguarded(model, tx, 0)

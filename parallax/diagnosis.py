@@ -1,7 +1,8 @@
 """Where in a step the first number is not finite: parameters, activations by layer, loss, gradients by layer."""
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,17 +67,22 @@ class Diagnosis(NamedTuple):
         return _cell(np.array([np.sum(counts), total]), what)
 
 
-def diagnose(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array | None) -> Diagnosis:
-    """Take a step's forward and backward pass again, and measure what it computes; nothing is changed.
+def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Array], Diagnosis]:
+    """`(params, batch, noise)`: take a step's forward and backward pass again, and measure what it computes.
 
-    Collective: all processes of a job call it together. `noise` is that of the step, see `loss_and_grad`.
+    Nothing is changed. Collective: all processes of a job call it together. `noise` is that of the step, see
+    `loss_and_grad`.
     """
-    activations = jax.jit(model.activations)(params, batch, noise)
     whole = NamedSharding(model.mesh, P())  # so that every process can read it
-    measure = jax.jit(lambda params, batch: _measured(model, params, batch, noise), out_shardings=whole)
-    found = measure(params, batch)
-    loss, grad_norm, gradients, parameters = jax.device_get(found)
-    return Diagnosis(float(loss), float(grad_norm), parameters, np.asarray(activations), gradients)
+    observe = jax.jit(model.activations)
+    measure = jax.jit(functools.partial(_measured, model), out_shardings=whole)
+
+    def diagnose(params: Any, batch: dict[str, Array], noise: Array) -> Diagnosis:
+        activations = np.asarray(observe(params, batch, noise))
+        loss, grad_norm, gradients, parameters = jax.device_get(measure(params, batch, noise))
+        return Diagnosis(float(loss), float(grad_norm), parameters, activations, gradients)
+
+    return diagnose
 
 
 def not_finite(params: Any) -> list[str]:
@@ -89,7 +95,7 @@ def _any_not_finite(params: Any) -> dict[str, Array]:
     return {name: ~jnp.isfinite(leaf).all() for name, leaf in _named(params)}
 
 
-def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array | None):
+def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
     gradients = {name: _measure(name, grad, norm=True) for name, grad in _named(grads)}
     squares = sum(jnp.sum(jnp.square(grad)) for _, grad in _named(grads))

@@ -1,9 +1,8 @@
 """What stands between a step's gradient and the parameters: a step whose numbers are wrong changes nothing."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -64,14 +63,9 @@ def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Arra
         if config.spike_z:
             spike, moments = _spike(config, state, metrics)
             passes &= ~spike
-            moments = select(finite, moments, state[2:])
+            moments = tuple(jnp.where(finite, new, old) for new, old in zip(moments, state[2:]))
     in_a_row = jnp.where(finite, 0, state.in_a_row + 1)
     return passes, GuardState(state.skipped + ~passes, in_a_row, *moments)
-
-
-def select(passes: Array, new: Any, old: Any) -> Any:
-    """`new` where a step passes, else `old`, bit for bit."""
-    return jax.tree.map(lambda a, b: jnp.where(passes, a, b), new, old)
 
 
 def _spike(config: GuardConfig, state: GuardState, metrics: dict[str, Array]) -> tuple[Array, tuple[Array, ...]]:

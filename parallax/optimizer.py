@@ -105,7 +105,21 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
         # Not by Muon's own settings: it would decay every norm and bias that it leaves to AdamW.
         decay = optax.add_decayed_weights(config.weight_decay, decays)
         update = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update) if config.clip_norm else update
+    return optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
+
+
+def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
+    """What is longer than `largest` is made as long; `update` takes the norm as `grad_norm` where it is known.
+
+    The numbers are those of optax.clip_by_global_norm, which measures the norm itself.
+    """
+
+    def update(grads, state, params=None, *, grad_norm=None, **others):
+        norm = global_norm(grads) if grad_norm is None else grad_norm
+        clip = lambda grad: jnp.where(norm < largest, grad, grad / norm.astype(grad.dtype) * largest)  # noqa: E731
+        return jax.tree.map(clip, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def is_matrix(layout: Layout) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from parallax.checkpoint import complete_steps, restore
+from parallax.checkpoint import complete_steps, restore_newest
 from parallax.command import Flag, read_line, run_command
 from parallax.command import usage as usage_of
-from parallax.diagnosis import diagnose
+from parallax.diagnosis import make_diagnosis
 from parallax.errors import CheckpointError, ConfigError
 from parallax.loop.config import settings_of
 from parallax.loop.folder import RunFolder
@@ -63,18 +63,17 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     if settings.mesh.simulate:
         simulate_devices(settings.mesh.simulate)
     parts = build(settings, folder)
-    start = max((known for known in complete_steps(folder.checkpoints) if known < step), default=0)
+    start, state = load(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
     train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
     put, lines = put_in(parts), []
-    state = load(parts, folder, start)
     for done in range(start + 1, step):
         state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
         if metrics["skipped"]:
             lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
     batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
     lines.append(f"step {step}: {text_of(parts.train_data, step)}")
-    lines += diagnose(parts.model, state.params, batch, noise).lines()
+    lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
     return [*lines, *compare(train_step(state, batch)[1], folder, step)]
 
 
@@ -92,17 +91,20 @@ def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
-def load(parts: Parts, folder: RunFolder, start: int) -> TrainState:
-    """The state after step `start`."""
-    if start == 0:
+def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+    """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
+    if not any(known < step for known in complete_steps(folder.checkpoints)):
         if parts.settings.train.init_from:
             raise CheckpointError(
                 f"{folder.path} has no checkpoint before this step, and began from "
                 f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
             )
-        return init_state(parts.model, parts.tx, parts.settings.train.seed)
+        return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
     wanted = parts_of(abstract_state(parts.model, parts.tx))
-    return state_of(restore(folder.checkpoints, start, wanted, settings=about(parts)))
+    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=about(parts), before=step)
+    for error in damaged:
+        print(error)
+    return start, state_of(found)
 
 
 if __name__ == "__main__":

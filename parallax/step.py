@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.compiler import compiler_options
-from parallax.guard import GuardConfig, GuardState, init_guard, judge, select
+from parallax.guard import GuardConfig, GuardState, init_guard, judge
 from parallax.optimizer import global_norm
 from parallax.sharded_model import ShardedModel
 
@@ -88,13 +88,19 @@ class TrainStep:
         with jax.named_scope(UPDATE):
             metrics |= {"grad_norm": global_norm(grads)}
             passes, guard = judge(self.guard, state.guard, metrics)
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            # Chosen element by element as it is written: neither a branch nor a second copy of the state.
-            params, opt_state = select(passes, (params, opt_state), (state.params, state.opt_state))
+            # A branch: where the old state and the new are chosen between element by element, XLA keeps both.
+            params, opt_state = jax.lax.cond(
+                passes, self.update, lambda *kept: kept[:2], state.params, state.opt_state, grads, metrics["grad_norm"]
+            )
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
         return TrainState(state.step + 1, params, opt_state, guard), metrics
+
+    def update(self, params: Any, opt_state: Any, grads: Any, grad_norm: Array) -> tuple[Any, Any]:
+        """Parameters and optimizer state after a gradient of this norm, which is not measured again."""
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, opt_state, params, grad_norm=grad_norm)
+        return optax.apply_updates(params, updates), opt_state
 
 
 def make_train_step(

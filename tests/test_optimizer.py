@@ -11,7 +11,7 @@ from tiny import build, optimizer_config, params_of
 
 from parallax.errors import ConfigError
 from parallax.notation import Layout
-from parallax.optimizer import global_norm, is_matrix, learning_rate, make_optimizer, muon_dims
+from parallax.optimizer import clip_by_norm, global_norm, is_matrix, learning_rate, make_optimizer, muon_dims
 from parallax.step import abstract_state, init_state
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
@@ -187,6 +187,20 @@ def test_the_gradient_is_clipped_to_the_norm_of_all_its_leaves():
     steps = [one_step((2, 2, 2), config, scale)[0]["blocks"]["mlp"]["up"]["kernel"] for scale in (0.1, 0.2, 1e-4)]
     np.testing.assert_allclose(steps[0], steps[1], rtol=0, atol=1e-6)
     assert np.abs(steps[0] - steps[2]).max() > 1e-4
+
+
+@pytest.mark.parametrize("size", [0.1, 10.0, np.nan])
+def test_the_clip_is_that_of_optax_and_takes_a_norm_that_is_known(size):
+    grads = {name: size * np.random.default_rng(len(name)).normal(size=5).astype(np.float32) for name in ("a", "bc")}
+    theirs, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    ours = clip_by_norm(1.0)
+    measured, _ = ours.update(grads, ours.init(grads))
+    told, _ = ours.update(grads, ours.init(grads), grad_norm=global_norm(grads))
+    wrong, _ = ours.update(grads, ours.init(grads), grad_norm=np.float32(1e3))
+    for name in grads:
+        np.testing.assert_array_equal(measured[name], theirs[name])
+        np.testing.assert_array_equal(told[name], theirs[name])
+        assert (wrong[name] != theirs[name]).all()
 
 
 def test_muon_treats_each_stacked_layer_as_a_matrix_of_its_own():

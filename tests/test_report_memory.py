@@ -3,13 +3,15 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 
 from parallax.budget import memory
-from parallax.optimizer import make_optimizer
-from parallax.report.memory import memory_table
-from parallax.step import abstract_state, make_train_step
+from parallax.guard import GuardConfig
+from parallax.optimizer import global_norm, make_optimizer
+from parallax.report.memory import memory_table, read_memory
+from parallax.step import TrainState, TrainStep, abstract_state, make_train_step
 
 # Large enough that arrays, and not the counters beside them, are what is held; attention, MLP, logits and weights are
 # all of about one size.
@@ -50,10 +52,10 @@ def build(mesh, optimizer="adamw", **changes):
     return model, make_optimizer(tiny.optimizer_config(name=optimizer), 1000, model.layouts)
 
 
-def compiled_step(model, tx):
-    array = jax.ShapeDtypeStruct((ROWS, SEQ), "int32", sharding=model.batch_sharding)
+def compiled_step(model, tx, step=None, rows=ROWS):
+    array = jax.ShapeDtypeStruct((rows, SEQ), "int32", sharding=model.batch_sharding)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), array)
-    return make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile()
+    return (step or make_train_step(model, tx, 0)).lower(abstract_state(model, tx), batch).compile()
 
 
 @functools.cache
@@ -85,6 +87,25 @@ def test_the_parts_are_the_whole_and_the_arguments_are_exact():
     assert sum(parts.values()) == table.peak
     arguments = parts["parameters"] + parts["optimizer"] + parts["batch"]
     assert abs(arguments - table.compiled.arguments) < 100  # a few counters
+
+
+class Unguarded(TrainStep):
+    """A step that changes parameters whatever its numbers are."""
+
+    def train_step(self, state, batch):
+        metrics, grads = self.model.loss_and_grad(state.params, batch, jnp.stack([jnp.int32(0), state.step]))
+        params, opt_state = self.update(state.params, state.opt_state, grads, global_norm(grads))
+        return TrainState(state.step + 1, params, opt_state, state.guard), metrics
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_step_that_may_change_nothing_holds_no_second_state(mesh):
+    """The batch is small: what is held is parameters, moments and gradients."""
+    model, tx = build(mesh, layers=2 * mesh[0], microbatches=mesh[0], chunk_tokens=64)
+    guard = GuardConfig(max_skipped_steps=3, spike_z=6.0, spike_signal="loss", spike_window_steps=4)
+    steps = Unguarded(model, tx, 0), make_train_step(model, tx, 0, guard)
+    without, guarded = (read_memory(compiled_step(model, tx, step, rows=4).memory_analysis()).peak for step in steps)
+    assert guarded < without + 4096  # the numbers of the guard, and a branch
 
 
 def test_of_a_larger_vocab_the_logits_and_the_table_grow():

@@ -35,14 +35,18 @@ class Loaded(NamedTuple):
     damaged: list[DamagedError]
 
 
-def restore_newest(folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None) -> Loaded:
-    """`restore` the newest step that is whole, passing over damaged ones.
+def restore_newest(
+    folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, before: int | None = None
+) -> Loaded:
+    """`restore` the newest step that is whole, passing over damaged ones, and over all from `before` on.
 
     Raises:
         CheckpointError: all are damaged, there is none, or the newest that is whole is of another model.
     """
     damaged: list[DamagedError] = []
     for step in sorted(complete_steps(folder), reverse=True):
+        if before is not None and step >= before:
+            continue
         try:
             return Loaded(step, restore(folder, step, parts, settings=settings), damaged)
         except DamagedError as error:

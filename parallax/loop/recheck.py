@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.checkpoint.fingerprint import fingerprint
 from parallax.collectives import as_varying
 from parallax.errors import ParallaxError
 from parallax.mesh import AXES
@@ -105,17 +106,6 @@ class Recheck:
         device = self._mesh.devices[tuple(place)]
         where = ", ".join(f"{axis}={rank}" for axis, rank in zip(AXES, place))
         return f"device {device.id} of process {device.process_index} ({where})"
-
-
-def fingerprint(x: Array) -> Array:
-    """The bits of an array's elements, each times an odd number of its own, summed modulo 2^32.
-
-    An odd number has an inverse, so no flipped bit leaves the sum as it was. Integers add up to the same in any order.
-    """
-    assert x.dtype.itemsize == 4
-    words = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
-    odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
-    return jnp.sum(words * odd, dtype=jnp.uint32)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from parallax.data import Reader
-from parallax.diagnosis import Diagnosis, diagnose
+from parallax.diagnosis import Diagnosis, make_diagnosis
 from parallax.errors import ParallaxError
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
@@ -69,7 +69,7 @@ class Skips:
     def diagnose(self, params: Any, step: int) -> Diagnosis:
         """What step `step` computes with these parameters."""
         noise = np.array([self.settings.train.seed, step - 1], np.int32)
-        return diagnose(self.model, params, self.put(self.data.batch(step - 1)), noise)
+        return make_diagnosis(self.model)(params, self.put(self.data.batch(step - 1)), noise)
 
     def _why(self, metrics: Mapping[str, float]) -> str:
         if metrics["in_a_row"]:

@@ -7,8 +7,9 @@ its memory bandwidth; over reductions of reading what they reduce twice, for wha
 over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
 to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
 are the traced collectives over the links of their axes. Gathers of layers over dp, one by one, hide behind the work,
-and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all others
-are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory bandwidth.
+and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all
+others are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+bandwidth.
 """
 
 import dataclasses
@@ -179,7 +180,7 @@ def hidden_secs(work: float, sent: float) -> float:
     >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
     (0.181..., 0.550..., 0.999...)
     """
-    return -work * math.expm1(-sent / work) if work else 0.0
+    return work * (1 - math.exp(-sent / work)) if work else 0.0
 
 
 def exposed_secs(sent: Iterable[Message], hidden: float) -> dict[str, float]:

@@ -71,26 +71,26 @@ def trained(texts, folder, **changes):
     (folder / "corpus").mkdir()
     for number, text in enumerate(texts):
         (folder / "corpus" / f"{number:04}.txt").write_text(text)
-    few = {"train.steps": 3, "train.eval_every_steps": 0, "optimizer.warmup_steps": 1, "checkpoint.every_steps": 0}
-    config = tiny_config(folder / "corpus", **{**few, **changes})
+    config = tiny_config(folder / "corpus", **changes)
     assert train(config, folder / "run").reason == "finished"
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
-    "texts, seq",
-    [(["one very long document of many windows " * 300, "and another " * 300], 32), (["a", "b"] * 300, 32)],
+    "texts",
+    [["one very long document of many windows " * 300, "and another " * 300], ["a", "b"] * 300],
     ids=["documents longer than the window", "one-token documents"],
 )
-def test_documents_of_any_length_train(texts, seq, tmp_path):
-    rows = trained(texts, tmp_path, **{"data.seq": seq})
+def test_documents_of_any_length_train(texts, tmp_path):
+    rows = trained(texts, tmp_path)
     assert all(np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
     assert rows[-1]["eval/loss"] > 0 and not rows[-1]["train/skipped_steps"]
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_label_changes_nothing_by_its_loss(tmp_path):
     """Windows of one token: those that hold a document's end have no label, and may come alone into a batch."""
-    rows = trained(["a"] * 40, tmp_path, **{"data.seq": 1, "data.eval_fraction": 0.2, "train.steps": 8})
+    rows = trained(["a"] * 40, tmp_path, **{"data.seq": 1})
     assert all(row["train/loss"] >= 0 and np.isfinite(row["train/grad_norm"]) for row in rows)
 
 
@@ -252,6 +252,7 @@ def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message
         train(tiny_config(corpus, **{"sample.prompt": prompt}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_slow_disk_shows_as_waiting_and_changes_no_bit(corpus, tmp_path, monkeypatch):
     few = {"train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 0}
     train(tiny_config(corpus, **few), tmp_path / "fast")
@@ -271,9 +272,8 @@ def test_a_slow_disk_shows_as_waiting_and_changes_no_bit(corpus, tmp_path, monke
 HOUR = 3600.0
 
 
-@pytest.mark.parametrize(
-    "jump", [pytest.param(-HOUR, id="back", marks=pytest.mark.slow), pytest.param(HOUR, id="forward")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("jump", [-HOUR, HOUR], ids=["back", "forward"])
 def test_a_clock_that_jumps_loses_nothing(jump, corpus, tmp_path, monkeypatch):
     """An hour each time that anybody looks. Orbax takes a jump forward for a save that hangs: the run then ends as with
     any failed save, and the same command goes on."""
