@@ -92,7 +92,7 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     ("fault", "message"),
     [
         ("data", "the processes disagree about the run: data manifest is "),
-        ("unshared", "is 'the same folder' in process 0, 'No such file or directory' in process 1"),
+        ("unshared", "the file of process 0 is 'there' in process 0, 'No such file or directory: "),
         ("code", "'an edited checkout' in process 1"),
         ("clock", "the clocks disagree: 2"),
     ],
