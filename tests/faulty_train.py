@@ -1,8 +1,8 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
-FAULT is what happens when the process of that rank reads the batch of that step ("raise", "sleep"), begins to save it
-("die-saving") or starts ("die-starting"), or how it differs from the others from the start: another "config", other
-"code", other "data", another "clock", a folder that is "unshared".
+FAULT is what happens when the process of that rank reads the batch of that step ("raise", "sleep", "die"), begins to
+save it ("die-saving") or starts ("die-starting"), or how it differs from the others from the start: another "config",
+other "code", other "data", another "clock", a folder that is "unshared".
 """
 
 import os
@@ -26,7 +26,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS = {"raise": raise_error, "sleep": lambda: time.sleep(600)}
+FAULTS = {"raise": raise_error, "sleep": lambda: time.sleep(600), "die": die}
 
 
 def main() -> int:

@@ -64,9 +64,8 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
 
 
 def test_when_a_process_is_killed_the_others_say_so_and_end(corpus, tmp_path):
-    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
-        job.wait_for("step 3/2000")
-        os.kill(job.pids[1], signal.SIGKILL)
+    with launched(FAULTY, "die", "1", "6", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
+        job.wait_for("[launch] process 1 ended with SIGKILL")
         killed = time.monotonic()
         status, text = job.end()
     assert time.monotonic() - killed < SOON_SECS
@@ -92,7 +91,7 @@ def test_processes_with_different_configs_are_refused_with_both_values(corpus, t
     ("fault", "message"),
     [
         ("data", "the processes disagree about the run: data manifest is "),
-        ("unshared", "is 'the same folder' in process 0, 'No such file or directory' in process 1"),
+        ("unshared", "the file of process 0 is 'there' in process 0, 'No such file or directory: "),
         ("code", "'an edited checkout' in process 1"),
         ("clock", "the clocks disagree: 2"),
     ],

@@ -139,12 +139,11 @@ def check_shared(folder: Path) -> None:
         mark.write_text(word)
     wait_for_all("the run folder")
     try:
-        found = mark.read_text()
+        found = "there" if mark.read_text() == word else f"another file: {mark}"
     except OSError as error:
-        found = os.strerror(error.errno)
-    places = {f"{folder} (must be shared by all hosts)": "the same folder" if found == word else found}
+        found = f"{os.strerror(error.errno)}: {mark}"
     try:
-        compare("the run folder", places)
+        compare("the run folder, which all hosts must share", {"the file of process 0": found})
     finally:
         if is_first():
             mark.unlink()
