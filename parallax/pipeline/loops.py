@@ -32,9 +32,9 @@ class LayerLoop:
     is the same. The first and the last layer then stand before and after the loop, so that nothing is sent for a layer
     that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
 
-    `in_turn` puts what a layer computes and what is sent meanwhile one after the other; simulated devices need that,
-    see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says whether there are such
-    places, which are skipped, or, if `masked`, computed and thrown away.
+    `in_turn` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
+    simulated devices need that, see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says
+    whether there are such places, which are skipped, or, if `masked`, computed and thrown away.
     """
 
     gather: Callable[[Any], Any]
