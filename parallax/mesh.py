@@ -31,7 +31,7 @@ class MeshConfig:
     dp: int
     tp: int
     simulate: int
-    across_slices: str
+    across_slices: str = "dp"
 
     def __post_init__(self):
         for axis, size in self.sizes.items():

@@ -15,7 +15,7 @@ SPECS = {"embedding": P("tp", "dp"), "blocks": {"mlp": P("pp", "dp", "tp")}}
 
 
 def mesh_of(pp, dp, tp):
-    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, across_slices="dp"), jax.devices()[: pp * dp * tp])
+    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
 
 
 def make_parts(mesh, d_model=16):

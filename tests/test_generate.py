@@ -66,7 +66,7 @@ def model_on(
     name: str, mesh: tuple[int, int, int] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
 ) -> ShardedModel:
     defaults = get_config()
-    laid_out = make_mesh(MeshConfig(*mesh, simulate=0, across_slices="dp"), jax.devices()[: np.prod(mesh)])
+    laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: np.prod(mesh)])
     return ShardedModel(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],

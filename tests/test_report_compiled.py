@@ -32,7 +32,7 @@ TURNS, ROWS, WIDTH = 5, 4, 32
 
 
 def small_mesh(pp, dp, tp):
-    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, across_slices="dp"), jax.devices()[: pp * dp * tp])
+    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
 
 
 def every_kind(x, w):

@@ -37,7 +37,7 @@ def section(name, **changes):
 
 
 def mesh_of(pp, dp, tp):
-    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, across_slices="dp"), jax.devices()[: pp * dp * tp])
+    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
 
 
 def model_config(**changes):

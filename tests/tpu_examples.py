@@ -29,7 +29,7 @@ def one_chip_agrees_with_the_table(topology):
     assert chip(device.device_kind) == known
     here = SingleDeviceSharding(device)
     x = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=here)
-    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"), [device])
+    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), [device])
     read = read_compiled(jax.jit(jnp.matmul).lower(x, x).compile(), mesh)
     share = 2 * size**3 / known.peak("bfloat16") / (read.cycles / known.clock_hz)
     assert 0.6 < share < 1, share
@@ -42,7 +42,7 @@ def one_chip_agrees_with_the_table(topology):
 
 def gathers_in_a_loop_are_counted_and_hidden():
     """Layers whose weights are gathered over 16 chips while others compute."""
-    mesh = make_mesh(MeshConfig(pp=1, dp=16, tp=1, simulate=0, across_slices="dp"), devices_of("v5e:4x4"))
+    mesh = make_mesh(MeshConfig(pp=1, dp=16, tp=1, simulate=0), devices_of("v5e:4x4"))
 
     def layers(x, w):
         gather = lambda w: lax.all_gather(w, "dp", axis=0, tiled=True)  # noqa: E731

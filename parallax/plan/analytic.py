@@ -198,9 +198,7 @@ def schedule_costs(settings: Settings) -> Costs:
     of one that makes again attention alone, its share of the parameters."""
     again = {"none": 0.0, "elementwise": 0.0}.get(settings.pipeline.remat, 1.0)
     if settings.pipeline.remat == "attention":
-        again = _attention_share(
-            dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"))
-        )
+        again = _attention_share(dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0)))
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
