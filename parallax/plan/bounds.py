@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from parallax.budget import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
-from parallax.plan.analytic import lockstep_bubble
+from parallax.plan.analytic import hidden_secs, lockstep_bubble
 from parallax.plan.layouts import Choice
 from parallax.plan.place import Place
 from parallax.schedules import by_name, figures
@@ -44,8 +44,8 @@ class Bounds:
     def _secs(self, choice: Choice) -> float:
         settings = choice.applied(self.settings)
         bubble = 0.0 if self.place.shared else lockstep_bubble(settings)
-        work = self._work_secs(choice) / (1 - bubble)
-        return work + self._gradient_secs(choice) + self._residual_secs(settings)
+        work = self._work_secs(choice)
+        return work / (1 - bubble) + self._exposed_secs(choice, work) + self._residual_secs(settings)
 
     def _work_secs(self, choice: Choice) -> float:
         model, tokens = self.settings.model, self.tokens / self.place.devices
@@ -71,14 +71,18 @@ class Bounds:
             return 0.0
         return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
 
-    def _gradient_secs(self, choice: Choice) -> float:
-        """The layers' gradients are summed over dp once, or for each microbatch, in the compute dtype or wider."""
-        if choice.prefetch or self.settings.fsdp.reduce == "compute":
-            return 0.0  # all of it may hide
+    def _exposed_secs(self, choice: Choice, work: float) -> float:
+        """Of the layers' gathers over dp and sums of gradients, in the compute dtype or wider, what at least shows:
+        all of what is sent once a step, else what does not hide behind the work."""
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
-        times = choice.microbatches if choice.gather == "microbatch" else 1
-        sent = times * (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp) * self._itemsize
-        return sent / self.place.bandwidth(sizes, ["dp"])
+        share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
+        once = share * self._itemsize / self.place.bandwidth(sizes, ["dp"])
+        if choice.gather == "step":
+            return 2 * once
+        gathers, sums = 2 * choice.microbatches * once, choice.microbatches * once
+        if choice.prefetch or self.settings.fsdp.reduce == "compute":
+            gathers, sums = gathers + sums, 0.0  # all of it can hide
+        return gathers - hidden_secs(work, gathers) + sums
 
     def _residual_secs(self, settings: Settings) -> float:
         """Columns then rows: a layer's two branches gather their inputs and scatter their outputs, forward and back."""
