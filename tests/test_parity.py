@@ -110,7 +110,7 @@ def check_parity(case, record_property):
     expected = reference(case["attention"], case["tied"], model.model.layers)
     np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
     errors = leaf_errors(actual[1], expected[1])
-    record_property("largest relative gradient error", max(errors.values()))
+    record_property("largest relative gradient error", float(max(errors.values())))
     assert {name: error for name, error in errors.items() if not error <= GRADIENT_ERROR} == {}
     check_updated(actual[2], expected[2], expected[1])
 
