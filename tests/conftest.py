@@ -20,6 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis
 import jax
+from run_examples import corpus, shared_programs
+
+__all__ = ["corpus", "shared_programs"]  # fixtures
 
 jax.config.update("jax_num_cpu_devices", 8)
 # [B, S] + [S] is a mistake more often than a wish.

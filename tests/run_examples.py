@@ -41,6 +41,11 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
 
 
 @pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
 def shared_programs():
     """Runs of equal settings share their model and what is traced, planned and measured of it: all but the first take
     two fifths of the time. What they train on, when they stop and what they save is their own."""

@@ -5,18 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from run_examples import tiny_config, write_corpus
+from run_examples import tiny_config
 
 import train as command_line
 from parallax.errors import ParallaxError
 from parallax.loop import train
 
 BASE = "--config=configs/tiny_gqa.py"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def command(*arguments, capsys):

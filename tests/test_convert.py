@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_examples import flip, largest_file
-from run_examples import shared_programs, tiny_config, write_corpus
+from run_examples import tiny_config
 
 from parallax.checkpoint import CheckpointConfig, Checkpoints, read_manifest
 from parallax.checkpoint.manifest import flatten
@@ -21,13 +21,7 @@ from parallax.errors import CheckpointError
 from parallax.loop import train
 from parallax.loop.steps import Steps
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from run_examples import shared_programs, stop_at, tiny_config, write_corpus
+from run_examples import stop_at, tiny_config, write_corpus
 
 from parallax.checkpoint import latest_step
 from parallax.errors import CheckpointError, ConfigError
@@ -18,16 +18,10 @@ from parallax.loop.skips import Skips
 from parallax.loop.steps import Ended, Steps
 from parallax.settings import load_settings
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def never_stopped(corpus, tmp_path_factory):
     """The folder of a whole run; not to be changed."""
     folder = tmp_path_factory.mktemp("whole")

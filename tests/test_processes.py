@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
-from run_examples import tiny_config, write_corpus
+from run_examples import tiny_config
 
 from parallax.checkpoint import latest_step
 from parallax.loop import train
@@ -19,11 +19,6 @@ from parallax.loop.journal import read_metrics
 MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
 # What a process whose peer is gone may take to end.
 SOON_SECS = 15
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def losses(folder):

@@ -7,19 +7,13 @@ import sys
 import time
 
 import pytest
-from run_examples import shared_programs, stop_at, tiny_config, write_corpus
+from run_examples import stop_at, tiny_config
 
 from parallax.checkpoint import latest_step
 from parallax.loop import train
 from parallax.loop.run import begin
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):

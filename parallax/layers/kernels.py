@@ -135,6 +135,9 @@ def _interpreted() -> bool:
 def unchecked(function: Callable, *arrays: Array) -> Any:
     """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does.
 
+    For JAX's splash kernels, which declare no replication types, so that the check refuses their results. What stands
+    around the call is checked: the results have the types that they have in truth.
+
     Not to be differentiated: a replicated operand's gradient would be that of one device.
     """
     if not bound_axis_sizes():

@@ -9,7 +9,7 @@ import jax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from run_examples import shared_programs, tiny_config, write_corpus
+from run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
@@ -20,8 +20,6 @@ from parallax.loop.peak import check_fits, device_memory
 from parallax.loop.rates import Rates
 from parallax.optimizer import learning_rate
 from parallax.settings import LARGEST, SECTIONS, load_settings, read_settings
-
-__all__ = ["shared_programs"]  # the fixture
 
 NUMBERS = [
     (section, field.name)
@@ -93,11 +91,6 @@ def test_any_text_for_a_number_on_the_command_line_is_refused_or_read(number, te
 
 class Begun(Exception):
     """All checks are passed: what follows is compiled."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

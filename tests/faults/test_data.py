@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, prepared_reader
-from run_examples import shared_programs, tiny_config, write_corpus
+from run_examples import tiny_config
 
 import train as command_line
 from parallax.checkpoint import latest_step
@@ -26,14 +26,8 @@ from parallax.loop import train
 from parallax.loop.journal import Journal, read_metrics
 from parallax.tokenizer import Bytes
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 BROKEN = {
@@ -114,12 +108,18 @@ def test_ids_that_the_tokenizer_does_not_have_are_not_written(wrong, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def tokenising(texts, folder, *, workers):
+    """The command that prepares these texts in shards of a MiB, in `folder / "out"`."""
+    (folder / "corpus").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "corpus" / f"{number}.txt").write_text(text)
+    command = [sys.executable, "-m", "parallax.data", "prepare", "--source", "text", "--path", str(folder / "corpus")]
+    command += ["--tokenizer", "bytes", "--shard-mib", "1", "--workers", str(workers), "--out", str(folder / "out")]
+    return command
+
+
 def test_a_disk_that_is_full_while_tokenising_is_named_and_the_next_run_completes(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    for number in range(3):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} words and words, " * 30_000)
-    command = [sys.executable, "-m", "parallax.data", "prepare", "--source", "text", "--path", str(tmp_path / "corpus")]
-    command += ["--tokenizer", "bytes", "--shard-mib", "1", "--workers", "1", "--out", str(tmp_path / "out")]
+    command = tokenising([f"{number} words and words, " * 30_000 for number in range(3)], tmp_path, workers=1)
     run = dict(cwd=ROOT, capture_output=True, text=True)
     # Files of at most 64 KiB: a write that goes beyond fails, as on a disk that is full.
     ended = subprocess.run(["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *command], **run)
@@ -303,11 +303,8 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_date(corpus
 
 def test_a_worker_that_is_killed_ends_the_command_with_status_5(tmp_path):
     """For lack of memory, say: killed from outside, while it tokenises."""
-    (tmp_path / "corpus").mkdir()
-    for number in range(8):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} It was the best of times. " * 60_000)
-    command = [sys.executable, "-m", "parallax.data", "prepare", "--source", "text", "--path", str(tmp_path / "corpus")]
-    command += ["--tokenizer", "bytes", "--shard-mib", "1", "--workers", "2", "--out", str(tmp_path / "out")]
+    texts = [f"{number} It was the best of times. " * 60_000 for number in range(8)]
+    command = tokenising(texts, tmp_path, workers=2)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         journal = tmp_path / "out" / "unfinished.jsonl"

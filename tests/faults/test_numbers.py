@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_examples import flip as flip_file
 from checkpoint_examples import largest_file
-from run_examples import shared_programs, stop_at, tiny_config, write_corpus
+from run_examples import stop_at, tiny_config
 from tiny import build, make_batch, optimizer_config, params_of
 
 from parallax import replay
@@ -26,14 +26,8 @@ from parallax.optimizer import make_optimizer
 from parallax.sharded_model import ShardedModel
 from parallax.step import init_state, make_train_step, state_shardings
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def bits(tree):

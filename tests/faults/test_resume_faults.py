@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from checkpoint_examples import flip, largest_file, truncate
-from run_examples import as_flags, shared_programs, tiny_config, write_corpus
+from run_examples import as_flags, tiny_config
 
 import train as command_line
 from parallax.checkpoint import latest_step, read_manifest
@@ -21,16 +21,10 @@ from parallax.errors import CheckpointError
 from parallax.loop import train
 from parallax.loop.journal import read_metrics
 
-__all__ = ["shared_programs"]  # the fixture
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 ROOT = pathlib.Path(command_line.__file__).parent
 EVERY_SECOND = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "checkpoint.keep_best": 0}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
