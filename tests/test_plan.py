@@ -19,11 +19,12 @@ from parallax.errors import ConfigError, ParallaxError
 from parallax.mesh import AXES
 from parallax.pipeline.config import REMAT
 from parallax.plan import __main__ as command
+from parallax.plan import changes as changes_module
 from parallax.plan import sweep as sweep_module
 from parallax.plan.analytic import hidden_secs, predict, predicted_memory, trace
 from parallax.plan.bounds import Bound, Bounds
 from parallax.plan.cache import Cache
-from parallax.plan.changes import helpful
+from parallax.plan.changes import Change, helpful, neighbours
 from parallax.plan.compiling import Outcome
 from parallax.plan.layouts import VIRTUAL, Choice, build, choices, legal_choices
 from parallax.plan.picture import draw, front
@@ -327,6 +328,15 @@ def test_an_entry_with_a_changed_figure_is_damaged(tmp_path):
     assert cache.get("key") is None
 
 
+def test_a_sweep_of_this_machine_goes_on_with_the_speed_that_it_had(tmp_path):
+    here = PAIR._replace(shared=True)
+    slower = here._replace(chip=PAIR.chip._replace(hbm_bandwidth=PAIR.chip.hbm_bandwidth * 0.9))
+    for measured in (here, slower):
+        assert Sweep(tiny(), measured, Cache(tmp_path), keep=1).place == here
+    assert Sweep(tiny(), slower, Cache(tmp_path / "other"), keep=1).place == slower
+    assert Sweep(tiny(), slower._replace(shared=False), Cache(tmp_path), keep=1).place.chip == slower.chip
+
+
 def test_entries_are_of_one_chip_one_config_and_one_version():
     known = {"jax": "1"}
     keys = {
@@ -408,6 +418,35 @@ def test_the_command_says_what_a_plan_must(planned):
     for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
         assert word in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("schedule", [[], ["--config.pipeline.schedule=interleaved", "--config.pipeline.virtual=2"]])
+def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
+    command_line = [
+        "plan",
+        config,
+        *schedule,
+        "--config.mesh.dp=4",
+        "--config.mesh.tp=1",
+        "--config.pipeline.microbatches=1",
+    ]
+    settings = read_command(command_line, {})[0]
+    own = Choice.of(settings)
+    assert own in list(choices(settings, 4))
+    for choice in list(choices(settings, 4))[::5]:
+        assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
+    for flags, changed in neighbours(settings):
+        assert Choice.of(read_command([*command_line, *flags.split()], {})[0]) == Choice.of(changed)
+
+
+def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
+    now = predict(tiny(), PAIR)
+    half, third = now.peak_bytes // 2, now.peak_bytes // 3
+    priced = [Change("larger", half, -0.5), Change("less", -third, 0.1), Change("least", -half, -0.1)]
+    monkeypatch.setattr(changes_module, "_priced", lambda *args: priced)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
+    assert [change.flags for change in helpful(tiny(), tight, now)] == ["least", "less"]
+    assert [change.flags for change in helpful(tiny(), PAIR, now)] == ["larger", "least", "less"]
 
 
 @pytest.mark.slow

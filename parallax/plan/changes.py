@@ -23,18 +23,19 @@ class Change(NamedTuple):
 
 
 def helpful(settings: Settings, place: Place, now: Estimate) -> list[Change]:
-    """The changes that save time or memory; those first that save most time and fit, then those that save memory."""
-    found = [change for change in _priced(settings, place, now) if _helps(change, now)]
+    """The changes that save time or memory; those first that save most time and fit, then those that save memory.
+
+    Where nothing fits yet, these are shown although none of them alone may be enough.
+    """
+    found = list(_priced(settings, place, now))
     room = place.chip.usable_bytes - now.peak_bytes
-    fitting = [change for change in found if change.bytes <= room]
-    faster = sorted((change for change in fitting if change.secs < -LEAST_SECS), key=lambda change: change.secs)
-    smaller = sorted((change for change in fitting if change not in faster), key=lambda change: change.bytes)
+    faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
+    smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
     half = SHOWN // 2
-    return faster[: max(half, SHOWN - len(smaller))] + smaller[: max(half, SHOWN - len(faster))]
-
-
-def _helps(change: Change, now: Estimate) -> bool:
-    return change.secs < -LEAST_SECS or change.bytes < -LEAST_BYTES * now.peak_bytes
+    most, least = max(half, SHOWN - len(smaller)), max(half, SHOWN - len(faster))
+    return (
+        sorted(faster, key=lambda change: change.secs)[:most] + sorted(smaller, key=lambda change: change.bytes)[:least]
+    )
 
 
 def _priced(settings: Settings, place: Place, now: Estimate) -> Iterator[Change]:

@@ -17,6 +17,8 @@ from parallax.sharded_model import ShardedModel
 GATHERS = (("microbatch", 0), ("microbatch", 1), ("step", 0))
 # Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
 VIRTUAL = (2, 4)
+# Schedules of several ranks, and how many stages each rank has.
+SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 
 
 class Choice(NamedTuple):
@@ -36,9 +38,8 @@ class Choice(NamedTuple):
     def of(cls, settings: Settings) -> "Choice":
         """The layout of settings whose mesh has no -1."""
         pipeline = settings.pipeline
-        schedule = (pipeline.schedule, pipeline.virtual) if settings.mesh.pp > 1 else ("gpipe", 1)
-        kept = pipeline.remat, pipeline.gather, settings.fsdp.prefetch
-        return cls(*settings.mesh.sizes.values(), pipeline.microbatches, *schedule, *kept)
+        stages = pipeline.microbatches, pipeline.schedule, pipeline.virtual
+        return cls(*settings.mesh.sizes.values(), *stages, pipeline.remat, pipeline.gather, settings.fsdp.prefetch)
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
@@ -56,19 +57,14 @@ class Choice(NamedTuple):
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """Every combination worth a try on so many devices, legal or not; on one rank all schedules are the same."""
+    """Every combination worth a try on so many devices, legal or not."""
+    own = settings.pipeline.schedule, settings.pipeline.virtual
     for pp, dp, tp in factorisations(devices):
         for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
-            for schedule, virtual in _schedules(pp):
+            for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
                 for remat in REMAT:
                     for gather, prefetch in GATHERS if dp > 1 else GATHERS[:1]:
                         yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch)
-
-
-def _schedules(pp: int) -> list[tuple[str, int]]:
-    if pp == 1:
-        return [("gpipe", 1)]
-    return [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 
 
 def placed(settings: Settings, place: Place) -> Settings:

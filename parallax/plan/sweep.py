@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from parallax.chips import Chip
 from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
 from parallax.plan.bounds import Bounds
 from parallax.plan.cache import Cache, digest, versions
@@ -28,12 +29,13 @@ class Sweep:
 
     def __init__(self, settings: Settings, place: Place, cache: Cache, *, keep: int):
         """ConfigError where the settings' own layout is not legal."""
-        self.settings, self.place, self.cache, self.keep = settings, place, cache, keep
+        self.settings, self.cache, self.keep = settings, cache, keep
         self.own = Choice.of(settings)
-        self.bounds = Bounds(settings, place, build(settings))
         self.rows: list[Row] = []
         self.passed: Counter[str] = Counter()
         self._versions = versions()
+        self.place = as_measured_first(place, cache, self._versions)
+        self.bounds = Bounds(settings, self.place, build(settings))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts, those first whose bound is least, until no other can be among the best.
@@ -80,6 +82,20 @@ class Sweep:
         made = compile_step(settings, self.place, devices)
         self.cache.put(key, made)
         return made
+
+
+def as_measured_first(place: Place, cache: Cache, known: dict[str, str]) -> Place:
+    """The place, with this machine's devices as they were measured when the cache first had them.
+
+    A new measurement differs a little, and nothing that was found before would be found again.
+    """
+    if not place.shared:
+        return place
+    key = digest(["measured", place.name, sorted(place.chip.flops), place.chip.usable_bytes, known])
+    if (found := cache.get(key)) is not None:
+        return place._replace(chip=Chip(*found))
+    cache.put(key, place.chip)
+    return place
 
 
 def priced(settings: Settings, place: Place, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
