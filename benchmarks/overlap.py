@@ -11,12 +11,14 @@ leaves them out.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 # Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
@@ -32,29 +34,33 @@ class Row(NamedTuple):
 
 
 PLAIN = {"fsdp.reduce": "float32"}
+AHEAD = {"fsdp.prefetch": 1}
 # What is compared with others, which make every layer again.
 LAYER = {"pipeline.remat": "layer"}
-PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.gather": "step", "pipeline.schedule": "interleaved"}
+PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "pipeline.gather": "step"}
+FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 ROWS = {
     "llama_1b_16": [
         Row({}),
         Row({}, options=False),
         Row(PLAIN),
-        Row(PLAIN | {"fsdp.prefetch": 1}),
-        Row({"fsdp.prefetch": 1}),
+        Row(PLAIN | AHEAD),
+        Row(AHEAD),
         Row({"pipeline.remat": "attention"}),
+        Row({"pipeline.remat": "none", "pipeline.microbatches": 8}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
         Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
-        Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}),
+        Row(FEW),
+        Row(FEW | {"pipeline.gather": "microbatch"}),
     ],
     "llama2_7b_64": [
         Row({}),
         Row({}, options=False),
         Row(PLAIN),
-        Row(PLAIN | {"fsdp.prefetch": 1}),
-        Row({"fsdp.prefetch": 1}),
-        Row({"pipeline.remat": "attention"}),
+        Row(PLAIN | AHEAD),
+        Row(AHEAD),
+        Row({"pipeline.remat": "elementwise"}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
         Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
@@ -92,9 +98,9 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import jax
 
     import parallax as px
+    from parallax import compiler
     from parallax.budget import BATCH_ARRAYS, flops_per_token
     from parallax.chips import chip
-    from parallax.compiler import compiler_options
     from parallax.optimizer import make_optimizer
     from parallax.plan.analytic import schedule_costs
     from parallax.report.compiled import read_compiled
@@ -110,8 +116,9 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     shape = settings.data.global_batch, settings.data.seq
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding))
-    options = {} if row.options else {name: not on for name, on in compiler_options(mesh).items()}
-    program = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile(compiler_options=options)
+    with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
+        step = make_train_step(model, tx, settings.train.seed, settings.guard)
+        program = step.lower(abstract_state(model, tx), batch).compile()
     read = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops)
