@@ -29,6 +29,24 @@ def test_products_of_the_update_are_counted_apart():
     assert compiled_flops(text.replace("NAME", "jit(step)/update/dot_general")) == (0, flops)
 
 
+UNNAMED = """
+%product (x: f32[8,8]) -> f32[8,8] {
+  %x.1 = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.1 = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x.2 = f32[8,8]{1,0} parameter(0)
+  %one = f32[8,8]{1,0} fusion(%x.2), kind=kOutput, calls=%product, metadata={op_name="jit(step)/update/cond"}
+  ROOT %two = f32[8,8]{1,0} fusion(%one), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_a_product_that_the_compiler_left_unnamed_belongs_to_what_calls_it():
+    assert compiled_flops(UNNAMED) == (2 * 8**3, 2 * 8**3)
+
+
 BRANCH = """
 %idle (x: f32[8,8]) -> f32[8,8] {
   ROOT %x.1 = f32[8,8]{1,0} parameter(0)

@@ -28,7 +28,7 @@ def compiled_flops(text: str, shares: Shares | None = None) -> CompiledFlops:
     dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
     """
     module = parse(text)
-    return CompiledFlops(*(Products(module, shares or {}, update).of(module.entry) for update in (False, True)))
+    return CompiledFlops(*(Products(module, shares or {}, update).of(module.entry, False) for update in (False, True)))
 
 
 class Products:
@@ -36,17 +36,19 @@ class Products:
 
     def __init__(self, module: Module, shares: Shares, update: bool):
         self.module, self.shares, self.update = module, shares, update
-        self._known: dict[str, float] = {}
+        self._known: dict[tuple[str, bool], float] = {}
 
-    def of(self, name: str) -> float:
-        """Those of one computation and all that it calls."""
-        if name not in self._known:
+    def of(self, name: str, within: bool) -> float:
+        """Those of one computation and all that it calls; `within` says whether the update calls it."""
+        if (name, within) not in self._known:
             home = self.module.computations[name]
-            self._known[name] = sum(self._flops(one, home) for one in home.instructions)
-        return self._known[name]
+            self._known[name, within] = sum(self._flops(one, home, within) for one in home.instructions)
+        return self._known[name, within]
 
-    def _flops(self, one: Instruction, home: Computation) -> float:
-        if one.kind in PRODUCTS and of_update(one.op_name) != self.update:
+    def _flops(self, one: Instruction, home: Computation, within: bool) -> float:
+        # What the compiler made without a name belongs to what calls it.
+        within = of_update(one.op_name) if one.op_name else within
+        if one.kind in PRODUCTS and within != self.update:
             return 0
         if one.kind == "dot":
             return _dot(one, home)
@@ -55,13 +57,11 @@ class Products:
         if one.kind == "custom-call":
             return _kernel(one, home)
         if one.kind == "while":
-            return (self.module.trips(one, home) or 1) * self.of(one.attribute("body"))
-        if one.kind == "conditional":
-            return self._branch(one)
-        return sum(map(self.of, one.called)) if one.kind in CALLS else 0
+            return (self.module.trips(one, home) or 1) * self.of(one.attribute("body"), within)
+        sides = [self.of(name, within) for name in one.called] if one.kind in (*CALLS, "conditional") else []
+        return self._branch(one, sides) if one.kind == "conditional" else sum(sides)
 
-    def _branch(self, one: Instruction) -> float:
-        sides = list(map(self.of, one.called))
+    def _branch(self, one: Instruction, sides: list[float]) -> float:
         share = self.shares.get(name_of(one.op_name))
         if share is None or len(sides) != 2:
             return max(sides)
