@@ -155,7 +155,7 @@ def _legend(rows: Sequence[Row]) -> Iterator[str]:
         yield _text(x + 15, y, LABELS[kind])
         x += 15 + 6.2 * len(LABELS[kind]) + 14
     yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='none' stroke='{INK}' stroke-width='1.2'/>"
-    yield _text(x + 15, y, "numbered: on the Pareto front; ringed: the config's own")
+    yield _text(x + 15, y, "numbered: Pareto front; ringed: the config")
 
 
 def _kind(choice: Choice) -> str:
