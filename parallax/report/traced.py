@@ -105,11 +105,6 @@ def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     return dict(found)
 
 
-def bytes_per_token(sent: Iterable[Sent], global_batch: int, seq: int) -> dict[tuple[tuple[str, ...], str], float]:
-    """Bytes that a device sends for each token of the global batch, by axes and kind."""
-    return {key: total / (global_batch * seq) for key, total in totals(sent, "axes", "kind").items()}
-
-
 def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
     """The same as `collectives` of a program that was traced."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))

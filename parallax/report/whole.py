@@ -71,8 +71,7 @@ class Report:
         """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
         arguments = sum(size for name, size in self.memory.items() if name in GIVEN)
         made = self.compiled
-        together = made.arguments + made.temporaries + made.outputs - made.aliased
-        return [("arguments", arguments, made.arguments), ("together", self.peak, together)]
+        return [("arguments", arguments, made.arguments), ("together", self.peak, made.together)]
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
