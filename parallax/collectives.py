@@ -5,6 +5,7 @@ of JAX make of it. Outside, with no axis bound, all are the identity: that run i
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,11 @@ def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
     """
     missing = tuple(a for a in _bound(axes) if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_all(tree: Any) -> Any:
+    """The branches of a cond must agree on where their results vary; over pp they all do."""
+    return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
 
 
 def offset(layout: Layout, dim: str, local_size: int) -> Array | int:

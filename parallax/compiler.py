@@ -1,7 +1,7 @@
 """What XLA is told for each kind of chip, and what it must be spared.
 
-Measured in programs that libtpu 0.0.42 compiles, by where their time goes: `python benchmarks/tpu_compile.py`, which
-can leave the options out.
+Measured in programs that libtpu 0.0.42 compiles, by where their time goes: `python benchmarks/overlap.py`, which has
+rows without the options.
 """
 
 import numpy as np

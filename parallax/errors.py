@@ -14,6 +14,8 @@ EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEM
 NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NOT_FINITE, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
+LARGEST_INT32 = 2**31 - 1  # devices count in int32
+
 
 class ParallaxError(ValueError):
     """Base of all errors that a user can cause. `exit_status` is what the command line ends with."""

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.errors import ConfigError, check_choice, check_whole
+from parallax.errors import LARGEST_INT32, ConfigError, check_choice, check_whole
 
 SIGNALS = ("loss", "grad_norm")
-WHOLE_NUMBERS = 2**31  # what an int32 on the devices does not hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ class GuardConfig:
         check_whole("guard.max_skipped_steps", self.max_skipped_steps, least=0)
         check_whole("guard.spike_window_steps", self.spike_window_steps, least=2)
         for key in ("max_skipped_steps", "spike_window_steps"):
-            if getattr(self, key) >= WHOLE_NUMBERS:
+            if getattr(self, key) > LARGEST_INT32:
                 raise ConfigError(f"guard.{key}={getattr(self, key)} is too large; use less than 2**31.")
         if not 0 <= self.spike_z < 1e6:  # also refuses NaN
             raise ConfigError(f"guard.spike_z={self.spike_z!r} must be 0 (off) or more, below 1e6; 6 is usual.")
@@ -51,12 +50,12 @@ def init_guard() -> GuardState:
 def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Array]) -> tuple[Array, GuardState]:
     """Whether a step with these metrics may change parameters, a bool scalar, and what to remember of it.
 
-    All that is finite shows in the norm of the whole gradient and in the losses: they are the same on every device, and
-    so is the verdict. After more than `max_skipped_steps` steps in a row that were not finite nothing passes any more:
-    the host, which reads metrics a step late, finds the state as it was. None: steps are skipped without limit, and no
-    spikes are looked for.
+    What is not finite shows in the norm of the whole gradient and in the losses: they are the same on every device,
+    and so is the verdict. After more than `max_skipped_steps` steps in a row that were not finite nothing passes any
+    more: the host, which reads metrics a step late, finds the state as it was. None: steps are skipped without limit,
+    and no spikes are looked for.
     """
-    finite = jnp.isfinite(jnp.stack([value for value in metrics.values()])).all()
+    finite = jnp.isfinite(jnp.stack(list(metrics.values()))).all()
     passes, moments = finite, state[2:]
     if config is not None:
         passes &= state.in_a_row <= config.max_skipped_steps

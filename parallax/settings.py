@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
 from parallax.distributed import DistributedConfig
-from parallax.errors import CheckpointError, ConfigError, nearest
+from parallax.errors import LARGEST_INT32, CheckpointError, ConfigError, nearest
 from parallax.guard import GuardConfig
 from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig
@@ -21,8 +21,6 @@ from parallax.sampling import SampleConfig
 
 # Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
 VOCAB_MULTIPLE = 128
-# Seeds are int32 on the devices.
-SEED_LIMIT = 2**31
 # The most that a whole number may be, by key or by section; what is far beyond any machine would only end in tables of
 # schedules and layers that fill the memory, or in numbers that the devices' int32 does not hold.
 LARGEST = {
@@ -39,7 +37,6 @@ LARGEST = {
     "train.seed": 2**63 - 1,
     "sample.seed": 2**63 - 1,
 }
-LARGEST_INT32 = 2**31 - 1
 LARGEST_FLOAT32 = 3.4028234e38
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
@@ -64,7 +61,7 @@ class TrainConfig:
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"train.{key}={getattr(self, key)} is too small; use {least} or more")
-        if self.seed >= SEED_LIMIT:
+        if self.seed > LARGEST_INT32:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
         if self.stall_factor and self.stall_factor < 1:
             raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")

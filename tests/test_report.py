@@ -156,6 +156,8 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
     step(init_state(model, tx, seed=0), tiny.make_batch())
     found = px.report(step)
     assert (found.rows, found.seq) == (tiny.ROWS, tiny.SEQ) and found.compiled_for == "4 x cpu"
+    (_, given, arguments), (_, *whole) = found.beside_compiler()
+    assert abs(given - arguments) < 100 and whole == [found.peak, found.compiled.together]
     made = found.compiled.collectives
     assert {one.kind for one in made} >= {"all-gather", "reduce-scatter", "all-reduce"}
     ours = [one for one in made if "shard_map" in one.source and one.kind == "reduce-scatter"]

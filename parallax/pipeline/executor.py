@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.collectives import as_varying, permute, varying_axes
+from parallax.collectives import as_varying, permute, vary_all
 from parallax.layers.context import Context
+from parallax.pipeline.ends import take
 from parallax.pipeline.simulated import after
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Place, Stage
@@ -104,7 +105,7 @@ class Executor(NamedTuple):
 
     def _empty_messages(self, ends_state: Any) -> dict[str, Array]:
         x = jax.eval_shape(lambda: self.ends.enter(ends_state, jnp.int32(0)))
-        return {kind: zeros_of(x, count) for kind, count in self.schedule.message_slots.items()}
+        return {kind: zeros(x, count) for kind, count in self.schedule.message_slots.items()}
 
     def _rows(self, segment: Segment) -> dict[str, np.ndarray]:
         """The tables' rows of these ticks: what is a rank's own `[tick, rank]`, what is everybody's `[tick]`."""
@@ -151,7 +152,7 @@ class Executor(NamedTuple):
             x = row.at_end(
                 "F",
                 lambda: self.ends.enter(state.ends, row["F"]),
-                lambda: _read(state.messages["F"], row["message F"]),
+                lambda: take(state.messages["F"], row["message F"]),
             )
             context, place = self.context(row["F"]), self._place("F", row, active)
             if state.kept is None:
@@ -174,7 +175,7 @@ class Executor(NamedTuple):
             dy = row.at_end(
                 "B",
                 lambda: self.ends.enter_backward(state.ends, row["B"], row["exit B"]),
-                lambda: _read(state.messages["B"], row["message B"]),
+                lambda: take(state.messages["B"], row["message B"]),
             )
             context, place = self.context(row["B"]), self._place("B", row, active)
             dx, grads, kept = self.stage.backward(self.weights, state.kept, context, dy, state.grads, place)
@@ -252,7 +253,7 @@ class Row(NamedTuple):
     def store(self, name: str, slots: Array, message: Array) -> Array:
         """Put what arrived into its slot, if anything did."""
         slot = jnp.maximum(self.values[name], 0)
-        kept = jnp.where(self.values[name] >= 0, message, _read(slots, slot))
+        kept = jnp.where(self.values[name] >= 0, message, take(slots, slot))
         return lax.dynamic_update_index_in_dim(slots, kept, slot, 0)
 
 
@@ -261,18 +262,3 @@ def at_rank(rank: int, ranks: int, there: Callable, elsewhere: Callable) -> Any:
     if ranks == 1:
         return there()
     return lax.cond(lax.axis_index("pp") == rank, lambda: vary_all(there()), lambda: vary_all(elsewhere()))
-
-
-def vary_all(tree: Any) -> Any:
-    """The branches of a cond must agree on where their results vary; over pp they all do."""
-    return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
-
-
-def _read(slots: Array, slot: Array) -> Array:
-    return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-
-
-def zeros_of(like: jax.ShapeDtypeStruct, count: int) -> Array:
-    """`count` slots for arrays like this one, varying where it does and over pp."""
-    zeros = jnp.zeros((count, *like.shape), like.dtype)
-    return as_varying(zeros, varying_axes(like) | {"pp"})

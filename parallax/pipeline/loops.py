@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import as_varying
+from parallax.collectives import vary_all
 from parallax.pipeline.simulated import after
 from parallax.pipeline.slots import entry
 
@@ -123,11 +123,10 @@ class LayerLoop:
         """`run()` where there is a layer."""
         if not self.uneven:
             return run()
-        vary = lambda tree: jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)  # noqa: E731
         there = self.numbers[number] >= 0
         if self.masked:
-            return jax.tree.map(lambda new, old: jnp.where(there, new, old), vary(run()), vary(otherwise()))
-        return lax.cond(there, lambda: vary(run()), lambda: vary(otherwise()))
+            return jax.tree.map(lambda new, old: jnp.where(there, new, old), vary_all(run()), vary_all(otherwise()))
+        return lax.cond(there, lambda: vary_all(run()), lambda: vary_all(otherwise()))
 
     def _add(self, grads: list[Array], number: Array, shares: dict[int, Array], active: Array | None) -> list[Array]:
         def add(total: Array, share: Array) -> Array:

@@ -19,16 +19,15 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from parallax.budget import Memory, flops_per_token, memory, parameters_by_component
-from parallax.layers.kernels import kernel_flops
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
 from parallax.pipeline.storage import ENDS
 from parallax.plan.layouts import build, placed
 from parallax.plan.place import Place
+from parallax.report.executed import product_flops
 from parallax.report.origin import Origin
 from parallax.report.traced import Sent, program_collectives, step_program
 from parallax.report.walk import walk
@@ -39,6 +38,7 @@ from parallax.step import abstract_state
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
+PRODUCTS = ("dot_general", "pallas_call")
 
 
 class Product(NamedTuple):
@@ -223,26 +223,13 @@ def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs
 
 
 def _product(equation: JaxprEqn, origin: Origin) -> Counter:
-    name, shapes = equation.primitive.name, [var.aval.shape for var in equation.invars]
-    moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in (*equation.invars, *equation.outvars))
+    name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
-        written = equation.invars[1].aval
-        moved = math.prod(written.shape) * written.dtype.itemsize
-    if name == WRITES or name in REDUCTIONS:
-        return Counter({Product(0, 2 * moved, origin.direction, 0): 1})
-    if name == "pallas_call":
-        flops = _kernel_flops(equation)
-    elif name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        flops = 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[0][dim] for dim in contracted)
-    else:
+        arrays = 2 * equation.invars[1:2]
+    elif name in REDUCTIONS:
+        arrays = 2 * arrays
+    elif name not in PRODUCTS:
         return Counter()
-    return Counter({Product(flops, moved, origin.direction, 0): 1})
-
-
-def _kernel_flops(equation: JaxprEqn) -> int:
-    """FLOPs of a kernel of this project; of another one they are not known, and its bytes alone count."""
-    floats = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
-    # JAX leaves out the dim of rows where there is one.
-    shapes = [(1,) * (4 - len(shape)) + shape for shape in floats if len(shape) > 2]
-    return kernel_flops(equation.params["name"] or "", shapes) or 0
+    moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
+    # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
+    return Counter({Product(product_flops(equation) or 0, moved, origin.direction, 0): 1})

@@ -92,8 +92,3 @@ def build_if_legal(settings: Settings) -> ShardedModel | None:
         return build(settings)
     except ParallaxError:
         return None
-
-
-def legal_choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """The choices whose model can be built and whose batch can be cut."""
-    return (choice for choice in choices(settings, devices) if build_if_legal(choice.applied(settings)) is not None)

@@ -35,7 +35,8 @@ class Made(NamedTuple):
 class Compiled(NamedTuple):
     """A compiled program; sizes are in bytes for a device.
 
-    `peak` is the most at any moment, arguments included. `cycles` are of compute, loops turned, on the rank that the
+    `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
+    is what a device must have. `cycles` are of compute, loops turned, on the rank that the
     others wait for; None where the compiler gives none. `unknown_loops` turn as often as data says and count once.
     """
 
@@ -51,6 +52,11 @@ class Compiled(NamedTuple):
     mesh: Mesh
     timeline: list
     text: str
+
+    @property
+    def together(self) -> int:
+        """Arguments, results that do not take their place, and temporaries."""
+        return self.arguments + self.temporaries + self.outputs - self.aliased
 
 
 def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.layers.kernels import kernel_flops
+from parallax.report.origin import Origin
 from parallax.report.walk import walk
 
 UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
@@ -28,25 +29,26 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
 
 def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[str, int]:
     """The same of a program that was traced, apart for "forward", "backward" and "recompute"."""
-    count = lambda equation, origin: Counter({origin.direction: product_flops(equation)})  # noqa: E731
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        flops = product_flops(equation)
+        if flops is None:
+            name = equation.primitive.name
+            raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
+        return Counter({origin.direction: flops})
+
     return dict(walk(program, at=at, count=count))
 
 
-def product_flops(equation: JaxprEqn) -> int:
-    """FLOPs of one equation's matrix products; ValueError where it has some that nobody can count."""
+def product_flops(equation: JaxprEqn) -> int | None:
+    """FLOPs of one equation's matrix products; None where it has some that nobody can count."""
     name = equation.primitive.name
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
-    flops = _kernel_flops(equation) if name == "pallas_call" else 0
-    if flops is None or name in UNCOUNTED:
-        raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
-    return flops
-
-
-def _kernel_flops(equation: JaxprEqn) -> int | None:
-    arrays = (var.aval for var in equation.invars)
-    shapes = [x.shape for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and x.ndim > 2]
-    # A dim of one row is not there.
-    return kernel_flops(equation.params["name"] or "", [(1,) * (4 - len(shape)) + shape for shape in shapes])
+    if name == "pallas_call":
+        arrays = (var.aval for var in equation.invars)
+        floats = [x.shape for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+        return kernel_flops(equation.params["name"] or "", floats)
+    return None if name in UNCOUNTED else 0

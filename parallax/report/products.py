@@ -106,8 +106,7 @@ def _rank(window: dict[str, str]) -> int:
 
 
 def _kernel(one: Instruction, home: Computation) -> int:
-    shapes = [dims for name in one.operands for dims in float_dims(home.find(name).shape) if len(dims) > 2]
-    return kernel_flops(one.name, [(1,) * (4 - len(dims)) + tuple(dims) for dims in shapes]) or 0
+    return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(home.find(name).shape)]) or 0
 
 
 def _dims(home: Computation, name: str) -> list[int]:

@@ -99,7 +99,7 @@ def by_fate(sent: Iterable[Sent], made: Iterable[Any]) -> list[MadeRow]:
             row["calls"] += one.count
             row["bytes"] += one.bytes * one.count
             row["asynchronous_bytes"] += one.bytes * one.count * one.asynchronous
-            row["cycles_between"] += (one.cycles_between or 0) * one.count
+            row["cycles_between"] += one.cycles_between * one.count
     rows = [MadeRow(*key, **values) for key, values in found.items()]
     return sorted(rows, key=lambda row: (row.update, axes_order(row.axes), -max(row.bytes, row.traced_bytes), row.kind))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from parallax.budget import BATCH_ARRAYS
 from parallax.mesh import AXES
 from parallax.report.origin import Origin
 from parallax.report.walk import walk
@@ -26,7 +27,6 @@ KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "permute",
 }
-INPUTS = ("tokens", "labels", "segments", "positions")
 
 
 class Sent(NamedTuple):
@@ -59,7 +59,7 @@ def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Ma
 @functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
 def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
     """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
-    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in INPUTS}
+    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
     return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
 
 
@@ -103,11 +103,6 @@ def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     for one in sent:
         found[tuple(getattr(one, field) for field in fields)] += one.total_bytes
     return dict(found)
-
-
-def bytes_per_token(sent: Iterable[Sent], global_batch: int, seq: int) -> dict[tuple[tuple[str, ...], str], float]:
-    """Bytes that a device sends for each token of the global batch, by axes and kind."""
-    return {key: total / (global_batch * seq) for key, total in totals(sent, "axes", "kind").items()}
 
 
 def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:

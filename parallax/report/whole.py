@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.budget import memory
+from parallax.budget import BATCH_ARRAYS, memory
 from parallax.command import likely_entries, with_likely_vocab
 from parallax.errors import ConfigError
 from parallax.optimizer import make_optimizer
@@ -20,7 +20,7 @@ from parallax.report.page import page
 from parallax.report.products import CompiledFlops, compiled_flops
 from parallax.report.shares import shares_of
 from parallax.report.text import text
-from parallax.report.traced import INPUTS, Sent, busiest, collectives_by_rank, on_average
+from parallax.report.traced import Sent, busiest, collectives_by_rank, on_average
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainStep, abstract_state, make_train_step
@@ -71,8 +71,7 @@ class Report:
         """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
         arguments = sum(size for name, size in self.memory.items() if name in GIVEN)
         made = self.compiled
-        together = made.arguments + made.temporaries + made.outputs - made.aliased
-        return [("arguments", arguments, made.arguments), ("together", self.peak, together)]
+        return [("arguments", arguments, made.arguments), ("together", self.peak, made.together)]
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
@@ -172,4 +171,4 @@ def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
 
 def _compile(step: TrainStep, rows: int, seq: int) -> jax.stages.Compiled:
     array = jax.ShapeDtypeStruct((rows, seq), "int32", sharding=step.model.batch_sharding)
-    return step.lower(abstract_state(step.model, step.tx), dict.fromkeys(INPUTS, array)).compile()
+    return step.lower(abstract_state(step.model, step.tx), dict.fromkeys(BATCH_ARRAYS, array)).compile()
