@@ -41,7 +41,7 @@ def main() -> None:
     px.simulate_devices(DEVICES)
     from parallax.plan.analytic import predict
     from parallax.plan.layouts import Choice
-    from parallax.plan.place import local_place
+    from parallax.plan.machine import local_place
 
     settings, choices = work(args), [Choice(*layout) for layout in LAYOUTS]
     place = local_place(settings.model.dtype)

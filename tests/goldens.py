@@ -1,10 +1,12 @@
-"""The reports in tests/golden, one for each config, and that in docs/report.md: `make golden` writes them anew.
+"""The reports in tests/golden, one for each config, and those in docs/report.md: `make golden` writes them anew.
 
-They are of traced programs: nothing in them depends on a machine, and no line number changes with an edit.
+They are of traced programs, but for the end of the docs' second one, which shows what the compiler made: nothing in
+them depends on a machine, and no line number changes with an edit.
 """
 
 import dataclasses
 import pathlib
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -16,7 +18,8 @@ from parallax.report.text import text
 from parallax.report.whole import abstract_mesh, report_settings
 
 DOCS = ROOT / "docs" / "report.md"
-COMMAND = "    $ python -m parallax.report --config=configs/quickstart.py --trace_only\n"
+COMMAND = "python -m parallax.report --config=configs/quickstart.py"
+BEGIN = "Memory of a device"  # of what the docs show of a compiled report
 FOLDER = ROOT / "tests" / "golden"
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")
 DEVICES = 8  # of configs that take what the machine has
@@ -37,11 +40,21 @@ def golden(name):
 
 
 def documented():
-    """docs/report.md with the quickstart's report as it is now."""
-    shown = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace_only."))
-    before, old = DOCS.read_text().split(COMMAND)
-    block = "".join(f"    {line}".rstrip() + "\n" for line in shown.splitlines())
-    return f"{before}{COMMAND}{block}\n{old[old.index('## ') :]}"
+    """docs/report.md with the quickstart's reports as they are now: the traced one, and the end of the compiled one."""
+    traced = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace_only."))
+    ended = subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
+    compiled = "...\n" + ended.stdout[ended.stdout.index(BEGIN) :]
+    return shown(shown(DOCS.read_text(), f"{COMMAND} --trace_only", traced), COMMAND, compiled)
+
+
+def shown(text, command, output):
+    """The text with this output in place of what it shows of a command."""
+    head = f"    $ {command}\n"
+    before, old = text.split(head)
+    lines = old.splitlines(keepends=True)
+    end = next(at for at, line in enumerate(lines) if line.strip() and not line.startswith("    "))
+    block = "".join(f"    {line}".rstrip() + "\n" for line in output.strip().splitlines())
+    return f"{before}{head}{block}\n{''.join(lines[end:])}"
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from parallax.plan.cache import Cache
 from parallax.plan.changes import Change, helpful, neighbours
 from parallax.plan.compiling import Outcome
 from parallax.plan.layouts import VIRTUAL, Choice, build, build_if_legal, choices
+from parallax.plan.machine import local_place
 from parallax.plan.picture import draw, front
-from parallax.plan.place import local_place, read_topology
 from parallax.plan.sweep import Sweep
 from parallax.plan.text import sweep_table
+from parallax.report.place import read_topology
 from parallax.report.traced import collectives
 from parallax.schedules import SCHEDULES
 from parallax.settings import read_settings
@@ -483,8 +484,8 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
         return Outcome("", 1 << 28, 1 << 28, 1 << 29, secs, 0.0, {}, secs, 0.0, 0.01 / secs)
 
     monkeypatch.setattr(Sweep, "compiled", compiled)
-    monkeypatch.setattr(command, "why_not", lambda place, *, local: "")
-    monkeypatch.setattr(command, "devices_of", lambda place, *, local: [])
+    monkeypatch.setattr(command, "why_not", lambda place: "")
+    monkeypatch.setattr(command, "devices_of", lambda place: [None])
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--keep=8", "--compile=2"]
     assert command.main(["plan", config, *flags, f"--cache={tmp_path / 'cache'}"]) == 0
     out = capsys.readouterr().out

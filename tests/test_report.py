@@ -1,6 +1,7 @@
 """A report says what a step sends, stores and computes; its parts add up, and its command is as the others."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.report.__main__ import main
 from parallax.report.executed import flops_by_direction
 from parallax.report.flops import step_flops
+from parallax.report.place import GET_LIBTPU
 from parallax.report.text import WIDTH
 from parallax.report.whole import abstract_mesh, report_settings
 from parallax.schedules.pricing import Costs, figures
@@ -181,6 +183,25 @@ def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tm
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
+def test_the_command_says_how_to_compile_for_chips_that_are_not_here(in_root, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = [QUICKSTART, "--config.model.layers=2", "--config.mesh.dp=-1", "--topology=v5e:4x4"]
+    assert main(["report", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "pp=2 dp=4 tp=2 on 16 devices" in out
+    assert out.splitlines()[-1] == f"Nothing was compiled: {GET_LIBTPU}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, libtpu")
+def test_the_step_is_compiled_for_chips_that_are_not_here():
+    command = [sys.executable, "-m", "parallax.report", QUICKSTART, "--config.model.layers=2", "--topology=v5e:2x4"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "for 8 x TPU v5 lite" in ended.stdout and "cycles between" in ended.stdout
+    assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
+
+
 def test_json_is_all_that_is_printed(in_root, capsys):
     assert main(["report", "--config=configs/tiny_gqa.py", "--trace_only", "--json", "--config.mesh.dp=4"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -194,6 +215,9 @@ def test_json_is_all_that_is_printed(in_root, capsys):
         ([], "--config is missing; use one of configs/base.py"),
         ([QUICKSTART, "--trace-only"], "unknown flag --trace-only; did you mean 'trace_only'?"),
         ([QUICKSTART, "--html="], "--html='' names no file"),
+        ([QUICKSTART, "--topology="], "--topology='' is no topology; write CHIP:SIZES"),
+        ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),
+        ([QUICKSTART, "--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=2 mesh.dp=2 mesh.tp=2 wants 8 devices"),
         ([QUICKSTART, "--html=/nowhere/x.html", "--trace_only"], "--html=/nowhere/x.html cannot be written: No such"),
         ([QUICKSTART, "--trace_only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
         ([QUICKSTART, "--trace_only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),

@@ -9,15 +9,12 @@ import sys
 
 # Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-if any(argument.startswith("--topology") for argument in sys.argv):
-    # The chips are not here: nobody on the network is asked for them, and another process may plan at the same time.
-    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    # Else libtpu complains that this machine is none of theirs; what is compiled for, the topology says.
-    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
 from parallax.command import usage as usage_of
@@ -27,12 +24,13 @@ from parallax.plan import text
 from parallax.plan.analytic import predict
 from parallax.plan.cache import Cache
 from parallax.plan.changes import helpful
-from parallax.plan.compiling import Outcome, compile_step, devices_of, why_not
+from parallax.plan.compiling import Outcome, compile_step
 from parallax.plan.layouts import build, placed
+from parallax.plan.machine import local_place
 from parallax.plan.picture import draw, front
-from parallax.plan.place import Place, local_place, read_topology
 from parallax.plan.progress import progress_bar
 from parallax.plan.sweep import Sweep
+from parallax.report.place import Place, devices_of, read_topology, why_not, without_chips
 from parallax.settings import Settings
 
 FLAGS = {
@@ -110,11 +108,9 @@ def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) ->
         print("", *text.changes(changes), sep="\n", flush=True)
     if values["analytic"]:
         return
-    local = values["topology"] is None
-    if reason := why_not(place, local=local):
-        print(f"\nnot compiled: {reason}")
-        return
-    print("", *text.outcome(compile_step(settings, place, devices_of(place, local=local)), place), sep="\n")
+    devices = compiler_devices(place, values)
+    if devices:
+        print("", *text.outcome(compile_step(settings, place, devices), place), sep="\n")
 
 
 def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
@@ -141,11 +137,9 @@ def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -
 
 def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
     """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
-    local = values["topology"] is None
-    if reason := why_not(place, local=local):
-        print(f"not compiled: {reason}")
+    devices = compiler_devices(place, values)
+    if not devices:
         return
-    devices = devices_of(place, local=local)
     with progress_bar("compiled") as progress:
         for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
             fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
@@ -153,6 +147,16 @@ def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: 
             if fitting == values["compile"]:
                 break
             compiled[choice] = search.compiled(choice, devices)
+
+
+def compiler_devices(place: Place, values: dict[str, Any]) -> list[Any]:
+    """The devices to compile for; none where that cannot be, which is said."""
+    if values["topology"] is None:
+        return jax.devices()
+    if reason := why_not(place):
+        print(f"\nnot compiled: {reason}")
+        return []
+    return devices_of(place)
 
 
 def write(path: str, picture: str) -> None:
@@ -164,4 +168,5 @@ def write(path: str, picture: str) -> None:
 
 
 if __name__ == "__main__":
+    without_chips(sys.argv)
     sys.exit(main(sys.argv))

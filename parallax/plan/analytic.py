@@ -26,9 +26,9 @@ from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
 from parallax.pipeline.storage import ENDS
 from parallax.plan.layouts import build, placed
-from parallax.plan.place import Place
 from parallax.report.executed import product_flops
 from parallax.report.origin import Origin
+from parallax.report.place import Place
 from parallax.report.traced import Sent, program_collectives, step_program
 from parallax.report.walk import walk
 from parallax.schedules import Costs, by_name, figures
@@ -96,7 +96,7 @@ def predict(settings: Settings, place: Place) -> Estimate:
     """The step of these settings on a place; ConfigError where their mesh or layout is not legal there.
 
     >>> from configs.llama_1b_16 import get_config
-    >>> from parallax.plan.place import read_topology
+    >>> from parallax.report.place import read_topology
     >>> from parallax.settings import read_settings
     >>> place = read_topology("v5e:4x4")
     >>> predict(read_settings(get_config().to_dict()), place).peak_bytes < place.chip.usable_bytes

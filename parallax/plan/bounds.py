@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from parallax.budget import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
 from parallax.plan.analytic import hidden_secs, lockstep_bubble
 from parallax.plan.layouts import Choice
-from parallax.plan.place import Place
+from parallax.report.place import Place
 from parallax.schedules import by_name, figures
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from parallax.pipeline.config import REMAT
 from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
 from parallax.plan.layouts import GATHERS, Choice, build_if_legal
-from parallax.plan.place import Place
+from parallax.report.place import Place
 from parallax.settings import Settings
 
 SHOWN = 6

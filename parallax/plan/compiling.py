@@ -1,7 +1,6 @@
 """The real training step, compiled for a place: for TPU slices on any machine, else for the devices that are here."""
 
 import dataclasses
-import importlib.util
 import math
 import re
 from typing import Any, NamedTuple
@@ -9,19 +8,16 @@ from typing import Any, NamedTuple
 import jax
 
 from parallax.budget import BATCH_ARRAYS, flops_per_token
-from parallax.errors import ConfigError
 from parallax.mesh import make_mesh
 from parallax.optimizer import make_optimizer
 from parallax.plan.analytic import schedule_costs
-from parallax.plan.place import Place
 from parallax.report.compiled import read_compiled
+from parallax.report.place import Place
 from parallax.report.shares import shares_of
 from parallax.report.steptime import step_time
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state, make_train_step
-
-GET_LIBTPU = "the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'"
 
 
 class Outcome(NamedTuple):
@@ -40,28 +36,6 @@ class Outcome(NamedTuple):
     secs: float | None
     bubble: float | None
     mfu: float | None
-
-
-def why_not(place: Place, *, local: bool) -> str:
-    """Why nothing can be compiled for a place here; "" where it can."""
-    if local:
-        return ""
-    if not place.is_tpu:
-        return f"nothing is compiled for {place.name}: only TPU slices can be compiled for without their devices"
-    return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
-
-
-def devices_of(place: Place, *, local: bool) -> list[Any]:
-    """The devices of a place, real or of the compiler's imagination."""
-    if local:
-        return jax.devices()
-    from jax.experimental import topologies
-
-    options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(f"--topology={place.name} is no slice that libtpu knows: {_first_line(error)}") from error
 
 
 def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:

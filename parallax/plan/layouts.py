@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parallax.errors import ConfigError, ParallaxError, divisors
-from parallax.mesh import AXES, MeshConfig, factorisations, resolve_sizes
+from parallax.errors import ParallaxError, divisors
+from parallax.mesh import AXES, MeshConfig, factorisations
 from parallax.pipeline.config import REMAT
-from parallax.plan.place import Place
+from parallax.report.place import Place, sizes_on
 from parallax.report.whole import abstract_mesh
 from parallax.schedules import SCHEDULES
 from parallax.settings import Settings
@@ -69,13 +69,8 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 
 def placed(settings: Settings, place: Place) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
-    try:
-        sizes = resolve_sizes(settings.mesh, place.devices)
-    except ConfigError as error:
-        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
-    return dataclasses.replace(
-        settings, mesh=dataclasses.replace(settings.mesh, **sizes, simulate=0, across_slices="dp")
-    )
+    mesh = dataclasses.replace(settings.mesh, **sizes_on(settings.mesh, place), simulate=0, across_slices="dp")
+    return dataclasses.replace(settings, mesh=mesh)
 
 
 def build(settings: Settings) -> ShardedModel:

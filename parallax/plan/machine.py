@@ -1,4 +1,4 @@
-"""What this machine's simulated devices do a second, all at work: measured, for there is no data sheet."""
+"""The devices that are here. What simulated ones do a second, all at work, is measured: there is no data sheet."""
 
 import os
 import time
@@ -11,12 +11,22 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.chips import Chip
+from parallax.chips import Chip, chip
+from parallax.report.place import Place
 
 MATMUL = 512  # rows and columns of each device's factors
 COPIED_BYTES = 2**24  # of each device: larger than caches
 GATHERED_BYTES = 2**20  # of each device's piece
 MEASURED_SECS = 0.5
+
+
+def local_place(dtype: str) -> Place:
+    """The devices that JAX has here. What CPUs do a second is measured, in `dtype`, by all of them together."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return Place(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
+    return Place(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
 
 
 def measured(dtype: str) -> Chip:

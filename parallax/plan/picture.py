@@ -6,8 +6,8 @@ from html import escape
 from typing import NamedTuple
 
 from parallax.plan.layouts import Choice
-from parallax.plan.place import Place
 from parallax.plan.sweep import Row
+from parallax.report.place import Place
 from parallax.units import in_bytes, percent
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: by what the mesh uses.

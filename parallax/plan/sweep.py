@@ -10,7 +10,7 @@ from parallax.plan.bounds import Bounds
 from parallax.plan.cache import Cache, digest, versions
 from parallax.plan.compiling import Outcome, compile_step
 from parallax.plan.layouts import Choice, build, build_if_legal, choices
-from parallax.plan.place import Place
+from parallax.report.place import Place
 from parallax.settings import Settings
 
 SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer")  # that a prediction follows from

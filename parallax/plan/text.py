@@ -6,8 +6,8 @@ from parallax.plan.analytic import Estimate
 from parallax.plan.changes import Change
 from parallax.plan.compiling import Outcome
 from parallax.plan.layouts import Choice
-from parallax.plan.place import Place
 from parallax.plan.sweep import Row, Sweep
+from parallax.report.place import Place
 from parallax.report.text import table
 from parallax.settings import Settings
 from parallax.units import in_bytes, percent

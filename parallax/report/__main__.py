@@ -2,6 +2,7 @@
 
 python -m parallax.report --config=configs/quickstart.py
 python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --config.mesh.dp=16 --html=report.html
+python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
 """
 
 import dataclasses
@@ -17,13 +18,17 @@ from parallax.command import Flag, read_command, run_command, written
 from parallax.command import usage as usage_of
 from parallax.errors import ConfigError
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
+from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
 from parallax.report.whole import abstract_mesh, report_settings
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),
     "html": Flag("write the report to this file, as one page"),
+    "topology": Flag("compile for TPU chips that need not be there, as v5e:4x4; without it, for the devices that are"),
     "trace_only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
 }
+
+TRACE_ONLY = "Nothing was compiled: --trace_only."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    line = "python -m parallax.report --config=FILE [--config.SECTION.KEY=VALUE ...] [--json] [--html=FILE]"
+    line = (
+        "python -m parallax.report --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--html=FILE]"
+    )
     return usage_of(line, FLAGS)
 
 
@@ -42,7 +49,13 @@ def act(argv: Sequence[str]) -> None:
     settings, values = read_command(argv, FLAGS)
     if values["html"] == "":
         raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
-    mesh, why_abstract = choose_mesh(settings.mesh, compiled=not values["trace_only"])
+    if values["topology"] == "":
+        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
+    compiled = not values["trace_only"]
+    if values["topology"] is None:
+        mesh, why_abstract = choose_mesh(settings.mesh, compiled=compiled)
+    else:
+        mesh, why_abstract = slice_mesh(settings.mesh, read_topology(values["topology"]), compiled=compiled)
     name = Path(written(argv, "config").split(":")[0]).stem
     found = report_settings(settings, mesh, name=name)
     if found.compiled is None:
@@ -63,11 +76,22 @@ def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractM
         return make_mesh(config), ""
     sizes = resolve_sizes(config, config.simulate or wanted)
     if not compiled:
-        return abstract_mesh(sizes), "Nothing was compiled: --trace_only."
+        return abstract_mesh(sizes), TRACE_ONLY
     return abstract_mesh(sizes), (
         f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}. "
         f"--config.mesh.simulate={wanted} compiles for simulated ones."
     )
+
+
+def slice_mesh(config: MeshConfig, place: Place, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+    """The mesh of a config on chips that need not be here; an abstract one, and why, where nothing is compiled."""
+    config = dataclasses.replace(config, simulate=0)
+    sizes = sizes_on(config, place)
+    if not compiled:
+        return abstract_mesh(sizes), TRACE_ONLY
+    if reason := why_not(place):
+        return abstract_mesh(sizes), f"Nothing was compiled: {reason}"
+    return make_mesh(config, devices_of(place)), ""
 
 
 def write(path: str, page: str) -> None:
@@ -79,4 +103,5 @@ def write(path: str, page: str) -> None:
 
 
 if __name__ == "__main__":
+    without_chips(sys.argv)
     sys.exit(main(sys.argv))

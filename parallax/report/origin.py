@@ -6,12 +6,14 @@ import re
 import sysconfig
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 # They ask on behalf of others.
 PLUMBING = tuple(str(PACKAGE / name) for name in ("collectives.py", "jaxprs.py", "notation.py"))
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
 SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again

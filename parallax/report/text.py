@@ -78,7 +78,8 @@ def flops(report: Any) -> Iterator[str]:
     yield ""
     rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
     yield from table(["", "FLOPs", "share"], rows, left=1)
-    yield f"{executed(report)} MFU is at most {percent(report.flops.ceiling)}."
+    yield executed(report)
+    yield f"MFU is at most {percent(report.flops.ceiling)}."
 
 
 def executed(report: Any) -> str:

@@ -1,20 +1,23 @@
-"""Where a step would run: chips of one kind and the links between them, or the devices of this machine."""
+"""Where a step would run: chips of one kind and the links between them; and the compiler's devices of TPU slices."""
 
+import importlib.util
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 from parallax.chips import Chip, chip
 from parallax.errors import ConfigError
-from parallax.plan.machine import measured
+from parallax.mesh import MeshConfig, resolve_sizes
 from parallax.report.links import closes
 
+GET_LIBTPU = "the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'"
+
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
-
-
 # Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
 # of 13 layouts were from 15 % shorter to 13 % longer than compiled ones, 1 % longer on average (docs/plan.md).
 MATMUL_EFFICIENCY = 0.8
@@ -105,13 +108,41 @@ def read_topology(text: str) -> Place:
     return Place(text, known, shape)
 
 
-def local_place(dtype: str) -> Place:
-    """The devices that JAX has here. What CPUs do a second is measured, in `dtype`, by all of them together."""
-    devices = jax.devices()
-    kind = devices[0].device_kind
-    if devices[0].platform == "cpu":
-        return Place(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
-    return Place(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
+def sizes_on(config: MeshConfig, place: Place) -> dict[str, int]:
+    """Size of each mesh axis on a place, -1 replaced; ConfigError where they are not the place's devices."""
+    try:
+        return resolve_sizes(config, place.devices)
+    except ConfigError as error:
+        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
+
+
+def why_not(place: Place) -> str:
+    """Why nothing can be compiled here for a place that is not here; "" where it can."""
+    if not place.is_tpu:
+        return f"nothing is compiled for {place.name}: only TPU slices can be compiled for without their devices"
+    return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
+
+
+def devices_of(place: Place) -> list[Any]:
+    """The devices of a TPU slice, of the compiler's imagination; ConfigError where it knows no such slice."""
+    options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--topology={place.name} is no slice that libtpu knows: {reason}") from error
+
+
+def without_chips(argv: Sequence[str]) -> None:
+    """What a process says before its first array if its command line names a topology: chips that are not here.
+
+    Nobody on the network is asked for them, and another process may compile at the same time. What is compiled for, the
+    topology says; but libtpu complains unless this machine claims to be a host of some.
+    """
+    if any(argument.startswith("--topology") for argument in argv):
+        os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _up_to_last(sizes: Mapping[str, int], axes: Sequence[str]) -> list[tuple[str, int]]:
