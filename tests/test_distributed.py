@@ -1,6 +1,8 @@
 """What processes say to each other, with threads in place of processes: who is missing, who differs, who is late."""
 
+import errno
 import functools
+import os
 import re
 import socket
 import subprocess
@@ -18,7 +20,7 @@ from parallax.distributed import DistributedConfig, Place, gloo, read_place
 from parallax.distributed import job as job_module
 from parallax.distributed.hub import Hub
 from parallax.distributed.job import listen, started_by_scheduler
-from parallax.distributed.peers import Peers
+from parallax.distributed.peers import Peers, end_now
 from parallax.errors import ConfigError, LostError
 from parallax.loop.watchdog import Watchdog
 
@@ -170,6 +172,7 @@ def ended(monkeypatch):
     """Instead of ending, a process notes its status."""
     statuses = []
     monkeypatch.setattr("parallax.distributed.peers.end_now", statuses.append)
+    monkeypatch.setattr("parallax.distributed.peers.end_within", lambda secs, status: None)
     monkeypatch.setattr("parallax.distributed.peers.GRACE_SECS", 0.1)
     return statuses
 
@@ -294,6 +297,53 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
         ended[0] == 75
         and "waited 0 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'reading a s" in said
     )
+
+
+class Full:
+    """A stream on a disk that is full."""
+
+    def write(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = write
+
+
+def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatch):
+    first, second = Meeting(2).join_all(0, 1)
+    first.log_with(Full().write)
+    monkeypatch.setattr(sys, "stderr", Full())
+    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(ended) >= 2)
+    assert ended == [75, 75]
+
+
+STALLED = """
+import socket, sys, threading
+from parallax.distributed import peers
+from parallax.distributed.hub import Hub
+from parallax.distributed.job import listen
+peers.LAST_WORDS_SECS = 0.5
+listener = listen("127.0.0.1", 0, 1)
+address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
+Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
+first = peers.Peers(address, hello, start_secs=20, silence_secs=20)
+first.log_with(lambda text: threading.Event().wait())
+first._wire.socket.shutdown(socket.SHUT_RDWR)
+threading.Event().wait(60)
+"""
+
+
+def test_a_process_ends_where_its_last_words_stand_still():
+    """A disk that does not answer; in a process of its own, which ends."""
+    assert subprocess.run([sys.executable, "-c", STALLED], timeout=50).returncode == 75
+
+
+def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(sys, "stderr", Full())
+    end_now(75)
+    assert statuses == [75]
 
 
 def test_processes_that_leave_together_are_not_lost(ended):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from jax.experimental import multihost_utils
 from parallax.distributed.config import BEHIND_SECS, DistributedConfig
 from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
 from parallax.distributed.hub import Hub
-from parallax.distributed.peers import Peers, end_now
+from parallax.distributed.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
 from parallax.distributed.place import Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
@@ -277,5 +276,7 @@ def _initialize(config: DistributedConfig, **place: Any) -> None:
 
 
 def _started_too_late(secs: float) -> None:
-    print(f"LostError: JAX has not connected the processes in {secs:.0f} s", file=sys.stderr, flush=True)
+    end_within(LAST_WORDS_SECS, EXIT_RESTART)
+    with nothing_in_the_way():
+        say_last(f"LostError: JAX has not connected the processes in {secs:.0f} s")
     end_now(EXIT_RESTART)

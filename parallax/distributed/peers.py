@@ -1,5 +1,6 @@
 """A process's line to the hub: what it says of itself, what it hears of the others, and what it does then."""
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -19,6 +20,8 @@ TICK_SECS = 0.2
 CONNECT_SECS = 0.2  # between two attempts
 SIGNS_OF_LIFE = 4  # in the time after which a silent process is lost
 ANSWER_SECS = 2.0
+LAST_WORDS_SECS = 10.0  # to write them, and to hear that the others have gone; then the process ends without
+NAMING_SECS = 15.0  # the same, and for the hub to say who is late
 
 
 class Peers:
@@ -130,28 +133,32 @@ class Peers:
     def _too_late(self) -> None:
         _, secs, setting = self._limit
         self._limit = (float("inf"), 0.0, "")
-        if self._wire.send({"where": True}):
-            threading.Thread(target=self._name_the_late, args=(secs, setting), daemon=True).start()
+        threading.Thread(target=self._name_the_late, args=(secs, setting), daemon=True).start()
 
     def _name_the_late(self, secs: float, setting: str) -> None:
+        end_within(NAMING_SECS, EXIT_RESTART)
         doing = self._doing
+        self._wire.send({"where": True})
         try:
             places = self._places.get(timeout=ANSWER_SECS)
         except queue.Empty:
             places = {}
         late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
         missing = f"missing: process {', '.join(late)}" if late else "all processes are at it"
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        with nothing_in_the_way():
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         text = f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}"
         self._wire.send({"bye": EXIT_RESTART, "why": text})
         self._end(text, EXIT_RESTART, 0.0)
 
     def _end(self, text: str, status: int, grace_secs: float) -> None:
+        end_within(grace_secs + LAST_WORDS_SECS, status)
         time.sleep(grace_secs)
         hint = "; start the same command again to go on from the last checkpoint" if status == EXIT_RESTART else ""
         line = f"{LostError.__name__}: {text}{hint}"
-        self._log(line)
-        print(line, file=sys.stderr, flush=True)
+        for write in (say_last, self._log):
+            with nothing_in_the_way():
+                write(line)
         # The others know as much: this end is no news to them.
         self._wire.send({"bye": 0, "why": ""})
         end_now(status)
@@ -169,9 +176,28 @@ class Peers:
 
 def end_now(status: int) -> NoReturn:
     """End the process at once: JAX's own way out waits for processes that may never come."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_within(LAST_WORDS_SECS, status)
+    for stream in (sys.stdout, sys.stderr):
+        with nothing_in_the_way():
+            stream.flush()
     os._exit(status)
+
+
+def end_within(secs: float, status: int) -> None:
+    """End the process after so long, whatever then still holds it: a disk or a pipe to which nothing can be written."""
+    late = threading.Timer(secs, os._exit, (status,))
+    late.daemon = True
+    late.start()
+
+
+def say_last(line: str) -> None:
+    """Last words, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def nothing_in_the_way() -> contextlib.AbstractContextManager:
+    """A full disk, or a stderr that is closed, does not keep the process from its end."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 def _connect(address: tuple[str, int], secs: float) -> Wire:
