@@ -5,7 +5,7 @@
 
 What follows -- is a Python file, or -m and a module, with its arguments. Each line of output begins with the number of
 its process. SIGTERM and Ctrl-C go on to all processes. When one ends, the others have --grace-secs to follow; the exit
-status is that of the first that failed.
+status is that of the first that failed by itself: 75, with which the others follow it, comes last.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Start all processes, and wait for them; returns the status of the first that failed, 0 if none has."""
+    """Start all processes, and wait for them; returns the status of the first that failed by itself, 0 if none has."""
     command = python_command(parsed.command)
     parsed.port = parsed.port or _free_port()
     environments = [environment_of(parsed, rank) for rank in range(parsed.processes)]
@@ -85,7 +85,7 @@ class Job:
         self._lines: dict[BinaryIO, bytes] = {}
         self._processes: list[subprocess.Popen] = []
         self._ended: dict[int, int] = {}  # status by rank, in the order in which they ended
-        self._asked_to_end = False
+        self._made_to_end: set[int] = set()
         self._command, self._environments = command, environments
 
     def __enter__(self) -> "Job":
@@ -142,30 +142,29 @@ class Job:
                     os.kill(process.pid, number)
 
     def _look_for_ended(self) -> None:
-        """Note who has ended since the last look; of several, what the others only followed comes last."""
-        new = {
-            rank: process.returncode
-            for rank, process in enumerate(self._processes)
-            if rank not in self._ended and process.poll() is not None
-        }
-        for rank in sorted(new, key=lambda rank: new[rank] == EXIT_RESTART):
-            self._ended[rank] = new[rank]
-            if new[rank]:
-                _say(f"process {rank} ended with {_in_words(new[rank])}")
+        """Note who has ended since the last look."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended and process.poll() is not None:
+                self._ended[rank] = process.returncode
+                if process.returncode:
+                    _say(f"process {rank} ended with {_in_words(process.returncode)}")
 
     def _end_the_rest(self) -> float:
         """Ask those that are left to end, then make them; returns when to come back."""
-        number = signal.SIGKILL if self._asked_to_end else signal.SIGTERM
-        self._asked_to_end = True
+        number = signal.SIGKILL if self._made_to_end else signal.SIGTERM
         left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
         _say(f"ending process {', '.join(map(str, left))} by {number.name}")
+        self._made_to_end.update(left)
         for rank in left:
             self._processes[rank].send_signal(number)
         return time.monotonic() + KILL_SECS
 
     def _status(self) -> int:
-        failed = (code if code > 0 else SIGNALLED - code for code in self._ended.values() if code)
-        return next(failed, 0)
+        """Of the first that failed by itself; with 75 the others follow it, and who was made to end says nothing."""
+        failed = [rank for rank, code in self._ended.items() if code]
+        failed.sort(key=lambda rank: (rank in self._made_to_end, self._ended[rank] == EXIT_RESTART))
+        code = self._ended[failed[0]] if failed else 0
+        return code if code >= 0 else SIGNALLED - code
 
     def _show(self, secs: float) -> None:
         for key, _ in self._output.select(secs):

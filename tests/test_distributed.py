@@ -137,11 +137,12 @@ class Meeting:
         listener = listen("127.0.0.1", 0, processes)
         self.address = listener.getsockname()
         limits = {"start_secs": start_secs, "silence_secs": silence_secs, "clock_secs": clock_secs, "clock": clock}
-        Hub(listener, processes, "token", **limits)
+        self.hub = Hub(listener, processes, "token", **limits)
 
     def join(self, rank, **changes):
         hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
-        peers = Peers(self.address, hello, start_secs=self.start_secs, silence_secs=self.silence_secs)
+        limits = {"start_secs": self.start_secs, "silence_secs": self.silence_secs}
+        peers = Peers(self.address, hello, hub=None if rank else self.hub, **limits)
         JOINED.append(peers)
         return peers
 
@@ -297,6 +298,22 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
         ended[0] == 75
         and "waited 0 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'reading a s" in said
     )
+
+
+def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
+    monkeypatch.setattr("parallax.distributed.peers.GRACE_SECS", 5.0)
+    first, second = Meeting(2).join_all(0, 1)
+    second._end = lambda *_: time.sleep(1) or second._wire.socket.shutdown(socket.SHUT_RDWR)
+    begun = time.monotonic()
+    first.leave(5, "DataError: a shard is damaged")
+    assert 1 < time.monotonic() - begun < 5
+
+
+def test_process_0_waits_for_the_others_only_so_long(ended):
+    first, _ = Meeting(2).join_all(0, 1)
+    begun = time.monotonic()
+    first._go_last()
+    assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
 
 
 class Full:

@@ -156,22 +156,27 @@ def test_a_step_that_stands_still_has_its_stacks_printed(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path):
-    with launched(FAULTY, "raise", "1", "4", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
-        job.wait_for("RuntimeError: a fault that was put here")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("fault", "error", "expected"), [("raise", "RuntimeError", 1), ("raise-data", "DataError", 5)])
+def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path, rank, fault, error, expected):
+    with launched(FAULTY, fault, str(rank), "4", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
+        job.wait_for(f"{error}: a fault that was put here")
         raised = time.monotonic()
         status, text = job.end()
     assert time.monotonic() - raised < SOON_SECS
-    assert status == 1 and "[launch] process 0 ended with status 75" in text
-    assert "ended with status 1: RuntimeError: a fault that was put here; this process was at" in text
+    other = 5 if expected == 5 else 75
+    assert status == expected and f"[launch] process {1 - rank} ended with status {other}" in text, text
+    said = f"ended with status {expected}: {error}: a fault that was put here; this process was at"
+    assert any(said in line for line in text.splitlines() if line.startswith(f"[{1 - rank}] LostError: ")), text
 
 
 @pytest.mark.slow
-def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path, rank):
     with launched(
         FAULTY,
         "sleep",
-        "1",
+        str(rank),
         "4",
         *flags_of(corpus, **MESH),
         "--config.distributed.wait_secs=4",
@@ -179,6 +184,8 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
     ) as job:
         status, text = job.end()
     assert status == 75 and "waited 4 s (distributed.wait_secs) for 'step " in text
+    for each in (0, 1):
+        assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Current thread" in text  # the stacks
     assert "start the same command again to go on from the last checkpoint" in text
 

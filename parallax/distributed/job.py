@@ -204,6 +204,7 @@ def leave(command: Callable[[], int]) -> int:
 
 def _meet_at(place: Place, config: DistributedConfig) -> Peers:
     """Meet on the coordinator's own port, which is free again when JAX wants it."""
+    hub = None
     if place.process == 0:
         try:
             listener = listen("127.0.0.1" if place.is_loopback else "", place.port, place.processes)
@@ -212,21 +213,21 @@ def _meet_at(place: Place, config: DistributedConfig) -> Peers:
                 f"cannot listen on port {place.port} for distributed.coordinator={place.address} "
                 f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
             ) from None
-        _hub(listener, place.processes, place.token, config)
-    return _line((place.host, place.port), place.process, place.processes, place.token, config)
+        hub = _hub(listener, place.processes, place.token, config)
+    return _line((place.host, place.port), place.process, place.processes, place.token, config, hub)
 
 
 def _meet_by_jax(config: DistributedConfig) -> Peers:
     """Meet where process 0 says over JAX's collectives, which are there already."""
-    token, host, port = secrets.token_hex(16), _own_address(), 0
+    token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
     if is_first():
         listener = listen("", 0, jax.process_count())
         port = listener.getsockname()[1]
-        _hub(listener, jax.process_count(), token, config)
+        hub = _hub(listener, jax.process_count(), token, config)
     text = f"{token} {host} {port}".ljust(128).encode("ascii")
     codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _line((host, int(port)), jax.process_index(), jax.process_count(), token, config)
+    return _line((host, int(port)), jax.process_index(), jax.process_count(), token, config, hub)
 
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
@@ -236,14 +237,16 @@ def listen(host: str, port: int, processes: int) -> socket.socket:
     return socket.create_server((host, port), backlog=processes)
 
 
-def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> None:
+def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
     limits = {"start_secs": config.start_secs, "clock_secs": config.clock_secs}
-    Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
+    return Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
 
 
-def _line(address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig) -> Peers:
+def _line(
+    address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig, hub: Hub | None
+) -> Peers:
     hello = {"hello": rank, "of": processes, "token": token, "host": socket.gethostname()}
-    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs)
+    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs, hub=hub)
 
 
 def _own_address() -> str:

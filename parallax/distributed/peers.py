@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from parallax.distributed.config import GRACE_SECS
+from parallax.distributed.hub import Hub
 from parallax.distributed.wire import Message, Wire
 from parallax.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
 
@@ -30,17 +31,29 @@ class Peers:
     When a process is lost, or a wait takes too long, that thread says so and ends this process, whatever its main
     thread is doing: a collective that waits for a dead peer would not come back.
 
+    Args:
+        hub: where this is process 0, which goes last.
+
     Raises:
         LostError: the hub does not answer within `start_secs`, or not all processes are there then.
         ConfigError: the processes disagree about who they are.
     """
 
-    def __init__(self, address: tuple[str, int], hello: Message, *, start_secs: float, silence_secs: float):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        hello: Message,
+        *,
+        start_secs: float,
+        silence_secs: float,
+        hub: Hub | None = None,
+    ):
         self._rank = hello["hello"]
         self._log: Callable[[str], None] = lambda text: None
         self._answers: queue.Queue[Message] = queue.Queue()
         self._places: queue.Queue[Message] = queue.Queue()
-        self._leaving = threading.Event()
+        self._leaving, self._ending = threading.Event(), threading.Event()  # by the main thread, and by that one
+        self._hub = hub
         self._lost: str | None = None
         self._doing, self._limit = "starting", (float("inf"), 0.0, "")
         self._wire = _connect(address, start_secs)
@@ -68,9 +81,17 @@ class Peers:
         return answer
 
     def leave(self, status: int, why: str) -> None:
-        """Tell the others that this process ends; they have heard it when this returns, if they still can."""
+        """Tell the others that this process ends; they have heard it when this returns, if they still can.
+
+        With an error process 0 waits until they have gone.
+        """
         self._leaving.set()
         self._limit = (float("inf"), 0.0, "")
+        self._say_goodbye(status, why)
+        if status:
+            self._go_last()
+
+    def _say_goodbye(self, status: int, why: str) -> None:
         if self._wire.send({"bye": status, "why": why}):
             with_answer = time.monotonic() + ANSWER_SECS
             while time.monotonic() < with_answer and self._lost is None:
@@ -83,6 +104,8 @@ class Peers:
     def wait_for_word(self) -> None:
         """After an error that a lost process may have caused: if one is, this does not return."""
         time.sleep(GRACE_SECS)
+        if self._ending.is_set():
+            threading.Event().wait()
 
     # ---- the thread
 
@@ -154,6 +177,7 @@ class Peers:
     def _end(self, text: str, status: int, grace_secs: float) -> None:
         end_within(grace_secs + LAST_WORDS_SECS, status)
         time.sleep(grace_secs)
+        self._ending.set()
         hint = "; start the same command again to go on from the last checkpoint" if status == EXIT_RESTART else ""
         line = f"{LostError.__name__}: {text}{hint}"
         for write in (say_last, self._log):
@@ -161,7 +185,12 @@ class Peers:
                 write(line)
         # The others know as much: this end is no news to them.
         self._wire.send({"bye": 0, "why": ""})
+        self._go_last()
         end_now(status)
+
+    def _go_last(self) -> None:
+        if self._hub is not None:
+            self._hub.wait_for_the_others(GRACE_SECS + ANSWER_SECS)
 
     def _answer(self, secs: float, what: str, setting: str) -> Message:
         try:
