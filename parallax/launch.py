@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.distributed.place import FLAGS, TOKEN
-from parallax.errors import EXIT_RESTART, ConfigError, exit_status
+from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_SECS = 0.05
@@ -179,8 +179,7 @@ class Job:
             for line in lines:
                 if NOISE.search(line):
                     continue
-                stream.write(f"[{rank}] {line.decode(errors='replace')}\n")
-            stream.flush()
+                tell(f"[{rank}] {line.decode(errors='replace')}", stream)
 
 
 def _in_words(code: int) -> str:
@@ -188,7 +187,7 @@ def _in_words(code: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"[launch] {text}", file=sys.stderr, flush=True)
+    tell(f"[launch] {text}", sys.stderr)
 
 
 def _free_port() -> int:

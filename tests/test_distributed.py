@@ -316,6 +316,18 @@ def test_process_0_waits_for_the_others_only_so_long(ended):
     assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
 
 
+def test_who_has_said_goodbye_waits_for_nobody(ended, monkeypatch):
+    """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
+    first, _ = Meeting(2).join_all(0, 1)
+    statuses = []
+    monkeypatch.setattr(job_module, "_peers", first)
+    monkeypatch.setattr(job_module, "wait_for_all", lambda what: pytest.fail("it waits"))
+    monkeypatch.setattr(job_module, "end_now", lambda status: statuses.append(status) or sys.exit(status))
+    with pytest.raises(SystemExit):
+        job_module.leave(lambda: first.leave(0, "BrokenPipeError") or 0)
+    assert statuses == [0]
+
+
 class Full:
     """A stream on a disk that is full."""
 

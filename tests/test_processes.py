@@ -5,6 +5,7 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -349,6 +350,17 @@ def test_the_launcher_ends_all_when_one_ends_with_the_status_of_the_first_that_f
     assert status == 9 and {"[0] rank 0 of 3 2", "[1] rank 1 of 3 2", "[2] rank 2 of 3 2"} <= set(text.splitlines())
     assert "[launch] process 1 ended with status 9\n" in text and "ending process 0, 2 by SIGTERM" in text
     assert "[2] no newline at the end\n" in text
+
+
+def test_the_launcher_goes_on_where_nobody_reads_its_output(tmp_path):
+    script = tmp_path / "children.py"
+    script.write_text("import pathlib, sys, time\nfor _ in range(9): print('line'); time.sleep(0.1)\nsys.exit(7)")
+    command = [sys.executable, "-m", "parallax.launch", "--processes", "2", "--", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        said = launcher.stderr.read()
+        assert launcher.wait(timeout=60) == 7 and "process 1 ended with status 7" in said, said
 
 
 def test_no_process_outlives_the_launcher(tmp_path):

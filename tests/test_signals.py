@@ -68,6 +68,27 @@ def test_a_stop_is_remembered_whichever_number_jax_agrees_on(monkeypatch, agreed
     assert asked == list(range(1, agreed + 1))
 
 
+def test_a_signal_is_heard_where_nobody_reads_stderr():
+    code = (
+        "import time\n"
+        "from parallax.loop.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True)
+    os.close(write)
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
+
+
 def test_a_second_signal_ends_the_process_at_once():
     code = (
         "import time\n"

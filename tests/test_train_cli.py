@@ -131,3 +131,12 @@ def test_help_lists_every_key_with_its_default(capsys):
     out = capsys.readouterr().out
     for section, keys in settings_of(tiny_config(ROOT)).to_dict().items():
         assert all(f"  --config.{section}.{key} = " in out for key in keys)
+
+
+@pytest.mark.slow
+def test_a_run_whose_console_is_closed_takes_all_its_steps(flags, tmp_path):
+    process = start(*flags, f"--workdir={tmp_path}")
+    lines_until(process, "step 1/8")
+    process.stdout.close()
+    assert (process.wait(timeout=240), process.stderr.read()) == (0, "")
+    assert len(losses(tmp_path)) == 8 == latest_step(tmp_path / "checkpoints")

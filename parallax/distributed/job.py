@@ -191,7 +191,7 @@ def leave(command: Callable[[], int]) -> int:
         status = 1
     if _peers is None:
         return status
-    if status:
+    if status or _peers.is_leaving:
         end_now(status)
     wait_for_all("the end of the run")
     _peers.leave(0, "")

@@ -80,6 +80,10 @@ class Peers:
         self._doing, self._limit = before, (float("inf"), 0.0, "")
         return answer
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving.is_set()
+
     def leave(self, status: int, why: str) -> None:
         """Tell the others that this process ends; they have heard it when this returns, if they still can.
 

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C: the first asks the run to stop after its step, the second ends the process."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -80,8 +81,9 @@ class StopRequest:
                 os._exit(EXIT_RESTART)
             self._signalled = True
             name = signal.Signals(arrived[0]).name
-            os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
             self._ask(name)
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
         self._arrivals.close()
 
 
