@@ -276,6 +276,28 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
     assert first is not second
 
 
+def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
+    """Its hub stands still, and answers nothing, as where its host has vanished."""
+    meeting = Meeting(2, silence_secs=1.0)
+    _, second = meeting.join_all(0, 1)
+    second.at("step 7", 20, "distributed.wait_secs")
+    time.sleep(2)
+    assert ended == []
+    meeting.hub._look_at_the_clock = lambda: time.sleep(20)
+    wait_until(lambda: ended)
+    said = capsys.readouterr().err
+    assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
+
+
+def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
+    meeting = Meeting(2)
+    _, second = meeting.join_all(0, 1)
+    meeting.hub._places = lambda: time.sleep(3) or {}
+    second.at("step 3", 0.5, "distributed.wait_secs")
+    wait_until(lambda: ended)
+    assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
 def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expected):
     _, second = Meeting(2).join_all(0, 1)

@@ -192,16 +192,18 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still_is_lost_after_its_heartbeat(corpus, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_stands_still_is_lost_after_its_heartbeat(corpus, tmp_path, rank):
     flags = [*flags_of(corpus, **MESH), "--config.distributed.heartbeat_secs=4", "--config.train.steps=2000"]
     with launched("train.py", *flags, f"--workdir={tmp_path}", options=("--grace-secs", "5")) as job:
         job.wait_for("step 3/2000")
-        os.kill(job.pids[1], signal.SIGSTOP)
+        os.kill(job.pids[rank], signal.SIGSTOP)
         stopped = time.monotonic()
         job.wait_for("it has said nothing for 4 s (distributed.heartbeat_secs)")
         assert time.monotonic() - stopped < SOON_SECS
         status, text = job.end()
-    assert status == 75 and "ending process 1 by SIGTERM" in text
+    assert status == 75 and f"ending process {rank} by SIGTERM" in text
+    assert f"[{1 - rank}] LostError: process {rank} " in text
 
 
 @pytest.mark.slow

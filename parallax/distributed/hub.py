@@ -139,6 +139,8 @@ class Hub:
         if "reached" in message:
             member.reached[message["reached"]] = message["values"]
             self._pass(message["reached"])
+        if "sign" in message:
+            member.wire.send({"sign": "of life"})
         if "where" in message:
             member.wire.send({"where": self._places()})
         if "bye" in message:

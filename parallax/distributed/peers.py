@@ -57,7 +57,7 @@ class Peers:
         self._lost: str | None = None
         self._doing, self._limit = "starting", (float("inf"), 0.0, "")
         self._wire = _connect(address, start_secs)
-        self._sign_secs = silence_secs / SIGNS_OF_LIFE
+        self._silence_secs, self._sign_secs = silence_secs, silence_secs / SIGNS_OF_LIFE
         self._wire.send(hello | {"clock": time.time()})
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._answer(start_secs + ANSWER_SECS, "the other processes to start", "distributed.start_secs")
@@ -114,12 +114,12 @@ class Peers:
     # ---- the thread
 
     def _listen(self) -> None:
-        signed = 0.0
+        signed, heard = 0.0, time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._wire.socket, selectors.EVENT_READ)
         while True:
             if selector.select(min(TICK_SECS, self._sign_secs)):
-                messages = self._wire.receive()
+                messages, heard = self._wire.receive(), time.monotonic()
                 if messages is None:
                     return self._lose({"lost": 0, "why": "its connection was closed", "status": None})
                 for message in messages:
@@ -129,6 +129,10 @@ class Peers:
             if time.monotonic() > signed + self._sign_secs:
                 signed = time.monotonic()
                 self._wire.send({"sign": "of life"})
+            # Process 0 does not watch itself: with it the hub stands still, and wakes.
+            if self._rank and time.monotonic() > heard + self._silence_secs:
+                why = f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)"
+                return self._lose({"lost": 0, "why": why, "status": None})
             if time.monotonic() > self._limit[0]:
                 self._too_late()
 
@@ -138,7 +142,7 @@ class Peers:
             threading.Thread(target=self._lose, args=(message,), daemon=True).start()
         elif "where" in message:
             self._places.put(message["where"])
-        else:
+        elif "sign" not in message:
             self._answers.put(message)
 
     def _lose(self, message: Message) -> None:
@@ -169,9 +173,8 @@ class Peers:
         try:
             places = self._places.get(timeout=ANSWER_SECS)
         except queue.Empty:
-            places = {}
-        late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
-        missing = f"missing: process {', '.join(late)}" if late else "all processes are at it"
+            places = None
+        missing = "process 0 does not answer" if places is None else _missing(places, doing)
         with nothing_in_the_way():
             faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         text = f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}"
@@ -246,6 +249,11 @@ def _connect(address: tuple[str, int], secs: float) -> Wire:
                     f"{error.strerror or error}; is it running, and is this the address of its host?"
                 ) from None
         time.sleep(CONNECT_SECS)
+
+
+def _missing(places: Mapping[str, list], doing: str) -> str:
+    late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
+    return f"missing: process {', '.join(late)}" if late else "all processes are at it"
 
 
 def _on(message: Message) -> str:
