@@ -57,6 +57,26 @@ def test_places_that_cannot_be_are_refused(changes, message):
         read_place(PLACE | changes, {})
 
 
+def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
+    """The collective after the connection too; JAX's own limit, at which it aborts, lies behind ours."""
+    limits, statuses = {}, []
+    monkeypatch.setattr("parallax.distributed.job.end_within", lambda secs, status: None)
+    monkeypatch.setattr("parallax.distributed.job.end_now", statuses.append)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: limits.update(given))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    def wait_in_vain(_):
+        while not statuses:
+            time.sleep(0.02)
+        raise TimeoutError
+
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
+    with pytest.raises(TimeoutError):
+        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1))
+    assert statuses == [75] and limits["initialization_timeout"] > 1
+
+
 @given(st.text(max_size=30))
 def test_any_text_is_an_address_or_an_error_of_ours(text):
     try:
@@ -287,6 +307,21 @@ def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
     wait_until(lambda: ended)
     said = capsys.readouterr().err
     assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
+
+
+def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
+    first, second = Meeting(2).join_all(0, 1)
+    for peers in (first, second):
+        peers.at("step 3", 1.5, "distributed.wait_secs")
+    meet = functools.partial(first.meet, "the folder", {}, 20, "distributed.wait_secs")
+    begun = time.monotonic()
+    second.at("a slow disk", 20, "distributed.wait_secs")
+    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
+    assert ended == []
+    wait_until(lambda: ended)
+    assert time.monotonic() - begun > 3
+    said = "waited 2 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'a slow disk' for"
+    assert said in capsys.readouterr().err
 
 
 def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):

@@ -56,19 +56,19 @@ def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> No
         simulate_devices(simulate, processes)
     if place is not None and processes > 1:
         _peers = _meet_at(place, config)
-        _initialize(
-            config,
-            coordinator_address=place.address,
-            num_processes=place.processes,
-            process_id=place.process,
-            coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
-            # It would take a device for each process from the scheduler in which a launcher happens to run.
-            cluster_detection_method="deactivate",
-        )
+        with _ending_after(config.start_secs):
+            _initialize(
+                config,
+                coordinator_address=place.address,
+                num_processes=place.processes,
+                process_id=place.process,
+                coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
+                # It would take a device for each process from the scheduler in which a launcher happens to run.
+                cluster_detection_method="deactivate",
+            )
     elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
-        _initialize(config)
-        if jax.process_count() > 1:
-            _peers = _meet_by_jax(config)
+        _peers = _meet_by_jax(config)
+    at("starting the devices", compiling=True)
 
 
 def started_by_scheduler(environment: Mapping[str, str]) -> int:
@@ -217,17 +217,22 @@ def _meet_at(place: Place, config: DistributedConfig) -> Peers:
     return _line((place.host, place.port), place.process, place.processes, place.token, config, hub)
 
 
-def _meet_by_jax(config: DistributedConfig) -> Peers:
-    """Meet where process 0 says over JAX's collectives, which are there already."""
-    token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
-    if is_first():
-        listener = listen("", 0, jax.process_count())
-        port = listener.getsockname()[1]
-        hub = _hub(listener, jax.process_count(), token, config)
-    text = f"{token} {host} {port}".ljust(128).encode("ascii")
-    codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+def _meet_by_jax(config: DistributedConfig) -> Peers | None:
+    """Meet where process 0 says over JAX's collectives, which are there first; None where this process is alone."""
+    with _ending_after(config.start_secs):
+        _initialize(config)
+        processes = jax.process_count()
+        if processes == 1:
+            return None
+        token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
+        if is_first():
+            listener = listen("", 0, processes)
+            port = listener.getsockname()[1]
+            hub = _hub(listener, processes, token, config)
+        text = f"{token} {host} {port}".ljust(128).encode("ascii")
+        codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _line((host, int(port)), jax.process_index(), jax.process_count(), token, config, hub)
+    return _line((host, int(port)), jax.process_index(), processes, token, config, hub)
 
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
@@ -260,20 +265,26 @@ def _own_address() -> str:
 
 
 def _initialize(config: DistributedConfig, **place: Any) -> None:
-    """Let JAX connect the processes; its own limits lie behind ours."""
-    limit = config.start_secs + BEHIND_SECS
-    late = threading.Timer(limit, _started_too_late, (limit,))
-    late.daemon = True
-    late.start()
+    """Let JAX connect the processes; its own limits lie behind ours, for it aborts."""
     try:
         jax.distributed.initialize(
             **place,
-            initialization_timeout=config.start_secs,
+            initialization_timeout=config.start_secs + BEHIND_SECS,
             heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
             shutdown_timeout_seconds=BEHIND_SECS,
         )
     except (RuntimeError, ValueError) as error:
         raise LostError(f"JAX could not connect the processes: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _ending_after(secs: float) -> Iterator[None]:
+    """End the process where JAX takes longer to connect the processes, and to send between them for the first time."""
+    late = threading.Timer(secs, _started_too_late, (secs,))
+    late.daemon = True
+    late.start()
+    try:
+        yield
     finally:
         late.cancel()
 
@@ -281,5 +292,8 @@ def _initialize(config: DistributedConfig, **place: Any) -> None:
 def _started_too_late(secs: float) -> None:
     end_within(LAST_WORDS_SECS, EXIT_RESTART)
     with nothing_in_the_way():
-        say_last(f"LostError: JAX has not connected the processes in {secs:.0f} s")
+        say_last(
+            f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
+            "are all of them running? Start the same command again"
+        )
     end_now(EXIT_RESTART)

@@ -73,11 +73,14 @@ class Peers:
 
     def meet(self, what: str, values: Mapping[str, Any], secs: float, setting: str) -> Message:
         """Wait until all processes have come as far as `what`; returns process 0's values, and what differs."""
-        before = self._doing
+        before, (until, limit_secs, limit_setting) = self._doing, self._limit
+        left = until - time.monotonic()
         self.at(what, secs, setting)
         self._wire.send({"reached": what, "values": dict(values)})
         answer = self._answer(secs + ANSWER_SECS, what, setting)
-        self._doing, self._limit = before, (float("inf"), 0.0, "")
+        # Back to where it was, whose limit the meeting has not used up.
+        self._doing, self._limit = before, (time.monotonic() + left, limit_secs, limit_setting)
+        self._wire.send({"doing": before})
         return answer
 
     @property
