@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from parallax.distributed import DistributedConfig, Place, gloo, read_place
 from parallax.distributed import job as job_module
+from parallax.distributed.cluster import started_by_scheduler
 from parallax.distributed.hub import Hub
-from parallax.distributed.job import listen, started_by_scheduler
+from parallax.distributed.job import listen
 from parallax.distributed.peers import Peers, end_now
 from parallax.errors import ConfigError, LostError
 from parallax.loop.watchdog import Watchdog
@@ -55,6 +56,29 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
 def test_places_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
         read_place(PLACE | changes, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            ValueError("coordinator_address should be defined."),
+            ConfigError,
+            "JAX cannot tell which process of the job this is (coordinator_address should be defined.); "
+            "set PARALLAX_COORDINATOR, PARALLAX_NUM_PROCESSES, PARALLAX_PROCESS_ID",
+        ),
+        (RuntimeError("no route\nto it"), LostError, "JAX could not connect the processes: no route"),
+    ],
+)
+def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, kind, message):
+    """Open MPI 5 says how many processes there are, and not what JAX needs to know."""
+
+    def initialize(**_):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(kind, match=re.escape(message)):
+        job_module._initialize(DistributedConfig(1, 1, 1, 1, 1, 1))
 
 
 def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
@@ -406,6 +430,7 @@ def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatc
 STALLED = """
 import socket, sys, threading
 from parallax.distributed import peers
+from parallax.distributed.cluster import started_by_scheduler
 from parallax.distributed.hub import Hub
 from parallax.distributed.job import listen
 peers.LAST_WORDS_SECS = 0.5

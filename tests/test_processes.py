@@ -308,6 +308,18 @@ def test_slurm_is_detected_by_jax(corpus, tmp_path):
     assert "finished" not in other_text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path, rank):
+    """JAX's own limit, at which it aborts, comes later."""
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    flags = [*flags_of(corpus, **MESH), "--config.mesh.simulate=8", "--config.distributed.start_secs=5"]
+    with Started("train.py", *flags, f"--workdir={tmp_path}", environment=slurm) as process:
+        status, text = process.end()
+    assert status == 75 and "LostError: JAX has not connected the processes in 5 s (distributed.start_secs)" in text
+
+
 # ---- the launcher
 
 

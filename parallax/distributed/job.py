@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from parallax.distributed.cluster import has_tpu, started_by_scheduler
 from parallax.distributed.config import BEHIND_SECS, DistributedConfig
 from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
 from parallax.distributed.hub import Hub
 from parallax.distributed.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
-from parallax.distributed.place import Place
+from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
 
@@ -69,29 +70,6 @@ def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> No
     elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
         _peers = _meet_by_jax(config)
     at("starting the devices", compiling=True)
-
-
-def started_by_scheduler(environment: Mapping[str, str]) -> int:
-    """The processes that SLURM or Open MPI has started, of which this is one; 1 where neither has.
-
-    >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
-    4
-    """
-    schedulers = {
-        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is the batch script alone
-        "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
-    }
-    for count, needed in schedulers.items():
-        if all(name in environment for name in (count, *needed)):
-            return int(environment[count])
-    return 1
-
-
-def has_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether this host has TPU chips, and may be one of a pod's."""
-    wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
-    chips = any(Path(name).exists() for name in ("/dev/accel0", "/dev/vfio/0"))
-    return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
 
 
 def at(what: str, *, compiling: bool = False) -> None:
@@ -273,8 +251,12 @@ def _initialize(config: DistributedConfig, **place: Any) -> None:
             heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
             shutdown_timeout_seconds=BEHIND_SECS,
         )
-    except (RuntimeError, ValueError) as error:
-        raise LostError(f"JAX could not connect the processes: {str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"JAX cannot tell which process of the job this is ({_first_line(error)}); set {', '.join(VARIABLES)}"
+        ) from error
+    except RuntimeError as error:
+        raise LostError(f"JAX could not connect the processes: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -287,6 +269,10 @@ def _ending_after(secs: float) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _started_too_late(secs: float) -> None:
