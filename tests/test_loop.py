@@ -1,5 +1,6 @@
 """A run stops, goes on, moves to another mesh and ends, and its losses are those of a run that never stopped."""
 
+import errno
 import json
 import os
 import shutil
@@ -131,6 +132,18 @@ def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch
     monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: next(judged))
     train(tiny_config(corpus, **changes), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
+
+
+def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(
+        CheckpointError, match=r"cannot lock .*/lock \(No locks available\); mount its file system with"
+    ):
+        with RunFolder(tmp_path / "run").locked():
+            pass
 
 
 def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):

@@ -110,6 +110,11 @@ def _take(lock: Any, folder: Path) -> None:
         raise CheckpointError(
             f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
         ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot lock {folder / 'lock'} ({os.strerror(error.errno)}); mount its file system with locks, as NFS and "
+            "Lustre can, or choose another --workdir"
+        ) from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
