@@ -140,7 +140,8 @@ def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_go
     # The rate is that of the next update, not of the next step.
     rates = [row["train/learning_rate"] for row in rows]
     assert rates[2] == rates[3] == rates[4] != rates[5]
-    # The save of step 4, which is skipped, waits for step 5; that of step 8 for none.
+    # The save and the evaluation of step 4, which is skipped, wait for step 5; those of step 8 for none.
+    assert [row["step"] for row in rows if "eval/loss" in row] == [5]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "5"]
 
 
