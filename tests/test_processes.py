@@ -247,10 +247,11 @@ def test_a_second_signal_ends_all_processes_at_once(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_the_end_of_max_runtime_stops_all_processes_after_one_step(corpus, tmp_path):
-    flags = [*flags_of(corpus, **MESH), "--config.train.steps=20000", "--max-runtime=20s"]
+    flags = [*flags_of(corpus, **MESH), "--config.train.steps=20000", "--max-runtime=20s", "--stopped-status=75"]
     with launched("train.py", *flags, f"--workdir={tmp_path}") as job:
         status, text = job.end()
-    assert status == 0 and "stopped by --max-runtime: step" in text
+    assert status == 75 and "stopped by --max-runtime: step" in text
+    assert all(f"[launch] process {rank} ended with status 75" in text for rank in (0, 1)) and "LostError" not in text
     assert latest_step(tmp_path / "checkpoints") == len(losses(tmp_path))
 
 
@@ -408,6 +409,39 @@ def test_the_shell_examples_are_shell(script):
     assert ".venv/bin/python -u train.py --config=" in script.read_text()
 
 
+@pytest.mark.parametrize(
+    ("status", "state", "restarts", "requeued"),
+    [
+        (75, "RUNNING", 0, True),
+        (137, "RUNNING", 99, True),  # a task was killed, and the others said 75
+        (134, "RUNNING", 0, True),
+        (137, "RUNNING", 100, False),
+        (75, "COMPLETING", 0, False),  # by scancel
+        (0, "RUNNING", 0, False),
+        (1, "RUNNING", 0, False),
+        (2, "RUNNING", 0, False),
+        (127, "RUNNING", 0, False),  # no such command
+    ],
+)
+def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state, restarts, requeued):
+    """With programs in place of Slurm's, which note how they were called."""
+    programs = {
+        "srun": f'echo "$@" > {tmp_path}/srun; exit {status}',
+        "squeue": f"echo {state}",
+        "scontrol": f'[ "$1" = show ] && echo n1 || echo "$@" > {tmp_path}/requeue',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "RUN_NAME": "first"}
+    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=20)
+    assert ended.returncode == status and (tmp_path / "requeue").exists() == requeued
+    assert "--run_name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
+    assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
+
+
 @pytest.mark.parametrize("name", ["gke_tpu_slice", "gke_multislice"])
 def test_the_manifests_have_what_a_job_set_needs(name):
     import yaml
@@ -433,7 +467,8 @@ def check_trains_on(arguments, chips, slices):
 
     from parallax.command import read_command
 
-    own = [argument for argument in arguments if not argument.startswith("--workdir")]
+    own = [argument for argument in arguments if not argument.startswith(("--workdir", "--stopped-status=75"))]
+    assert len(arguments) - len(own) == 2
     settings, _ = read_command([own[0], *own[1:]], {})
     settings = with_vocab(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)
