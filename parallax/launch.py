@@ -72,9 +72,21 @@ def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
     if parsed.devices_per_process:
         own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
-        first = rank * parsed.gpus_per_process
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in range(parsed.gpus_per_process))
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
     return {**os.environ, **own}
+
+
+def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:
+    """The GPUs of one process: of those that CUDA_VISIBLE_DEVICES leaves us, where it is set."""
+    each, needed = parsed.gpus_per_process, parsed.processes * parsed.gpus_per_process
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = list(map(str, range(needed))) if visible is None else [gpu for gpu in visible.split(",") if gpu]
+    if len(ours) < needed:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(ours)} GPUs, and --processes {parsed.processes} with "
+            f"--gpus-per-process {each} needs {needed}; name more of them, or start fewer processes"
+        )
+    return ours[rank * each : (rank + 1) * each]
 
 
 class Job:

@@ -345,6 +345,34 @@ def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     assert status == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("4,5,6,7", ["4,5", "6,7"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
+)
+def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, expected):
+    from parallax import launch
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--port", "1", "--", "x.py"])
+    assert [launch.environment_of(parsed, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == expected
+
+
+@pytest.mark.parametrize("visible", ["", "0,1,2"])
+def test_the_launcher_refuses_too_few_gpus(monkeypatch, capsys, visible):
+    from parallax import launch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.main(["--processes", "2", "--gpus-per-process", "2", "--", "train.py"]) == 2
+    count = len([gpu for gpu in visible.split(",") if gpu])
+    assert f"CUDA_VISIBLE_DEVICES={visible!r} names {count} GPUs, and --processes 2 with" in capsys.readouterr().err
+
+
 CHILDREN = """
 import os, signal, sys, time
 rank = os.environ["PARALLAX_PROCESS_ID"]
