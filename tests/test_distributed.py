@@ -166,8 +166,8 @@ JOINED = []
 
 
 @pytest.fixture(autouse=True)
-def all_leave():
-    """Nobody is left to be lost, which would end the process of the tests."""
+def all_leave(monkeypatch):
+    """Nobody is left to be lost, which would end the process of the tests once the patches are undone."""
     yield
     at_once(*(functools.partial(peers.leave, 0, "") for peers in JOINED))
     JOINED.clear()
@@ -312,7 +312,7 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
     meeting = Meeting(2, silence_secs=1.0)
     first, second = meeting.join_all(0, 1)
     second._wire.send = lambda message: True
-    wait_until(lambda: 75 in ended)
+    wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
     assert (
         "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
         in capsys.readouterr().err
@@ -342,7 +342,7 @@ def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
     second.at("a slow disk", 20, "distributed.wait_secs")
     at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
     assert ended == []
-    wait_until(lambda: ended)
+    wait_until(lambda: len(ended) >= 2)
     assert time.monotonic() - begun > 3
     said = "waited 2 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'a slow disk' for"
     assert said in capsys.readouterr().err
@@ -353,7 +353,7 @@ def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
     _, second = meeting.join_all(0, 1)
     meeting.hub._places = lambda: time.sleep(3) or {}
     second.at("step 3", 0.5, "distributed.wait_secs")
-    wait_until(lambda: ended)
+    wait_until(lambda: len(ended) >= 2)
     assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
 
