@@ -5,6 +5,7 @@ import os
 # The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from ml_collections import ConfigDict
 from parallax.command import Flag, Line, read_line, read_secs, run_command, written
 from parallax.command import usage as usage_of
 from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import agree, compare, join, leave, read_place, reporting, versions
+from parallax.distributed import agree, compare, join, leave, read_place, reporting
 from parallax.errors import ConfigError
 from parallax.loop import check_run_name, settings_of, train
 from parallax.loop.resume import RESUME
-from parallax.version import code_version
+from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")
@@ -89,7 +90,9 @@ def join_job(line: Line) -> None:
     join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
-    compare("config and code", config | flags | versions() | {"code version": code_version()})
+    packages = {f"package {name}": version for name, version in versions().items()}
+    code = {"python": platform.python_version(), "code version": code_version()}
+    compare("config and code", config | flags | packages | code)
 
 
 def usage() -> str:

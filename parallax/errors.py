@@ -9,10 +9,10 @@ from typing import TextIO
 # What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
 EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
-EXIT_NOT_FINITE = 4  # loss or gradient
+EXIT_NUMBERS = 4  # loss or gradient not finite, or other bits when a step is computed again: faulty hardware
 EXIT_DATA = 5  # a corpus, a shard or a tokenizer
 EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEMPFAIL of sysexits.h
-NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NOT_FINITE, EXIT_DATA)
+NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from parallax.data import Reader
 from parallax.diagnosis import Diagnosis, make_diagnosis
 from parallax.distributed import at
-from parallax.errors import ParallaxError
+from parallax.errors import EXIT_NUMBERS, ParallaxError
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.settings import Settings
@@ -22,7 +22,7 @@ SHOWN_RANGES = 8
 class DivergenceError(ParallaxError):
     """Loss, gradient or parameters are no longer finite."""
 
-    exit_status = 4
+    exit_status = EXIT_NUMBERS
 
 
 @dataclass
