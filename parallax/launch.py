@@ -35,6 +35,7 @@ READ_BYTES = 1 << 16
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
 # XLA's CPU collectives count their connections aloud, in each group of devices, and from several threads into one line.
 NOISE = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
+FOLLOWING = (EXIT_RESTART, -signal.SIGABRT)  # how a process ends because another has: by us, or by JAX
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
@@ -172,9 +173,9 @@ class Job:
         return time.monotonic() + KILL_SECS
 
     def _status(self) -> int:
-        """Of the first that failed by itself; with 75 the others follow it, and who was made to end says nothing."""
+        """Of the first that failed by itself: who followed it comes after it, and who was made to end comes last."""
         failed = [rank for rank, code in self._ended.items() if code]
-        failed.sort(key=lambda rank: (rank in self._made_to_end, self._ended[rank] == EXIT_RESTART))
+        failed.sort(key=lambda rank: (rank in self._made_to_end, self._ended[rank] in FOLLOWING))
         code = self._ended[failed[0]] if failed else 0
         return code if code >= 0 else SIGNALLED - code
 

@@ -395,6 +395,27 @@ def test_the_launcher_ends_all_when_one_ends_with_the_status_of_the_first_that_f
     assert "[2] no newline at the end\n" in text
 
 
+@pytest.mark.parametrize(
+    ("ended", "made_to_end", "status"),
+    [
+        ({1: 75, 0: 1}, {}, 1),  # process 0 goes last
+        ({0: 75, 1: -6}, {}, 75),
+        ({1: -6, 0: 75}, {}, 134),
+        ({2: -9, 0: 75, 1: -6}, {}, 137),
+        ({0: 75, 1: -9}, {1}, 75),
+        ({0: 0, 1: -15}, {1}, 143),
+        ({0: 0, 1: 0}, {}, 0),
+    ],
+    ids=str,
+)
+def test_the_status_of_a_job_is_that_of_the_first_that_failed_by_itself(ended, made_to_end, status):
+    from parallax.launch import Job
+
+    job = Job([], [])
+    job._ended, job._made_to_end = ended, made_to_end
+    assert job._status() == status
+
+
 def test_the_launcher_goes_on_where_nobody_reads_its_output(tmp_path):
     script = tmp_path / "children.py"
     script.write_text("import pathlib, sys, time\nfor _ in range(9): print('line'); time.sleep(0.1)\nsys.exit(7)")
