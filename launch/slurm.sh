@@ -35,7 +35,7 @@ status=$?
 case "$status" in
   75 | 13[4-9])
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-100}" ] &&
-      [ "$(squeue --noheader --job="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+      [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
       scontrol requeue "$SLURM_JOB_ID"
     fi
     ;;
