@@ -5,6 +5,7 @@ import os
 # The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from ml_collections import ConfigDict
 from parallax.command import Flag, Line, read_line, read_secs, run_command, written
 from parallax.command import usage as usage_of
 from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import agree, compare, join, leave, read_place, reporting, versions
+from parallax.distributed import agree, compare, join, leave, read_place, reporting
 from parallax.errors import ConfigError
 from parallax.loop import check_run_name, settings_of, train
 from parallax.loop.resume import RESUME
-from parallax.version import code_version
+from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")
@@ -33,6 +34,9 @@ FLAGS = {
         "what to do with a checkpoint in the folder: auto (go on if there is one), must, never", "auto", RESUME
     ),
     "max-runtime": Flag("stop after so long, saved, as SIGTERM does: 3h, 90m or a number of seconds"),
+    "stopped-status": Flag(
+        "what a run that was stopped and saved ends with: 0, or 75 where what fails is started again", "0", ("0", "75")
+    ),
     **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in PLACE_FLAGS.items()},
 }
 
@@ -44,22 +48,29 @@ class Command(NamedTuple):
     workdir: Path
     resume: str
     max_runtime_secs: float | None
+    stopped_status: int
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
 
+    if_all_is_well = 0
+
     def act(argv: Sequence[str]) -> None:
+        nonlocal if_all_is_well
         with reporting():
             command = parse(argv)
-            train(
+            outcome = train(
                 command.config,
                 command.workdir,
                 resume=command.resume,
                 max_runtime_secs=command.max_runtime_secs,
             )
+        if outcome.reason == "stopped":
+            if_all_is_well = command.stopped_status
 
-    return leave(lambda: run_command(act, argv, usage))
+    # The others are left as after any run that ends well: only the scheduler hears another status.
+    return leave(lambda: run_command(act, argv, usage)) or if_all_is_well
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -69,7 +80,8 @@ def parse(argv: Sequence[str]) -> Command:
     limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
     workdir = choose_workdir(line.values["workdir"], line.values["run_name"])
     join_job(line)
-    return Command(line.config, workdir or default_workdir(line.path), line.values["resume"], limit_secs)
+    workdir = workdir or default_workdir(line.path)
+    return Command(line.config, workdir, line.values["resume"], limit_secs, int(line.values["stopped-status"]))
 
 
 def join_job(line: Line) -> None:
@@ -78,7 +90,9 @@ def join_job(line: Line) -> None:
     join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
-    compare("config and code", config | flags | versions() | {"code version": code_version()})
+    packages = {f"package {name}": version for name, version in versions().items()}
+    code = {"python": platform.python_version(), "code version": code_version()}
+    compare("config and code", config | flags | packages | code)
 
 
 def usage() -> str:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One process a node, all GPUs or chips of a node in it: sbatch launch/slurm.sh
+# One process a node, all GPUs or chips of a node in it: RUN_NAME=first sbatch launch/slurm.sh
 # Edit the lines of #SBATCH; a folder that all nodes see holds the repository and runs/.
 #SBATCH --job-name=parallax
 #SBATCH --nodes=4
@@ -10,11 +10,12 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=runs/%x-%j.log
-# Two minutes before the time is up, and before a preemption: the run saves the step that it is in, and ends with 0.
+# Two minutes before the time is up, and before a preemption: the run saves the step that it is in.
 #SBATCH --signal=TERM@120
 
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:?start me with sbatch}"
+: "${RUN_NAME:?name the run, as in RUN_NAME=first sbatch launch/slurm.sh; the same name goes on with it}"
 
 # JAX would give each process one device; the processes here have all of their node's.
 coordinator=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -22,14 +23,21 @@ export PARALLAX_COORDINATOR="$coordinator:$((20000 + SLURM_JOB_ID % 20000))"
 export PARALLAX_NUM_PROCESSES="$SLURM_NTASKS"
 export PARALLAX_JOB_TOKEN="$SLURM_JOB_ID"
 
-# The same --run_name after a requeue: the run goes on from its last checkpoint.
-srun --kill-on-bad-exit=1 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
+# When one task has ended, the others have a minute for their last words.
+srun --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
   .venv/bin/python -u train.py --config="${CONFIG:-configs/llama_1b_16.py}" \
-  --run_name="${RUN_NAME:-$SLURM_JOB_NAME-$SLURM_JOB_ID}" --max-runtime="${MAX_RUNTIME:-7h45m}" "$@"
+  --run_name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?
 
-# 75: a process was lost; the command is right, start it again. Any other status says what is wrong in the log.
-if [ "$status" -eq 75 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+# 75: a process was lost, or the run was stopped and saved before its end. 134 to 139: one was killed, for want of memory
+# perhaps, or crashed; srun has the highest status of all. Both go on from the last checkpoint. Any other status says what
+# is wrong in the log. A job that was cancelled is not RUNNING.
+case "$status" in
+  75 | 13[4-9])
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-100}" ] &&
+      [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
+    ;;
+esac
 exit "$status"

@@ -4,14 +4,15 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import TextIO
 
 # What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
 EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
-EXIT_NOT_FINITE = 4  # loss or gradient
+EXIT_NUMBERS = 4  # loss or gradient not finite, or other bits when a step is computed again: faulty hardware
 EXIT_DATA = 5  # a corpus, a shard or a tokenizer
 EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEMPFAIL of sysexits.h
-NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NOT_FINITE, EXIT_DATA)
+NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
@@ -63,13 +64,27 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
-        # What is still in the buffer goes nowhere when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lead_nowhere(sys.stdout)
         return 0
     except KeyboardInterrupt:
         if interrupted:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+def tell(text: str, stream: TextIO) -> None:
+    """Print at once, if anybody still reads it: who tells does not end because nobody listens any more."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        lead_nowhere(stream)
+
+
+def lead_nowhere(stream: TextIO) -> None:
+    """What the stream still holds, and what is written to it from now on, is dropped, when Python ends too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

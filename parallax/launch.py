@@ -5,7 +5,7 @@
 
 What follows -- is a Python file, or -m and a module, with its arguments. Each line of output begins with the number of
 its process. SIGTERM and Ctrl-C go on to all processes. When one ends, the others have --grace-secs to follow; the exit
-status is that of the first that failed.
+status is that of the first that failed by itself: 75, with which the others follow it, comes last.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.distributed.place import FLAGS, TOKEN
-from parallax.errors import EXIT_RESTART, ConfigError, exit_status
+from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_SECS = 0.05
@@ -35,6 +35,7 @@ READ_BYTES = 1 << 16
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
 # XLA's CPU collectives count their connections aloud, in each group of devices, and from several threads into one line.
 NOISE = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
+FOLLOWING = (EXIT_RESTART, -signal.SIGABRT)  # how a process ends because another has: by us, or by JAX
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Start all processes, and wait for them; returns the status of the first that failed, 0 if none has."""
+    """Start all processes, and wait for them; returns the status of the first that failed by itself, 0 if none has."""
     command = python_command(parsed.command)
     parsed.port = parsed.port or _free_port()
     environments = [environment_of(parsed, rank) for rank in range(parsed.processes)]
@@ -72,9 +73,21 @@ def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
     if parsed.devices_per_process:
         own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
-        first = rank * parsed.gpus_per_process
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in range(parsed.gpus_per_process))
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(parsed, rank))
     return {**os.environ, **own}
+
+
+def gpus_of(parsed: argparse.Namespace, rank: int) -> list[str]:
+    """The GPUs of one process: of those that CUDA_VISIBLE_DEVICES leaves us, where it is set."""
+    each, needed = parsed.gpus_per_process, parsed.processes * parsed.gpus_per_process
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = list(map(str, range(needed))) if visible is None else [gpu for gpu in visible.split(",") if gpu]
+    if len(ours) < needed:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(ours)} GPUs, and --processes {parsed.processes} with "
+            f"--gpus-per-process {each} needs {needed}; name more of them, or start fewer processes"
+        )
+    return ours[rank * each : (rank + 1) * each]
 
 
 class Job:
@@ -85,7 +98,7 @@ class Job:
         self._lines: dict[BinaryIO, bytes] = {}
         self._processes: list[subprocess.Popen] = []
         self._ended: dict[int, int] = {}  # status by rank, in the order in which they ended
-        self._asked_to_end = False
+        self._made_to_end: set[int] = set()
         self._command, self._environments = command, environments
 
     def __enter__(self) -> "Job":
@@ -142,30 +155,29 @@ class Job:
                     os.kill(process.pid, number)
 
     def _look_for_ended(self) -> None:
-        """Note who has ended since the last look; of several, what the others only followed comes last."""
-        new = {
-            rank: process.returncode
-            for rank, process in enumerate(self._processes)
-            if rank not in self._ended and process.poll() is not None
-        }
-        for rank in sorted(new, key=lambda rank: new[rank] == EXIT_RESTART):
-            self._ended[rank] = new[rank]
-            if new[rank]:
-                _say(f"process {rank} ended with {_in_words(new[rank])}")
+        """Note who has ended since the last look."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended and process.poll() is not None:
+                self._ended[rank] = process.returncode
+                if process.returncode:
+                    _say(f"process {rank} ended with {_in_words(process.returncode)}")
 
     def _end_the_rest(self) -> float:
         """Ask those that are left to end, then make them; returns when to come back."""
-        number = signal.SIGKILL if self._asked_to_end else signal.SIGTERM
-        self._asked_to_end = True
+        number = signal.SIGKILL if self._made_to_end else signal.SIGTERM
         left = [rank for rank in range(len(self._processes)) if rank not in self._ended]
         _say(f"ending process {', '.join(map(str, left))} by {number.name}")
+        self._made_to_end.update(left)
         for rank in left:
             self._processes[rank].send_signal(number)
         return time.monotonic() + KILL_SECS
 
     def _status(self) -> int:
-        failed = (code if code > 0 else SIGNALLED - code for code in self._ended.values() if code)
-        return next(failed, 0)
+        """Of the first that failed by itself: who followed it comes after it, and who was made to end comes last."""
+        failed = [rank for rank, code in self._ended.items() if code]
+        failed.sort(key=lambda rank: (rank in self._made_to_end, self._ended[rank] in FOLLOWING))
+        code = self._ended[failed[0]] if failed else 0
+        return code if code >= 0 else SIGNALLED - code
 
     def _show(self, secs: float) -> None:
         for key, _ in self._output.select(secs):
@@ -180,8 +192,7 @@ class Job:
             for line in lines:
                 if NOISE.search(line):
                     continue
-                stream.write(f"[{rank}] {line.decode(errors='replace')}\n")
-            stream.flush()
+                tell(f"[{rank}] {line.decode(errors='replace')}", stream)
 
 
 def _in_words(code: int) -> str:
@@ -189,7 +200,7 @@ def _in_words(code: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"[launch] {text}", file=sys.stderr, flush=True)
+    tell(f"[launch] {text}", sys.stderr)
 
 
 def _free_port() -> int:

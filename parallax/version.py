@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # that decide a run's numbers and files
 
 
 @functools.cache
@@ -27,3 +28,8 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what decides a run's numbers and files, by package."""
+    return {name: version_of(name) for name in DEPENDENCIES}

@@ -1,8 +1,8 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
-FAULT is what happens when the process of that rank reads the batch of that step ("raise", "sleep", "die"), begins to
-save it ("die-saving") or starts ("die-starting"), or how it differs from the others from the start: another "config",
-other "code", other "data", another "clock", a folder that is "unshared".
+FAULT is what happens when the process of that rank reads the batch of that step ("raise", "raise-data", "sleep",
+"die"), begins to save it ("die-saving") or starts ("die-starting"), or how it differs from the others from the start:
+another "config", other "code", other "data", another "clock", a folder that is "unshared".
 """
 
 import os
@@ -16,17 +16,22 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import train
 from parallax.checkpoint import Checkpoints
 from parallax.data import Reader
+from parallax.errors import DataError
 
 
 def raise_error() -> None:
     raise RuntimeError("a fault that was put here")
 
 
+def raise_data_error() -> None:
+    raise DataError("a fault that was put here")
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS = {"raise": raise_error, "sleep": lambda: time.sleep(600), "die": die}
+FAULTS = {"raise": raise_error, "raise-data": raise_data_error, "sleep": lambda: time.sleep(600), "die": die}
 
 
 def main() -> int:

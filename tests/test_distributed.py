@@ -1,6 +1,8 @@
 """What processes say to each other, with threads in place of processes: who is missing, who differs, who is late."""
 
+import errno
 import functools
+import os
 import re
 import socket
 import subprocess
@@ -16,9 +18,10 @@ from hypothesis import strategies as st
 
 from parallax.distributed import DistributedConfig, Place, gloo, read_place
 from parallax.distributed import job as job_module
+from parallax.distributed.cluster import started_by_scheduler
 from parallax.distributed.hub import Hub
-from parallax.distributed.job import listen, started_by_scheduler
-from parallax.distributed.peers import Peers
+from parallax.distributed.job import listen
+from parallax.distributed.peers import Peers, end_now
 from parallax.errors import ConfigError, LostError
 from parallax.loop.watchdog import Watchdog
 
@@ -53,6 +56,49 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
 def test_places_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
         read_place(PLACE | changes, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            ValueError("coordinator_address should be defined."),
+            ConfigError,
+            "JAX cannot tell which process of the job this is (coordinator_address should be defined.); "
+            "set PARALLAX_COORDINATOR, PARALLAX_NUM_PROCESSES, PARALLAX_PROCESS_ID",
+        ),
+        (RuntimeError("no route\nto it"), LostError, "JAX could not connect the processes: no route"),
+    ],
+)
+def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, kind, message):
+    """Open MPI 5 says how many processes there are, and not what JAX needs to know."""
+
+    def initialize(**_):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(kind, match=re.escape(message)):
+        job_module._initialize(DistributedConfig(1, 1, 1, 1, 1, 1))
+
+
+def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
+    """The collective after the connection too; JAX's own limit, at which it aborts, lies behind ours."""
+    limits, statuses = {}, []
+    monkeypatch.setattr("parallax.distributed.job.end_within", lambda secs, status: None)
+    monkeypatch.setattr("parallax.distributed.job.end_now", statuses.append)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: limits.update(given))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    def wait_in_vain(_):
+        while not statuses:
+            time.sleep(0.02)
+        raise TimeoutError
+
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
+    with pytest.raises(TimeoutError):
+        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1))
+    assert statuses == [75] and limits["initialization_timeout"] > 1
 
 
 @given(st.text(max_size=30))
@@ -120,8 +166,8 @@ JOINED = []
 
 
 @pytest.fixture(autouse=True)
-def all_leave():
-    """Nobody is left to be lost, which would end the process of the tests."""
+def all_leave(monkeypatch):
+    """Nobody is left to be lost, which would end the process of the tests once the patches are undone."""
     yield
     at_once(*(functools.partial(peers.leave, 0, "") for peers in JOINED))
     JOINED.clear()
@@ -135,11 +181,12 @@ class Meeting:
         listener = listen("127.0.0.1", 0, processes)
         self.address = listener.getsockname()
         limits = {"start_secs": start_secs, "silence_secs": silence_secs, "clock_secs": clock_secs, "clock": clock}
-        Hub(listener, processes, "token", **limits)
+        self.hub = Hub(listener, processes, "token", **limits)
 
     def join(self, rank, **changes):
         hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
-        peers = Peers(self.address, hello, start_secs=self.start_secs, silence_secs=self.silence_secs)
+        limits = {"start_secs": self.start_secs, "silence_secs": self.silence_secs}
+        peers = Peers(self.address, hello, hub=None if rank else self.hub, **limits)
         JOINED.append(peers)
         return peers
 
@@ -170,6 +217,7 @@ def ended(monkeypatch):
     """Instead of ending, a process notes its status."""
     statuses = []
     monkeypatch.setattr("parallax.distributed.peers.end_now", statuses.append)
+    monkeypatch.setattr("parallax.distributed.peers.end_within", lambda secs, status: None)
     monkeypatch.setattr("parallax.distributed.peers.GRACE_SECS", 0.1)
     return statuses
 
@@ -264,12 +312,49 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
     meeting = Meeting(2, silence_secs=1.0)
     first, second = meeting.join_all(0, 1)
     second._wire.send = lambda message: True
-    wait_until(lambda: 75 in ended)
+    wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
     assert (
         "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
         in capsys.readouterr().err
     )
     assert first is not second
+
+
+def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
+    """Its hub stands still, and answers nothing, as where its host has vanished."""
+    meeting = Meeting(2, silence_secs=1.0)
+    _, second = meeting.join_all(0, 1)
+    second.at("step 7", 20, "distributed.wait_secs")
+    time.sleep(2)
+    assert ended == []
+    meeting.hub._look_at_the_clock = lambda: time.sleep(20)
+    wait_until(lambda: ended)
+    said = capsys.readouterr().err
+    assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
+
+
+def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
+    first, second = Meeting(2).join_all(0, 1)
+    for peers in (first, second):
+        peers.at("step 3", 1.5, "distributed.wait_secs")
+    meet = functools.partial(first.meet, "the folder", {}, 20, "distributed.wait_secs")
+    begun = time.monotonic()
+    second.at("a slow disk", 20, "distributed.wait_secs")
+    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
+    assert ended == []
+    wait_until(lambda: len(ended) >= 2)
+    assert time.monotonic() - begun > 3
+    said = "waited 2 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'a slow disk' for"
+    assert said in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
+    meeting = Meeting(2)
+    _, second = meeting.join_all(0, 1)
+    meeting.hub._places = lambda: time.sleep(3) or {}
+    second.at("step 3", 0.5, "distributed.wait_secs")
+    wait_until(lambda: len(ended) >= 2)
+    assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
@@ -294,6 +379,82 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
         ended[0] == 75
         and "waited 0 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'reading a s" in said
     )
+
+
+def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
+    monkeypatch.setattr("parallax.distributed.peers.GRACE_SECS", 5.0)
+    first, second = Meeting(2).join_all(0, 1)
+    second._end = lambda *_: time.sleep(1) or second._wire.socket.shutdown(socket.SHUT_RDWR)
+    begun = time.monotonic()
+    first.leave(5, "DataError: a shard is damaged")
+    assert 1 < time.monotonic() - begun < 5
+
+
+def test_process_0_waits_for_the_others_only_so_long(ended):
+    first, _ = Meeting(2).join_all(0, 1)
+    begun = time.monotonic()
+    first._go_last()
+    assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
+
+
+def test_who_has_said_goodbye_waits_for_nobody(ended, monkeypatch):
+    """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
+    first, _ = Meeting(2).join_all(0, 1)
+    statuses = []
+    monkeypatch.setattr(job_module, "_peers", first)
+    monkeypatch.setattr(job_module, "wait_for_all", lambda what: pytest.fail("it waits"))
+    monkeypatch.setattr(job_module, "end_now", lambda status: statuses.append(status) or sys.exit(status))
+    with pytest.raises(SystemExit):
+        job_module.leave(lambda: first.leave(0, "BrokenPipeError") or 0)
+    assert statuses == [0]
+
+
+class Full:
+    """A stream on a disk that is full."""
+
+    def write(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = write
+
+
+def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatch):
+    first, second = Meeting(2).join_all(0, 1)
+    first.log_with(Full().write)
+    monkeypatch.setattr(sys, "stderr", Full())
+    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(ended) >= 2)
+    assert ended == [75, 75]
+
+
+STALLED = """
+import socket, sys, threading
+from parallax.distributed import peers
+from parallax.distributed.cluster import started_by_scheduler
+from parallax.distributed.hub import Hub
+from parallax.distributed.job import listen
+peers.LAST_WORDS_SECS = 0.5
+listener = listen("127.0.0.1", 0, 1)
+address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
+Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
+first = peers.Peers(address, hello, start_secs=20, silence_secs=20)
+first.log_with(lambda text: threading.Event().wait())
+first._wire.socket.shutdown(socket.SHUT_RDWR)
+threading.Event().wait(60)
+"""
+
+
+def test_a_process_ends_where_its_last_words_stand_still():
+    """A disk that does not answer; in a process of its own, which ends."""
+    assert subprocess.run([sys.executable, "-c", STALLED], timeout=50).returncode == 75
+
+
+def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(sys, "stderr", Full())
+    end_now(75)
+    assert statuses == [75]
 
 
 def test_processes_that_leave_together_are_not_lost(ended):

@@ -1,7 +1,10 @@
 """A run stops, goes on, moves to another mesh and ends, and its losses are those of a run that never stopped."""
 
+import errno
 import json
+import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +15,7 @@ from parallax.checkpoint import latest_step
 from parallax.errors import CheckpointError, ConfigError
 from parallax.loop import load_config, settings_of, train
 from parallax.loop.folder import RunFolder
-from parallax.loop.journal import drop_after, read_metrics
+from parallax.loop.journal import Journal, drop_after, read_metrics
 from parallax.loop.meter import Meter
 from parallax.loop.skips import Skips
 from parallax.loop.steps import Ended, Steps
@@ -129,6 +132,28 @@ def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch
     monkeypatch.setattr("parallax.loop.run.evaluation", lambda parts: lambda params: next(judged))
     train(tiny_config(corpus, **changes), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
+
+
+def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(
+        CheckpointError, match=r"cannot lock .*/lock \(No locks available\); mount its file system with"
+    ):
+        with RunFolder(tmp_path / "run").locked():
+            pass
+
+
+def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as console, Journal(RunFolder(tmp_path), tensorboard=False) as journal:
+        monkeypatch.setattr(sys, "stdout", console)
+        journal.say("step 1")
+        journal.say("step 2")
+    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -156,22 +157,27 @@ def test_a_step_that_stands_still_has_its_stacks_printed(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path):
-    with launched(FAULTY, "raise", "1", "4", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
-        job.wait_for("RuntimeError: a fault that was put here")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("fault", "error", "expected"), [("raise", "RuntimeError", 1), ("raise-data", "DataError", 5)])
+def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path, rank, fault, error, expected):
+    with launched(FAULTY, fault, str(rank), "4", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
+        job.wait_for(f"{error}: a fault that was put here")
         raised = time.monotonic()
         status, text = job.end()
     assert time.monotonic() - raised < SOON_SECS
-    assert status == 1 and "[launch] process 0 ended with status 75" in text
-    assert "ended with status 1: RuntimeError: a fault that was put here; this process was at" in text
+    other = 5 if expected == 5 else 75
+    assert status == expected and f"[launch] process {1 - rank} ended with status {other}" in text, text
+    said = f"ended with status {expected}: {error}: a fault that was put here; this process was at"
+    assert any(said in line for line in text.splitlines() if line.startswith(f"[{1 - rank}] LostError: ")), text
 
 
 @pytest.mark.slow
-def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path, rank):
     with launched(
         FAULTY,
         "sleep",
-        "1",
+        str(rank),
         "4",
         *flags_of(corpus, **MESH),
         "--config.distributed.wait_secs=4",
@@ -179,21 +185,25 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
     ) as job:
         status, text = job.end()
     assert status == 75 and "waited 4 s (distributed.wait_secs) for 'step " in text
+    for each in (0, 1):
+        assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Current thread" in text  # the stacks
     assert "start the same command again to go on from the last checkpoint" in text
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still_is_lost_after_its_heartbeat(corpus, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_stands_still_is_lost_after_its_heartbeat(corpus, tmp_path, rank):
     flags = [*flags_of(corpus, **MESH), "--config.distributed.heartbeat_secs=4", "--config.train.steps=2000"]
     with launched("train.py", *flags, f"--workdir={tmp_path}", options=("--grace-secs", "5")) as job:
         job.wait_for("step 3/2000")
-        os.kill(job.pids[1], signal.SIGSTOP)
+        os.kill(job.pids[rank], signal.SIGSTOP)
         stopped = time.monotonic()
         job.wait_for("it has said nothing for 4 s (distributed.heartbeat_secs)")
         assert time.monotonic() - stopped < SOON_SECS
         status, text = job.end()
-    assert status == 75 and "ending process 1 by SIGTERM" in text
+    assert status == 75 and f"ending process {rank} by SIGTERM" in text
+    assert f"[{1 - rank}] LostError: process {rank} " in text
 
 
 @pytest.mark.slow
@@ -209,12 +219,17 @@ def test_when_process_0_is_killed_the_others_end_too(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_while_compiling_saves_the_first_step(corpus, tmp_path):
-    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
-        job.wait_for("tokens a step;")  # the last that is said before the first step
-        job.send(signal.SIGTERM)
-        status, text = job.end()
-    assert status == 0 and "stopped by SIGTERM: step" in text, text
-    assert latest_step(tmp_path / "checkpoints") <= 3
+    before = 0
+    for _ in ("fresh", "resumed"):
+        flags = [*flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}"]
+        with launched("train.py", *flags) as job:
+            job.wait_for("tokens a step;")  # the last that is said before the first step
+            job.send(signal.SIGTERM)
+            status, text = job.end()
+        assert status == 0 and "stopped by SIGTERM: step" in text, text
+        done = latest_step(tmp_path / "checkpoints")
+        assert before < done <= before + 3
+        before = done
 
 
 @pytest.mark.slow
@@ -232,10 +247,11 @@ def test_a_second_signal_ends_all_processes_at_once(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_the_end_of_max_runtime_stops_all_processes_after_one_step(corpus, tmp_path):
-    flags = [*flags_of(corpus, **MESH), "--config.train.steps=20000", "--max-runtime=20s"]
+    flags = [*flags_of(corpus, **MESH), "--config.train.steps=20000", "--max-runtime=20s", "--stopped-status=75"]
     with launched("train.py", *flags, f"--workdir={tmp_path}") as job:
         status, text = job.end()
-    assert status == 0 and "stopped by --max-runtime: step" in text
+    assert status == 75 and "stopped by --max-runtime: step" in text
+    assert all(f"[launch] process {rank} ended with status 75" in text for rank in (0, 1)) and "LostError" not in text
     assert latest_step(tmp_path / "checkpoints") == len(losses(tmp_path))
 
 
@@ -293,6 +309,18 @@ def test_slurm_is_detected_by_jax(corpus, tmp_path):
     assert "finished" not in other_text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path, rank):
+    """JAX's own limit, at which it aborts, comes later."""
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    flags = [*flags_of(corpus, **MESH), "--config.mesh.simulate=8", "--config.distributed.start_secs=5"]
+    with Started("train.py", *flags, f"--workdir={tmp_path}", environment=slurm) as process:
+        status, text = process.end()
+    assert status == 75 and "LostError: JAX has not connected the processes in 5 s (distributed.start_secs)" in text
+
+
 # ---- the launcher
 
 
@@ -317,6 +345,34 @@ def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     assert status == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("4,5,6,7", ["4,5", "6,7"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
+)
+def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, expected):
+    from parallax import launch
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--port", "1", "--", "x.py"])
+    assert [launch.environment_of(parsed, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == expected
+
+
+@pytest.mark.parametrize("visible", ["", "0,1,2"])
+def test_the_launcher_refuses_too_few_gpus(monkeypatch, capsys, visible):
+    from parallax import launch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.main(["--processes", "2", "--gpus-per-process", "2", "--", "train.py"]) == 2
+    count = len([gpu for gpu in visible.split(",") if gpu])
+    assert f"CUDA_VISIBLE_DEVICES={visible!r} names {count} GPUs, and --processes 2 with" in capsys.readouterr().err
+
+
 CHILDREN = """
 import os, signal, sys, time
 rank = os.environ["PARALLAX_PROCESS_ID"]
@@ -337,6 +393,38 @@ def test_the_launcher_ends_all_when_one_ends_with_the_status_of_the_first_that_f
     assert status == 9 and {"[0] rank 0 of 3 2", "[1] rank 1 of 3 2", "[2] rank 2 of 3 2"} <= set(text.splitlines())
     assert "[launch] process 1 ended with status 9\n" in text and "ending process 0, 2 by SIGTERM" in text
     assert "[2] no newline at the end\n" in text
+
+
+@pytest.mark.parametrize(
+    ("ended", "made_to_end", "status"),
+    [
+        ({1: 75, 0: 1}, {}, 1),  # process 0 goes last
+        ({0: 75, 1: -6}, {}, 75),
+        ({1: -6, 0: 75}, {}, 134),
+        ({2: -9, 0: 75, 1: -6}, {}, 137),
+        ({0: 75, 1: -9}, {1}, 75),
+        ({0: 0, 1: -15}, {1}, 143),
+        ({0: 0, 1: 0}, {}, 0),
+    ],
+    ids=str,
+)
+def test_the_status_of_a_job_is_that_of_the_first_that_failed_by_itself(ended, made_to_end, status):
+    from parallax.launch import Job
+
+    job = Job([], [])
+    job._ended, job._made_to_end = ended, made_to_end
+    assert job._status() == status
+
+
+def test_the_launcher_goes_on_where_nobody_reads_its_output(tmp_path):
+    script = tmp_path / "children.py"
+    script.write_text("import pathlib, sys, time\nfor _ in range(9): print('line'); time.sleep(0.1)\nsys.exit(7)")
+    command = [sys.executable, "-m", "parallax.launch", "--processes", "2", "--", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        said = launcher.stderr.read()
+        assert launcher.wait(timeout=60) == 7 and "process 1 ended with status 7" in said, said
 
 
 def test_no_process_outlives_the_launcher(tmp_path):
@@ -370,6 +458,39 @@ def test_the_shell_examples_are_shell(script):
     assert ".venv/bin/python -u train.py --config=" in script.read_text()
 
 
+@pytest.mark.parametrize(
+    ("status", "state", "restarts", "requeued"),
+    [
+        (75, "RUNNING", 0, True),
+        (137, "RUNNING", 99, True),  # a task was killed, and the others said 75
+        (134, "RUNNING", 0, True),
+        (137, "RUNNING", 100, False),
+        (75, "COMPLETING", 0, False),  # by scancel
+        (0, "RUNNING", 0, False),
+        (1, "RUNNING", 0, False),
+        (2, "RUNNING", 0, False),
+        (127, "RUNNING", 0, False),  # no such command
+    ],
+)
+def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state, restarts, requeued):
+    """With programs in place of Slurm's, which note how they were called."""
+    programs = {
+        "srun": f'echo "$@" > {tmp_path}/srun; exit {status}',
+        "squeue": f"echo {state}",
+        "scontrol": f'[ "$1" = show ] && echo n1 || echo "$@" > {tmp_path}/requeue',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "RUN_NAME": "first"}
+    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=20)
+    assert ended.returncode == status and (tmp_path / "requeue").exists() == requeued
+    assert "--run_name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
+    assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
+
+
 @pytest.mark.parametrize("name", ["gke_tpu_slice", "gke_multislice"])
 def test_the_manifests_have_what_a_job_set_needs(name):
     import yaml
@@ -395,7 +516,8 @@ def check_trains_on(arguments, chips, slices):
 
     from parallax.command import read_command
 
-    own = [argument for argument in arguments if not argument.startswith("--workdir")]
+    own = [argument for argument in arguments if not argument.startswith(("--workdir", "--stopped-status=75"))]
+    assert len(arguments) - len(own) == 2
     settings, _ = read_command([own[0], *own[1:]], {})
     settings = with_vocab(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)

@@ -12,6 +12,7 @@ from run_examples import stop_at, tiny_config
 from parallax.checkpoint import latest_step
 from parallax.loop import train
 from parallax.loop.run import begin
+from parallax.loop.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -52,6 +53,40 @@ def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_p
     monkeypatch.setattr("parallax.loop.run.evaluation", evaluation)
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 5, None)
     assert latest_step(tmp_path / "checkpoints") == 5
+
+
+@pytest.mark.parametrize("agreed", [1, 999, 1000, 1001])
+def test_a_stop_is_remembered_whichever_number_jax_agrees_on(monkeypatch, agreed):
+    """JAX agrees on the number after the highest that a process has asked for: 1 while a resumed run compiles."""
+    asked = []
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    answer = lambda step: asked.append(step) or step == agreed  # noqa: E731
+    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", answer)
+    stop = StopRequest()
+    stops = [stop.after(step) for step in (999, 1000, 1001, 1002)]
+    assert stops == [step >= agreed for step in (999, 1000, 1001, 1002)]
+    assert asked == list(range(1, agreed + 1))
+
+
+def test_a_signal_is_heard_where_nobody_reads_stderr():
+    code = (
+        "import time\n"
+        "from parallax.loop.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while stop.signal is None: time.sleep(0.01)\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True)
+    os.close(write)
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
 
 
 def test_a_second_signal_ends_the_process_at_once():

@@ -16,6 +16,7 @@ from parallax.checkpoint import latest_step
 from parallax.errors import ConfigError
 from parallax.loop import settings_of
 from parallax.loop.journal import read_metrics
+from parallax.loop.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
 
@@ -131,3 +132,28 @@ def test_help_lists_every_key_with_its_default(capsys):
     out = capsys.readouterr().out
     for section, keys in settings_of(tiny_config(ROOT)).to_dict().items():
         assert all(f"  --config.{section}.{key} = " in out for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("reason", "flag", "status"),
+    [
+        ("stopped", [], 0),
+        ("stopped", ["--stopped-status=75"], 75),
+        ("finished", ["--stopped-status=75"], 0),
+        ("stopped", ["--stopped-status=1"], 2),
+    ],
+)
+def test_a_scheduler_can_be_told_that_a_run_was_stopped(monkeypatch, tmp_path, reason, flag, status):
+    monkeypatch.setattr(command_line, "train", lambda *_, **how: Outcome(reason, 3))
+    monkeypatch.setattr(command_line, "join_job", lambda line: None)
+    config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
+    assert command_line.main(["train.py", config, f"--workdir={tmp_path}", *flag]) == status
+
+
+@pytest.mark.slow
+def test_a_run_whose_console_is_closed_takes_all_its_steps(flags, tmp_path):
+    process = start(*flags, f"--workdir={tmp_path}")
+    lines_until(process, "step 1/8")
+    process.stdout.close()
+    assert (process.wait(timeout=240), process.stderr.read()) == (0, "")
+    assert len(losses(tmp_path)) == 8 == latest_step(tmp_path / "checkpoints")

@@ -6,7 +6,6 @@ one process all of this does nothing.
 """
 
 from parallax.distributed.config import DistributedConfig
-from parallax.distributed.fingerprint import versions
 from parallax.distributed.job import (
     agree,
     at,
@@ -39,6 +38,5 @@ __all__ = [
     "read_place",
     "reporting",
     "several",
-    "versions",
     "wait_for_all",
 ]

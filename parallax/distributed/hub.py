@@ -55,9 +55,14 @@ class Hub:
         self._begun = time.monotonic()
         self._members: dict[int, Member] = {}
         self._complete = False
+        self._others_gone = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="hub", daemon=True).start()
+
+    def wait_for_the_others(self, secs: float) -> None:
+        """Until all but process 0 have hung up: what ends with it, JAX's coordinator too, would end them unheard."""
+        self._others_gone.wait(secs)
 
     def _serve(self) -> None:
         while True:
@@ -134,6 +139,8 @@ class Hub:
         if "reached" in message:
             member.reached[message["reached"]] = message["values"]
             self._pass(message["reached"])
+        if "sign" in message:
+            member.wire.send({"sign": "of life"})
         if "where" in message:
             member.wire.send({"where": self._places()})
         if "bye" in message:
@@ -180,7 +187,9 @@ class Hub:
     def _gone(self, rank: int, why: str) -> None:
         if self._members[rank].status is None:
             self._lose(rank, why, None)
-        self._members[rank].heard = float("inf")
+        self._members[rank].heard = float("inf")  # gone, and lost no more
+        if all(member.heard == float("inf") for other, member in self._members.items() if other):
+            self._others_gone.set()
 
     def _lose(self, rank: int, why: str, status: int | None) -> None:
         member = self._members[rank]

@@ -4,7 +4,6 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from parallax.distributed.cluster import has_tpu, started_by_scheduler
 from parallax.distributed.config import BEHIND_SECS, DistributedConfig
 from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
 from parallax.distributed.hub import Hub
-from parallax.distributed.peers import Peers, end_now
-from parallax.distributed.place import Place
+from parallax.distributed.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
+from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
 
@@ -57,42 +57,19 @@ def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> No
         simulate_devices(simulate, processes)
     if place is not None and processes > 1:
         _peers = _meet_at(place, config)
-        _initialize(
-            config,
-            coordinator_address=place.address,
-            num_processes=place.processes,
-            process_id=place.process,
-            coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
-            # It would take a device for each process from the scheduler in which a launcher happens to run.
-            cluster_detection_method="deactivate",
-        )
+        with _ending_after(config.start_secs):
+            _initialize(
+                config,
+                coordinator_address=place.address,
+                num_processes=place.processes,
+                process_id=place.process,
+                coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
+                # It would take a device for each process from the scheduler in which a launcher happens to run.
+                cluster_detection_method="deactivate",
+            )
     elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
-        _initialize(config)
-        if jax.process_count() > 1:
-            _peers = _meet_by_jax(config)
-
-
-def started_by_scheduler(environment: Mapping[str, str]) -> int:
-    """The processes that SLURM or Open MPI has started, of which this is one; 1 where neither has.
-
-    >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
-    4
-    """
-    schedulers = {
-        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is the batch script alone
-        "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
-    }
-    for count, needed in schedulers.items():
-        if all(name in environment for name in (count, *needed)):
-            return int(environment[count])
-    return 1
-
-
-def has_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether this host has TPU chips, and may be one of a pod's."""
-    wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
-    chips = any(Path(name).exists() for name in ("/dev/accel0", "/dev/vfio/0"))
-    return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
+        _peers = _meet_by_jax(config)
+    at("starting the devices", compiling=True)
 
 
 def at(what: str, *, compiling: bool = False) -> None:
@@ -192,7 +169,7 @@ def leave(command: Callable[[], int]) -> int:
         status = 1
     if _peers is None:
         return status
-    if status:
+    if status or _peers.is_leaving:
         end_now(status)
     wait_for_all("the end of the run")
     _peers.leave(0, "")
@@ -205,6 +182,7 @@ def leave(command: Callable[[], int]) -> int:
 
 def _meet_at(place: Place, config: DistributedConfig) -> Peers:
     """Meet on the coordinator's own port, which is free again when JAX wants it."""
+    hub = None
     if place.process == 0:
         try:
             listener = listen("127.0.0.1" if place.is_loopback else "", place.port, place.processes)
@@ -213,21 +191,26 @@ def _meet_at(place: Place, config: DistributedConfig) -> Peers:
                 f"cannot listen on port {place.port} for distributed.coordinator={place.address} "
                 f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
             ) from None
-        _hub(listener, place.processes, place.token, config)
-    return _line((place.host, place.port), place.process, place.processes, place.token, config)
+        hub = _hub(listener, place.processes, place.token, config)
+    return _line((place.host, place.port), place.process, place.processes, place.token, config, hub)
 
 
-def _meet_by_jax(config: DistributedConfig) -> Peers:
-    """Meet where process 0 says over JAX's collectives, which are there already."""
-    token, host, port = secrets.token_hex(16), _own_address(), 0
-    if is_first():
-        listener = listen("", 0, jax.process_count())
-        port = listener.getsockname()[1]
-        _hub(listener, jax.process_count(), token, config)
-    text = f"{token} {host} {port}".ljust(128).encode("ascii")
-    codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+def _meet_by_jax(config: DistributedConfig) -> Peers | None:
+    """Meet where process 0 says over JAX's collectives, which are there first; None where this process is alone."""
+    with _ending_after(config.start_secs):
+        _initialize(config)
+        processes = jax.process_count()
+        if processes == 1:
+            return None
+        token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
+        if is_first():
+            listener = listen("", 0, processes)
+            port = listener.getsockname()[1]
+            hub = _hub(listener, processes, token, config)
+        text = f"{token} {host} {port}".ljust(128).encode("ascii")
+        codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _line((host, int(port)), jax.process_index(), jax.process_count(), token, config)
+    return _line((host, int(port)), jax.process_index(), processes, token, config, hub)
 
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
@@ -237,14 +220,16 @@ def listen(host: str, port: int, processes: int) -> socket.socket:
     return socket.create_server((host, port), backlog=processes)
 
 
-def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> None:
+def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
     limits = {"start_secs": config.start_secs, "clock_secs": config.clock_secs}
-    Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
+    return Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
 
 
-def _line(address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig) -> Peers:
+def _line(
+    address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig, hub: Hub | None
+) -> Peers:
     hello = {"hello": rank, "of": processes, "token": token, "host": socket.gethostname()}
-    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs)
+    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs, hub=hub)
 
 
 def _own_address() -> str:
@@ -258,24 +243,43 @@ def _own_address() -> str:
 
 
 def _initialize(config: DistributedConfig, **place: Any) -> None:
-    """Let JAX connect the processes; its own limits lie behind ours."""
-    limit = config.start_secs + BEHIND_SECS
-    late = threading.Timer(limit, _started_too_late, (limit,))
-    late.daemon = True
-    late.start()
+    """Let JAX connect the processes; its own limits lie behind ours, for it aborts."""
     try:
         jax.distributed.initialize(
             **place,
-            initialization_timeout=config.start_secs,
+            initialization_timeout=config.start_secs + BEHIND_SECS,
             heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
             shutdown_timeout_seconds=BEHIND_SECS,
         )
-    except (RuntimeError, ValueError) as error:
-        raise LostError(f"JAX could not connect the processes: {str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"JAX cannot tell which process of the job this is ({_first_line(error)}); set {', '.join(VARIABLES)}"
+        ) from error
+    except RuntimeError as error:
+        raise LostError(f"JAX could not connect the processes: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _ending_after(secs: float) -> Iterator[None]:
+    """End the process where JAX takes longer to connect the processes, and to send between them for the first time."""
+    late = threading.Timer(secs, _started_too_late, (secs,))
+    late.daemon = True
+    late.start()
+    try:
+        yield
     finally:
         late.cancel()
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _started_too_late(secs: float) -> None:
-    print(f"LostError: JAX has not connected the processes in {secs:.0f} s", file=sys.stderr, flush=True)
+    end_within(LAST_WORDS_SECS, EXIT_RESTART)
+    with nothing_in_the_way():
+        say_last(
+            f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
+            "are all of them running? Start the same command again"
+        )
     end_now(EXIT_RESTART)

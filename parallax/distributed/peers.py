@@ -1,5 +1,6 @@
 """A process's line to the hub: what it says of itself, what it hears of the others, and what it does then."""
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from parallax.distributed.config import GRACE_SECS
+from parallax.distributed.hub import Hub
 from parallax.distributed.wire import Message, Wire
 from parallax.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
 
@@ -19,6 +21,8 @@ TICK_SECS = 0.2
 CONNECT_SECS = 0.2  # between two attempts
 SIGNS_OF_LIFE = 4  # in the time after which a silent process is lost
 ANSWER_SECS = 2.0
+LAST_WORDS_SECS = 10.0  # to write them, and to hear that the others have gone; then the process ends without
+NAMING_SECS = 15.0  # the same, and for the hub to say who is late
 
 
 class Peers:
@@ -27,21 +31,33 @@ class Peers:
     When a process is lost, or a wait takes too long, that thread says so and ends this process, whatever its main
     thread is doing: a collective that waits for a dead peer would not come back.
 
+    Args:
+        hub: where this is process 0, which goes last.
+
     Raises:
         LostError: the hub does not answer within `start_secs`, or not all processes are there then.
         ConfigError: the processes disagree about who they are.
     """
 
-    def __init__(self, address: tuple[str, int], hello: Message, *, start_secs: float, silence_secs: float):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        hello: Message,
+        *,
+        start_secs: float,
+        silence_secs: float,
+        hub: Hub | None = None,
+    ):
         self._rank = hello["hello"]
         self._log: Callable[[str], None] = lambda text: None
         self._answers: queue.Queue[Message] = queue.Queue()
         self._places: queue.Queue[Message] = queue.Queue()
-        self._leaving = threading.Event()
+        self._leaving, self._ending = threading.Event(), threading.Event()  # by the main thread, and by that one
+        self._hub = hub
         self._lost: str | None = None
         self._doing, self._limit = "starting", (float("inf"), 0.0, "")
         self._wire = _connect(address, start_secs)
-        self._sign_secs = silence_secs / SIGNS_OF_LIFE
+        self._silence_secs, self._sign_secs = silence_secs, silence_secs / SIGNS_OF_LIFE
         self._wire.send(hello | {"clock": time.time()})
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._answer(start_secs + ANSWER_SECS, "the other processes to start", "distributed.start_secs")
@@ -57,17 +73,32 @@ class Peers:
 
     def meet(self, what: str, values: Mapping[str, Any], secs: float, setting: str) -> Message:
         """Wait until all processes have come as far as `what`; returns process 0's values, and what differs."""
-        before = self._doing
+        before, (until, limit_secs, limit_setting) = self._doing, self._limit
+        left = until - time.monotonic()
         self.at(what, secs, setting)
         self._wire.send({"reached": what, "values": dict(values)})
         answer = self._answer(secs + ANSWER_SECS, what, setting)
-        self._doing, self._limit = before, (float("inf"), 0.0, "")
+        # Back to where it was, whose limit the meeting has not used up.
+        self._doing, self._limit = before, (time.monotonic() + left, limit_secs, limit_setting)
+        self._wire.send({"doing": before})
         return answer
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving.is_set()
+
     def leave(self, status: int, why: str) -> None:
-        """Tell the others that this process ends; they have heard it when this returns, if they still can."""
+        """Tell the others that this process ends; they have heard it when this returns, if they still can.
+
+        With an error process 0 waits until they have gone.
+        """
         self._leaving.set()
         self._limit = (float("inf"), 0.0, "")
+        self._say_goodbye(status, why)
+        if status:
+            self._go_last()
+
+    def _say_goodbye(self, status: int, why: str) -> None:
         if self._wire.send({"bye": status, "why": why}):
             with_answer = time.monotonic() + ANSWER_SECS
             while time.monotonic() < with_answer and self._lost is None:
@@ -80,16 +111,18 @@ class Peers:
     def wait_for_word(self) -> None:
         """After an error that a lost process may have caused: if one is, this does not return."""
         time.sleep(GRACE_SECS)
+        if self._ending.is_set():
+            threading.Event().wait()
 
     # ---- the thread
 
     def _listen(self) -> None:
-        signed = 0.0
+        signed, heard = 0.0, time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._wire.socket, selectors.EVENT_READ)
         while True:
             if selector.select(min(TICK_SECS, self._sign_secs)):
-                messages = self._wire.receive()
+                messages, heard = self._wire.receive(), time.monotonic()
                 if messages is None:
                     return self._lose({"lost": 0, "why": "its connection was closed", "status": None})
                 for message in messages:
@@ -99,6 +132,10 @@ class Peers:
             if time.monotonic() > signed + self._sign_secs:
                 signed = time.monotonic()
                 self._wire.send({"sign": "of life"})
+            # Process 0 does not watch itself: with it the hub stands still, and wakes.
+            if self._rank and time.monotonic() > heard + self._silence_secs:
+                why = f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)"
+                return self._lose({"lost": 0, "why": why, "status": None})
             if time.monotonic() > self._limit[0]:
                 self._too_late()
 
@@ -108,7 +145,7 @@ class Peers:
             threading.Thread(target=self._lose, args=(message,), daemon=True).start()
         elif "where" in message:
             self._places.put(message["where"])
-        else:
+        elif "sign" not in message:
             self._answers.put(message)
 
     def _lose(self, message: Message) -> None:
@@ -130,31 +167,40 @@ class Peers:
     def _too_late(self) -> None:
         _, secs, setting = self._limit
         self._limit = (float("inf"), 0.0, "")
-        if self._wire.send({"where": True}):
-            threading.Thread(target=self._name_the_late, args=(secs, setting), daemon=True).start()
+        threading.Thread(target=self._name_the_late, args=(secs, setting), daemon=True).start()
 
     def _name_the_late(self, secs: float, setting: str) -> None:
+        end_within(NAMING_SECS, EXIT_RESTART)
         doing = self._doing
+        self._wire.send({"where": True})
         try:
             places = self._places.get(timeout=ANSWER_SECS)
         except queue.Empty:
-            places = {}
-        late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
-        missing = f"missing: process {', '.join(late)}" if late else "all processes are at it"
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            places = None
+        missing = "process 0 does not answer" if places is None else _missing(places, doing)
+        with nothing_in_the_way():
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         text = f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}"
         self._wire.send({"bye": EXIT_RESTART, "why": text})
         self._end(text, EXIT_RESTART, 0.0)
 
     def _end(self, text: str, status: int, grace_secs: float) -> None:
+        end_within(grace_secs + LAST_WORDS_SECS, status)
         time.sleep(grace_secs)
+        self._ending.set()
         hint = "; start the same command again to go on from the last checkpoint" if status == EXIT_RESTART else ""
         line = f"{LostError.__name__}: {text}{hint}"
-        self._log(line)
-        print(line, file=sys.stderr, flush=True)
+        for write in (say_last, self._log):
+            with nothing_in_the_way():
+                write(line)
         # The others know as much: this end is no news to them.
         self._wire.send({"bye": 0, "why": ""})
+        self._go_last()
         end_now(status)
+
+    def _go_last(self) -> None:
+        if self._hub is not None:
+            self._hub.wait_for_the_others(GRACE_SECS + ANSWER_SECS)
 
     def _answer(self, secs: float, what: str, setting: str) -> Message:
         try:
@@ -169,9 +215,28 @@ class Peers:
 
 def end_now(status: int) -> NoReturn:
     """End the process at once: JAX's own way out waits for processes that may never come."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_within(LAST_WORDS_SECS, status)
+    for stream in (sys.stdout, sys.stderr):
+        with nothing_in_the_way():
+            stream.flush()
     os._exit(status)
+
+
+def end_within(secs: float, status: int) -> None:
+    """End the process after so long, whatever then still holds it: a disk or a pipe to which nothing can be written."""
+    late = threading.Timer(secs, os._exit, (status,))
+    late.daemon = True
+    late.start()
+
+
+def say_last(line: str) -> None:
+    """Last words, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def nothing_in_the_way() -> contextlib.AbstractContextManager:
+    """A full disk, or a stderr that is closed, does not keep the process from its end."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 def _connect(address: tuple[str, int], secs: float) -> Wire:
@@ -187,6 +252,11 @@ def _connect(address: tuple[str, int], secs: float) -> Wire:
                     f"{error.strerror or error}; is it running, and is this the address of its host?"
                 ) from None
         time.sleep(CONNECT_SECS)
+
+
+def _missing(places: Mapping[str, list], doing: str) -> str:
+    late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
+    return f"missing: process {', '.join(late)}" if late else "all processes are at it"
 
 
 def _on(message: Message) -> str:

@@ -13,6 +13,7 @@ FLAGS = {
     "distributed.num_processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
     "distributed.process_id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
 }
+VARIABLES = tuple(variable for variable, _ in FLAGS.values())
 TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a launcher makes one for each job
 LOOPBACK = ("localhost", "127.0.0.1")
 

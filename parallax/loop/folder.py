@@ -18,10 +18,9 @@ import jax
 from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError
 from parallax.settings import Settings
-from parallax.version import version_of
+from parallax.version import version_of, versions
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-RECORDED = ("parallax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class RunFolder:
@@ -81,7 +80,7 @@ class RunFolder:
             "host": socket.gethostname(),
             "command": sys.argv,
             "python": platform.python_version(),
-            "versions": {name: version_of(name) for name in RECORDED},
+            "versions": {"parallax": version_of("parallax"), **versions()},
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             **about,
         }
@@ -110,6 +109,11 @@ def _take(lock: Any, folder: Path) -> None:
         raise CheckpointError(
             f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
         ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot lock {folder / 'lock'} ({os.strerror(error.errno)}); mount its file system with locks, as NFS and "
+            "Lustre can, or choose another --workdir"
+        ) from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()

@@ -2,11 +2,12 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from parallax.distributed import is_first
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, tell
 from parallax.loop.folder import RunFolder
 
 
@@ -31,10 +32,10 @@ class Journal:
                 file.close()
 
     def say(self, text: str) -> None:
-        """Print, and keep in log.txt."""
+        """Keep in log.txt, and print while the console is there: the run does not end with it."""
         if self._speaks:
-            print(text, flush=True)
             print(text, file=self._log, flush=True)
+            tell(text, sys.stdout)
 
     def say_last(self, text: str) -> None:
         """Keep in log.txt, from any thread, why the run ends here."""

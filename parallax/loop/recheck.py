@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.fingerprint import fingerprint
 from parallax.collectives import as_varying
-from parallax.errors import ParallaxError
+from parallax.errors import EXIT_NUMBERS, ParallaxError
 from parallax.mesh import AXES
 from parallax.step import TrainState
 
@@ -26,7 +26,7 @@ ADVICE = "the hardware may be faulty: nothing was saved; go on from the last che
 class CorruptionError(ParallaxError):
     """A step, taken twice, gave different bits, or copies of an array are not the same."""
 
-    exit_status = 4
+    exit_status = EXIT_NUMBERS
 
 
 @dataclass

@@ -99,6 +99,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    at("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_of(settings, mesh)
     check_fits(abstract_state(model, tx))

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C: the first asks the run to stop after its step, the second ends the process."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -31,6 +32,7 @@ class StopRequest:
     def __init__(self, max_runtime_secs: float | None = None):
         self.signal: str | None = None
         self._signalled = False
+        self._agreed, self._asked = False, 0
         self._deadline = float("inf") if max_runtime_secs is None else time.monotonic() + max_runtime_secs
 
     def __enter__(self) -> "StopRequest":
@@ -59,7 +61,11 @@ class StopRequest:
         if time.monotonic() > self._deadline and self.signal is None and is_first():
             self._ask("--max-runtime")
         if jax.distributed.is_initialized():
-            return multihost_utils.reached_preemption_sync_point(step)
+            # JAX says yes to one number only, which may be of a step before a resume, or of one that cannot be saved.
+            numbers = range(self._asked + 1, step + 1)
+            self._agreed = self._agreed or any(map(multihost_utils.reached_preemption_sync_point, numbers))
+            self._asked = step
+            return self._agreed
         return self.signal is not None
 
     def _ask(self, reason: str) -> None:
@@ -75,8 +81,9 @@ class StopRequest:
                 os._exit(EXIT_RESTART)
             self._signalled = True
             name = signal.Signals(arrived[0]).name
-            os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
             self._ask(name)
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
         self._arrivals.close()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from parallax.data import Reader
 from parallax.diagnosis import Diagnosis, make_diagnosis
-from parallax.errors import ParallaxError
+from parallax.distributed import at
+from parallax.errors import EXIT_NUMBERS, ParallaxError
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.settings import Settings
@@ -21,7 +22,7 @@ SHOWN_RANGES = 8
 class DivergenceError(ParallaxError):
     """Loss, gradient or parameters are no longer finite."""
 
-    exit_status = 4
+    exit_status = EXIT_NUMBERS
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Skips:
         """Raise DivergenceError, with where in the model the first of these steps went wrong."""
         in_a_row = int(metrics["in_a_row"])
         first = step - in_a_row + 1
+        at(f"the diagnosis of step {first}", compiling=True)
         found = self.diagnose(params, first)
         numbers, where = _numbers(metrics), "when it is computed again, all is finite: the hardware may be faulty"
         if found.first is not None:

@@ -49,6 +49,7 @@ class Steps:
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped
+    owed_evaluation: bool = False  # that was due with it
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
@@ -83,7 +84,7 @@ class Steps:
             return False
         # Each checkpoint is judged by its own evaluation, or the best could not be known.
         judged = self._saves_after(done) and self.settings.checkpoint.keep_best > 0
-        return judged or self._is_due(done, self.settings.train.eval_every_steps)
+        return judged or self.owed_evaluation or self._is_due(done, self.settings.train.eval_every_steps)
 
     def _saves_after(self, done: int) -> bool:
         return self.owed or self._is_due(done, self.settings.checkpoint.every_steps)
@@ -99,6 +100,7 @@ class Steps:
         # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
         # step has shown that they work. After the last one that is left to the evaluation.
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
+        self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
             at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             values["eval/loss"] = self.eval_loss = self.evaluate(state.params)

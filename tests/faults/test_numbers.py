@@ -110,12 +110,16 @@ def test_after_too_many_in_a_row_nothing_passes_any_more():
     assert_same_bits(state.params, initial.params)
 
 
+PLACES = []  # where the run `diverged` says that it is, and how
+
+
 @pytest.fixture(scope="module")
 def diverged(corpus, tmp_path_factory):
     """A run whose gradients are NaN in steps 3 and 4 and from step 6 on, and its error; not to be changed."""
     folder = tmp_path_factory.mktemp("diverged")
     with pytest.MonkeyPatch.context() as patch:
         with_gradients(patch, not_a_number)
+        patch.setattr("parallax.loop.skips.at", lambda what, **how: PLACES.append((what, how)))
         with pytest.raises(DivergenceError) as error:
             train(tiny_config(corpus, **BAD, **{"checkpoint.keep_last": 9}), folder)
     return folder, error.value
@@ -136,8 +140,13 @@ def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_go
     # The rate is that of the next update, not of the next step.
     rates = [row["train/learning_rate"] for row in rows]
     assert rates[2] == rates[3] == rates[4] != rates[5]
-    # The save of step 4, which is skipped, waits for step 5; that of step 8 for none.
+    # The save and the evaluation of step 4, which is skipped, wait for step 5; those of step 8 for none.
+    assert [row["step"] for row in rows if "eval/loss" in row] == [5]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "5"]
+
+
+def test_the_diagnosis_has_the_time_of_what_is_compiled(diverged):
+    assert PLACES == [("the diagnosis of step 6", {"compiling": True})]
 
 
 def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypatch):
