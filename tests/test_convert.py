@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_examples import flip, largest_file
+from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config
 
 from parallax.checkpoint import CheckpointConfig, Checkpoints, read_manifest
@@ -145,12 +145,15 @@ def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
     assert len(pieces) == 64 and max(piece.nbytes for piece in pieces) == 4096
 
 
-def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage):
     shutil.copytree(trained, tmp_path / "run")
-    for path in [largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d")]:
-        flip(path)
+    damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
-    assert "is damaged" in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 in" in error and "is damaged: " in error and "use another step\n" in error
+    assert not list(tmp_path.glob("out*"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--step=4"]) == 0
 
 
 def test_nothing_is_written_over(trained, tmp_path, capsys):

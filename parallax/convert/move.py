@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from parallax.checkpoint import latest_step, probe_folder, read_manifest
+from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
 from parallax.checkpoint.fingerprint import Running
 from parallax.checkpoint.manifest import check_sizes, flatten, shortened, write_manifest
 from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written
@@ -35,10 +35,11 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     `out` appears when it is whole, with the run's config and tokenizer.
 
     Raises:
-        CheckpointError: there is no such checkpoint, a parameter of it is damaged, or `out` cannot be written.
+        DamagedError: a parameter of it is damaged; an older step is never taken in its place.
+        CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     folder = workdir / "checkpoints"
-    step = latest_step(folder) if step is None else step
+    step = max(complete_steps(folder), default=None) if step is None else step
     if step is None:
         raise CheckpointError(f"{workdir} has no checkpoint to export")
     check_sizes(folder, step)
@@ -78,7 +79,7 @@ def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes
     try:
         stored = {name: Stored(step / "params", name, about) for name, about in arrays.items()}
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{step} is damaged: {str(error).splitlines()[0]}") from error
+        raise _damaged(step, str(error).splitlines()[0]) from error
     running = {name: Running() for name in arrays}
     plain = plain_names(stored)
 
@@ -89,12 +90,16 @@ def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes
                 running[source.name].add(piece)
                 yield piece
         except ValueError as error:  # tensorstore's, for all that is wrong with its files
-            raise CheckpointError(f"{step} is damaged: params {source.name} cannot be read") from error
+            raise _damaged(step, f"params {source.name} cannot be read") from error
 
     write_shards(out, plain, pieces, shard_bytes=shard_bytes)
     wrong = [f"params {name}" for name, about in arrays.items() if running[name].value != about["fingerprint"]]
     if wrong:
-        raise CheckpointError(f"{step} is damaged: {shortened(wrong)} not as saved")
+        raise _damaged(step, f"{shortened(wrong)} not as saved")
+
+
+def _damaged(step: Path, how: str) -> DamagedError:
+    return DamagedError(step.parent, int(step.name), how)
 
 
 def _read_tensors(tensors: Mapping[str, tuple[Path, Tensor]], wanted: Mapping[str, Any], part: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import absl.logging
 import jax
 
-from parallax.checkpoint import latest_step, restore
+from parallax.checkpoint import complete_steps, restore, restore_newest
 from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
 from parallax.generate.write import complete, encode
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, simulate_devices
@@ -60,10 +60,10 @@ def run(flags: argparse.Namespace) -> str:
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FLAGS))
     tokenizer = load(flags.workdir)
     prompt = encode(tokenizer, sample.prompt)
-    step = _step(flags)
+    _check_saved(flags.workdir)
     model = build(settings, mesh_config(settings.mesh, _given(flags, MESH_FLAGS)))
     _check_tokenizer(tokenizer, model, flags.workdir)
-    params = restore_params(flags.workdir / "checkpoints", step, model)
+    step, params = restore_params(flags.workdir / "checkpoints", flags.step, model)
     sizes = "·".join(f"{axis}{size}" for axis, size in model.axis_sizes.items())
     _say(f"step {step} of {flags.workdir} on {sizes}")
     _note_length(len(prompt) + sample.tokens, settings.data.seq)
@@ -109,10 +109,16 @@ def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     return mesh
 
 
-def restore_params(checkpoints: Path, step: int, model: ShardedModel) -> Any:
-    """The parameters of a step, on the model's mesh; optimizer states are not read."""
+def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
+    """The parameters of a step on the model's mesh, and the step: where it is None, the newest that is whole."""
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    return restore(checkpoints, step, {"params": jax.tree.map(place, model.shapes, model.shardings)})["params"]
+    wanted = {"params": jax.tree.map(place, model.shapes, model.shardings)}
+    if step is not None:
+        return step, restore(checkpoints, step, wanted)["params"]
+    found = restore_newest(checkpoints, wanted)
+    for error in found.damaged:
+        _say(f"the checkpoint of step {error.step} is damaged: {error.how}; going on with step {found.step}")
+    return found.step, found.parts["params"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,11 +153,9 @@ def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
 
 
-def _step(flags: argparse.Namespace) -> int:
-    step = latest_step(flags.workdir / "checkpoints") if flags.step is None else flags.step
-    if step is None:
-        raise CheckpointError(f"{flags.workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
-    return step
+def _check_saved(workdir: Path) -> None:
+    if not complete_steps(workdir / "checkpoints"):
+        raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
 
 
 def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, workdir: Path) -> None:
