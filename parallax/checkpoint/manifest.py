@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -80,6 +80,12 @@ def check_sizes(folder: Path, step: int) -> None:
     wrong = wrong_files(folder / str(step), manifest["files"], contents=False)
     if wrong:
         raise DamagedError(folder, step, shortened(wrong))
+
+
+def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
+    """The files of some parts of a step, and those that belong to none, such as its tokenizer."""
+    files = manifest["files"].items()
+    return {name: sums for name, sums in files if "/" not in name or name.split("/")[0] in parts}
 
 
 def wrong_files(folder: Path, files: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from parallax.checkpoint import (
     compare_settings,
+    complete_steps,
     latest_step,
     read_manifest,
     restore_newest,
@@ -88,14 +89,12 @@ def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callab
     return parts["params"]
 
 
-def newest_step_of(source: str) -> int:
-    """The newest checkpoint of the run that train.init_from names."""
-    newest = latest_step(_checkpoints_of(source))
-    if newest is None:
+def check_source(source: str) -> None:
+    """CheckpointError if the run that train.init_from names has no checkpoint; loading judges what it has."""
+    if not complete_steps(_checkpoints_of(source)):
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
         )
-    return newest
 
 
 def code() -> dict[str, str]:

@@ -26,7 +26,7 @@ from parallax.loop.meter import Meter
 from parallax.loop.peak import check_fits, peak_flops
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
-from parallax.loop.resume import code, load_newest, newest_step_of, params_of, step_to_resume
+from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.steps import Steps, parts_of, state_of
@@ -95,7 +95,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     if settings.train.init_from:
-        newest_step_of(settings.train.init_from)
+        check_source(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")

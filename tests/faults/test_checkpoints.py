@@ -49,9 +49,9 @@ def rewrite(folder, step, change):
     path.write_text(json.dumps(written))
 
 
-def damage(folder, how):
+def damage(folder, how, part="params"):
     """Do to a step what `how` says."""
-    data, manifest = largest_file(folder / "params" / "d"), folder / "manifest.json"
+    data, manifest = largest_file(folder / part / "d"), folder / "manifest.json"
     acts = {
         "missing": data.unlink,
         "truncated": lambda: truncate(data),
@@ -90,6 +90,16 @@ def test_damage_is_named_and_the_step_before_is_used(saved, how):
     assert loaded.step == 1 and [error.step for error in loaded.damaged] == [2]
     for got, want in zip(jax.tree.leaves(loaded.parts), jax.tree.leaves(parts), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+def test_damage_to_the_optimizers_states_does_not_keep_parameters_from_loading(saved, how):
+    folder, parts = saved
+    damage(folder / "2", how, part="rest")
+    with pytest.raises(DamagedError, match=r"its file rest/d/\w+ "):
+        restore(folder, 2, abstract(parts))
+    wanted = {"params": abstract(parts)["params"]}
+    assert restore_newest(folder, wanted).step == 2
 
 
 def test_where_every_step_is_damaged_none_is_loaded(saved):
