@@ -1,9 +1,11 @@
 """Errors that a user can cause: each quotes what was written, measures, and advises."""
 
+import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 # What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
@@ -68,6 +70,15 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         if interrupted:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[None]:
+    """Turn what a disk refuses while a folder is written in into a CheckpointError with the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {folder} ({error.strerror or error}); {advice}") from error
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

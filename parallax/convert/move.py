@@ -17,7 +17,7 @@ from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written
 from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
 from parallax.convert.shards import read_shards, write_shards
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, writing
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.settings import Settings, load_json, read_settings
 from parallax.sharded_model import ShardedModel
@@ -145,9 +145,8 @@ def _made_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
     probe_folder(unfinished)
     try:
-        yield unfinished
-        unfinished.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error
+        with writing(folder, "make room, or choose another folder"):
+            yield unfinished
+            unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

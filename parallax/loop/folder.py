@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from parallax.distributed import is_first
-from parallax.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.settings import Settings
 from parallax.version import version_of
 
@@ -44,15 +44,13 @@ class RunFolder:
             # One process of a job holds the lock for all.
             yield
             return
-        try:
+        with writing(self.path):
             before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("a+")
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"cannot write in {self.path} ({reason}); choose another --workdir") from error
         with lock:
-            _take(lock, self.path)
+            with writing(self.path):
+                _take(lock, self.path)
             try:
                 yield
             finally:
@@ -111,8 +109,8 @@ def _take(lock: Any, folder: Path) -> None:
             f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
         ) from None
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    lock.flush()
+    owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    os.write(lock.fileno(), owner.encode())  # closing the file has nothing left to write, should the disk be full
 
 
 def _replace(path: Path, content: Any) -> None:

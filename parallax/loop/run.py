@@ -17,6 +17,7 @@ from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
 from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
+from parallax.errors import writing
 from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
@@ -130,10 +131,11 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         at(f"step {start}, loading or making the first state", compiling=True)
         state, start = begin(parts, folder, start, journal.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
-        folder.write_config(settings)
-        folder.write_metadata(mesh=model.axis_sizes, start=start)
-        if is_first():
-            parts.train_data.tokenizer.save(folder.path)
+        with writing(folder.path):
+            folder.write_config(settings)
+            folder.write_metadata(mesh=model.axis_sizes, start=start)
+            if is_first():
+                parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
         journal.begin(start)
         steps = Steps(

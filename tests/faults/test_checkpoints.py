@@ -323,18 +323,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path):
         check_space(tmp_path, parts)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 3 MB; only root may mount one."""
-    at = tmp_path / "disk"
-    at.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", at], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("no right to mount a disk")
-    yield at
-    subprocess.run(["umount", "-l", at], check=True)
-
-
 def noise(mbytes):
     """Arrays that do not compress."""
     bits = np.random.default_rng(0).integers(0, 256, (mbytes, 1 << 20), np.uint8)
