@@ -169,6 +169,8 @@ def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
         if not isinstance(content.get(key), dict):
             yield f"has no {key}"
             return
+    if not isinstance(content.get("loss", ""), int | float | None):
+        yield "has no loss, nor null in its place"
     for name, sums in content["files"].items():
         if not is_inside(name):
             yield f"names a file outside of its folder, {name!r:.100}"
@@ -207,11 +209,14 @@ def _is_array(array: Any) -> bool:
 
 def _wrong_size(folder: Path, name: str, size: int) -> str | None:
     path = folder / name
-    if path.resolve() != folder.resolve() / name:
-        return "is a link, or in a folder that is one"
-    if not path.is_file():
-        return "is missing"
-    found = path.stat().st_size
+    try:
+        if path.resolve() != folder.resolve() / name:
+            return "is a link, or in a folder that is one"
+        if not path.is_file():
+            return "is missing"
+        found = path.stat().st_size
+    except (OSError, RuntimeError) as error:  # Python up to 3.12 has a RuntimeError for links in a circle
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
     return None if found == size else f"has {found} bytes instead of {size}"
 
 

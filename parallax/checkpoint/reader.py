@@ -77,7 +77,7 @@ def restore(
         if differences:
             raise CheckpointError(_other_model(folder, manifest, differences, settings))
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
-    loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    loaded = _load(folder, step, parts)
     for part, tree in loaded.items():
         written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
         wrong = differing(fingerprints(flatten(tree)), written)
@@ -114,6 +114,17 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
         raise DamagedError(folder, step, f"{shortened(wrong)}; {_not_as_saved(hit)}")
+
+
+def _load(folder: Path, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
+        how = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if jax.process_count() > 1:
+            # Others may have read it: none goes on to another step alone.
+            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
+        raise DamagedError(folder, step, f"it cannot be read: {how}") from error
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:

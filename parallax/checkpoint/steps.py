@@ -31,15 +31,16 @@ class Standing(NamedTuple):
 
 def numbered_steps(folder: Path) -> set[int]:
     """Numbers of all that could be a step, or stands where one would be saved."""
-    if not folder.is_dir():
-        return set()
-    return {int(path.name) for path in folder.iterdir() if NUMBER.fullmatch(path.name)}
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}); let this user read it") from error
+    return {int(name) for name in names if NUMBER.fullmatch(name)}
 
 
 def complete_steps(folder: Path) -> set[int]:
     """Steps that have a manifest; a link to a folder is not one of ours."""
-    at = {step: folder / str(step) for step in numbered_steps(folder)}
-    return {step for step, path in at.items() if not path.is_symlink() and (path / MANIFEST).is_file()}
+    return {step for step in numbered_steps(folder) if _has_manifest(folder / str(step))}
 
 
 def examine(folder: Path) -> Standing:
@@ -100,6 +101,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def _has_manifest(step: Path) -> bool:
+    try:
+        return not step.is_symlink() and (step / MANIFEST).is_file()
+    except OSError:
+        return True  # it cannot be known: whoever reads it says that the step is damaged
 
 
 def _tidy(folder: Path) -> Iterator[str]:

@@ -43,7 +43,9 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     if step is None:
         raise CheckpointError(f"{workdir} has no checkpoint to export")
     check_sizes(folder, step)
-    arrays = read_manifest(folder, step)["arrays"]["params"]
+    arrays = read_manifest(folder, step)["arrays"].get("params")
+    if not arrays:
+        raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
     with _made_whole(out) as unfinished:
         _write_tensors(folder / str(step), arrays, unfinished, shard_bytes)
         for name in CARRIED:

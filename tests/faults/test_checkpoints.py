@@ -29,6 +29,7 @@ from parallax.checkpoint import (
     tidy,
 )
 from parallax.checkpoint import steps as steps_module
+from parallax.checkpoint.manifest import measure
 from parallax.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
@@ -188,6 +189,43 @@ def test_a_manifest_that_we_would_not_write_is_not_believed(saved, trick):
     with pytest.raises(DamagedError, match=f"its manifest.json .*{message}"):
         restore(folder, 2, abstract(parts))
     assert latest_step(folder) == 1
+
+
+def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
+    folder, parts = saved
+    circle, sums = folder / "2" / "params" / "_METADATA", {"bytes": 1, "crc32": 0}
+    circle.unlink()
+    circle.symlink_to(circle)
+    assert "its file params/_METADATA " in examine(folder).damaged[2].how
+    assert restore_newest(folder, abstract(parts)).step == 1
+    rewrite(folder, 2, lambda m: m.update(files={"x" * 300: sums}))
+    assert "cannot be read (File name too long)" in examine(folder).damaged[2].how
+    rewrite(folder, 2, lambda m: m.pop("loss"))
+    assert "its manifest.json has no loss" in examine(folder).damaged[2].how
+    with Checkpoints(folder, CONFIG, settings={}):
+        pass
+    stat = pathlib.Path.stat
+
+    def forbidden(path, **how):
+        if path == folder / "2" / "manifest.json":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **how)
+
+    monkeypatch.setattr(pathlib.Path, "stat", forbidden)
+    assert "its manifest.json cannot be read" in examine(folder).damaged[2].how
+    assert restore_newest(folder, abstract(parts)).step == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "d"])
+def test_what_orbax_cannot_read_is_damage_though_its_checksum_is_right(saved, name):
+    folder, parts = saved
+    path = folder / "2" / "params" / name
+    path = largest_file(path) if name == "d" else path
+    path.write_bytes(b"not what was saved")
+    rewrite(folder, 2, lambda m: m["files"].update({path.relative_to(folder / "2").as_posix(): measure(path)}))
+    with pytest.raises(DamagedError, match="step 2 in .* is damaged: it cannot be read: "):
+        restore(folder, 2, abstract(parts))
+    assert restore_newest(folder, abstract(parts)).step == 1
 
 
 def test_an_array_of_an_absurd_shape_is_refused_before_memory_is_asked_for(saved):
