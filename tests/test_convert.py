@@ -251,6 +251,12 @@ def test_an_index_and_its_shards_must_agree(exported):
         read_shards(exported)
 
 
+def test_an_index_that_is_a_folder_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read \(Is a directory\)"):
+        read_shards(tmp_path)
+
+
 def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, capsys):
     config = json.loads((exported / "config.json").read_text())
     config["model"]["d_ff"] = 128

@@ -17,7 +17,7 @@ import jax
 
 from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError, writing
-from parallax.settings import Settings
+from parallax.settings import Settings, load_json
 from parallax.version import version_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -73,7 +73,7 @@ class RunFolder:
         """Where, when and with which versions the run was started, the latest start last."""
         if not is_first():
             return
-        starts = json.loads(self.metadata.read_text())["starts"] if self.metadata.exists() else []
+        starts = self._starts()
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -84,6 +84,14 @@ class RunFolder:
             **about,
         }
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
+
+    def _starts(self) -> list[Any]:
+        """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""
+        try:
+            starts = load_json(self.metadata).get("starts")
+        except CheckpointError:
+            return []
+        return starts if isinstance(starts, list) else []
 
 
 def check_run_name(name: str) -> str:

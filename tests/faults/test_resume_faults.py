@@ -218,6 +218,15 @@ def test_a_full_disk_at_the_start_is_named(small_disk):
             pass
 
 
+@pytest.mark.parametrize("text", ['{"starts": 5}', "[1"])
+def test_torn_metadata_keeps_no_run_from_going_on(corpus, at_six, never_stopped, text):
+    (at_six / "metadata.json").write_text(text)
+    assert go_on(corpus, at_six).reason == "finished"
+    (start,) = json.loads((at_six / "metadata.json").read_text())["starts"]
+    assert start["start"] == 6
+    assert_same_run(at_six, never_stopped)
+
+
 def as_command(corpus, folder, **changes):
     """The tiny run as arguments of train.py."""
     config = tiny_config(corpus, **(EVERY_SECOND | changes))
