@@ -156,6 +156,15 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--step=4"]) == 0
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_step_whose_config_or_tokenizer_is_damaged_is_not_exported(trained, tmp_path, capsys, name):
+    shutil.copytree(trained, tmp_path / "run")
+    flip(tmp_path / "run" / "checkpoints" / "8" / name)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
+    assert f"is damaged: its file {name} does not match its checksum" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_nothing_is_written_over(trained, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main(["export", str(trained), str(tmp_path)]) == 3

@@ -281,6 +281,19 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(run_folder,
     assert "is damaged" in capsys.readouterr().err
 
 
+def test_a_step_is_read_by_the_tokenizer_that_it_carries(run_folder, tmp_path, capsys):
+    command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE, "--temperature", "0"]
+    shutil.copytree(run_folder, tmp_path / "run")
+    assert main(command) == 0
+    before = capsys.readouterr().out
+    other = tmp_path / "run" / "tokenizer.json"
+    other.write_text("of another run")
+    assert main(command) == 0 and capsys.readouterr().out == before
+    (tmp_path / "run" / "checkpoints" / "8" / "tokenizer.json").write_text(other.read_text())
+    assert main(command) == 0
+    assert "step 8 is damaged: its file tokenizer.json has 14 bytes" in capsys.readouterr().err
+
+
 def test_complete_is_the_prompt_and_more():
     model = model_on("gqa", (2, 2, 2))
     text = complete(model, params_on("gqa", model), Bytes(), dataclasses.replace(GREEDY, prompt="\n\t"))

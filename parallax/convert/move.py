@@ -12,7 +12,7 @@ import numpy as np
 
 from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
 from parallax.checkpoint.fingerprint import Running
-from parallax.checkpoint.manifest import check_sizes, flatten, shortened, write_manifest
+from parallax.checkpoint.manifest import files_of, flatten, shortened, write_manifest, wrong_files
 from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written
 from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
@@ -35,17 +35,18 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     `out` appears when it is whole, with the run's config and tokenizer.
 
     Raises:
-        DamagedError: a parameter of it is damaged; an older step is never taken in its place.
+        DamagedError: a parameter, its config or its tokenizer is damaged; an older step is never taken in its place.
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     folder = workdir / "checkpoints"
     step = max(complete_steps(folder), default=None) if step is None else step
     if step is None:
         raise CheckpointError(f"{workdir} has no checkpoint to export")
-    check_sizes(folder, step)
-    arrays = read_manifest(folder, step)["arrays"].get("params")
+    manifest = read_manifest(folder, step)
+    arrays = manifest["arrays"].get("params")
     if not arrays:
         raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
+    _check_files(folder / str(step), files_of(manifest, ["params"]))
     with _made_whole(out) as unfinished:
         _write_tensors(folder / str(step), arrays, unfinished, shard_bytes)
         for name in CARRIED:
@@ -61,7 +62,7 @@ def import_params(source: Path, workdir: Path) -> None:
         DataError: its tokenizer is missing or damaged.
     """
     settings = read_settings(load_json(source / "config.json"))
-    load(source)
+    tokenizer = load(source)
     tensors = read_shards(source)
     wanted = _params_of(settings)
     _check_tensors(source, tensors, plain_names(wanted))
@@ -72,9 +73,19 @@ def import_params(source: Path, workdir: Path) -> None:
         for name in CARRIED:
             shutil.copyfile(source / name, step / name)
             shutil.copyfile(source / name, unfinished / name)
-        about = {**settings.to_dict(), "code": {"parallax": code_version()}}
+        corpus = {"tokenizer": tokenizer.fingerprint}
+        about = {**settings.to_dict(), "corpus": corpus, "code": {"parallax": code_version()}}
         write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": {"params": arrays}})
         step.rename(step.with_name("0"))
+
+
+def _check_files(step: Path, files: Mapping[str, Any]) -> None:
+    """What is copied is read for its checksum; of arrays, which are held to their fingerprints, sizes will do."""
+    missing = [f"its file {name} is missing" for name in CARRIED if name not in files]
+    wrong = missing or wrong_files(step, {name: files[name] for name in CARRIED}, contents=True)
+    wrong = wrong or wrong_files(step, files, contents=False)
+    if wrong:
+        raise _damaged(step, shortened(wrong))
 
 
 def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes: int) -> None:

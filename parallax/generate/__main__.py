@@ -58,12 +58,13 @@ def run(flags: argparse.Namespace) -> str:
     """The prompt and what the run's model writes behind it."""
     settings = load_settings(flags.workdir)
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FLAGS))
-    tokenizer = load(flags.workdir)
-    prompt = encode(tokenizer, sample.prompt)
     _check_saved(flags.workdir)
     model = build(settings, mesh_config(settings.mesh, _given(flags, MESH_FLAGS)))
-    _check_tokenizer(tokenizer, model, flags.workdir)
-    step, params = restore_params(flags.workdir / "checkpoints", flags.step, model)
+    checkpoints = flags.workdir / "checkpoints"
+    step, params = restore_params(checkpoints, flags.step, model)
+    tokenizer = load(checkpoints / str(step))  # the step's own, which was held to its checksum
+    _check_tokenizer(tokenizer, model, checkpoints / str(step))
+    prompt = encode(tokenizer, sample.prompt)
     sizes = "·".join(f"{axis}{size}" for axis, size in model.axis_sizes.items())
     _say(f"step {step} of {flags.workdir} on {sizes}")
     _note_length(len(prompt) + sample.tokens, settings.data.seq)
@@ -158,11 +159,11 @@ def _check_saved(workdir: Path) -> None:
         raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
 
 
-def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, workdir: Path) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, folder: Path) -> None:
     if tokenizer.vocab > model.model.vocab:
         raise DataError(
-            f"the tokenizer in {workdir} has {tokenizer.vocab} entries, but model.vocab={model.model.vocab}; "
-            "put the run's own tokenizer.json back"
+            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={model.model.vocab}; "
+            "import the model with its own tokenizer.json"
         )
 
 

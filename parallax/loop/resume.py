@@ -22,6 +22,7 @@ RESUME = ("auto", "must", "never")
 # text and the order of its windows; a corpus that has only moved is the same one.
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
+TOKENIZER = "corpus.tokenizer"
 # What may change in a model: how it is computed, and context extension.
 FREE_KEYS = (
     "model.dtype",
@@ -82,8 +83,18 @@ def load_newest(
 
 
 def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
-    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`."""
+    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`.
+
+    CheckpointError if it knows its ids by another tokenizer.
+    """
     step, parts, damaged = restore_newest(_checkpoints_of(source), {"params": wanted}, settings=settings)
+    changed = compare_settings(read_manifest(_checkpoints_of(source), step)["settings"], settings)
+    there, here = changed.get(TOKENIZER, (None, None))
+    if there is not None and here is not None:
+        raise CheckpointError(
+            f"train.init_from={source!r} learned other ids: {TOKENIZER}={there!r} there, {here!r} here; "
+            f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"
+        )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
     return parts["params"]

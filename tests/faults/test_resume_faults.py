@@ -144,7 +144,7 @@ def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
         assert text in line
 
 
-def test_another_tokenizer_is_refused_by_name(corpus, at_six, monkeypatch):
+def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path, monkeypatch):
     from parallax.loop import run as run_module
 
     about = run_module.about
@@ -158,6 +158,10 @@ def test_another_tokenizer_is_refused_by_name(corpus, at_six, monkeypatch):
         CheckpointError, match="with another model or other data: corpus.tokenizer='.*' there, 'f00' here"
     ):
         go_on(corpus, at_six)
+    with pytest.raises(
+        CheckpointError, match=r"learned other ids: corpus.tokenizer='.*' there, 'f00' here; use .*/tokenizer\.json"
+    ):
+        go_on(corpus, tmp_path / "fresh", **{"train.init_from": str(at_six)})
 
 
 def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stopped):
