@@ -171,6 +171,18 @@ def test_nothing_is_written_over(trained, tmp_path, capsys):
     assert f"{tmp_path} is there already; choose another name" in capsys.readouterr().err
 
 
+def test_an_export_leaves_other_folders_alone(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "mine").touch()
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out.unfinished" / "mine").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["export", str(trained), "."]) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["empty", "out", "out.unfinished"] and list((tmp_path / "empty").glob("*.safetensors"))
+
+
 def header_of(**tensors):
     return {name: {"dtype": dtype, "shape": shape, "data_offsets": at} for name, (dtype, shape, at) in tensors.items()}
 

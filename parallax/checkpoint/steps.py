@@ -4,6 +4,7 @@ A step is a folder named by its number, with a manifest. The manifest comes last
 first when it is removed: whatever is killed in between leaves a folder that does not count.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -128,8 +129,8 @@ def _tidy(folder: Path) -> Iterator[str]:
 
 
 def _set_aside(folder: Path, step: int, why: str) -> Path:
-    aside = folder / f"{why}-{step}"
-    _clear(aside)
+    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
+    aside = next(folder / name for name in names if not os.path.lexists(folder / name))
     return (folder / str(step)).rename(aside)
 
 

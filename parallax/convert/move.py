@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,12 @@ def _made_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is written, and goes away if it is not."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    whole = folder.resolve()
+    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
     probe_folder(unfinished)
     try:
         with writing(folder, "make room, or choose another folder"):
             yield unfinished
-            unfinished.rename(folder)
+            unfinished.rename(whole)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

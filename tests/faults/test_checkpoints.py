@@ -272,12 +272,13 @@ def test_folders_that_are_no_checkpoints_do_not_count(tmp_path):
     assert latest_step(tmp_path) == 8 and restore(tmp_path, 3, abstract(parts))
 
 
-def test_a_step_set_aside_twice_keeps_the_later(tmp_path):
-    for content in ("first", "second"):
+def test_a_step_set_aside_again_keeps_what_was_set_aside_before(tmp_path):
+    for content in ("first", "second", "third"):
         (tmp_path / "4").mkdir()
         (tmp_path / "4" / content).touch()
-        tidy(tmp_path)
-    assert [path.name for path in (tmp_path / "unfinished-4").iterdir()] == ["second"]
+        assert tidy(tmp_path)
+    kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert kept == ["unfinished-4.2/second", "unfinished-4.3/third", "unfinished-4/first"]
 
 
 def test_a_kill_while_a_step_is_removed_leaves_no_step(saved, monkeypatch):
