@@ -26,8 +26,6 @@ from parallax.tokenizer import load
 from parallax.version import code_version
 
 CARRIED = ("config.json", "tokenizer.json")
-# A step's folder while it is made, named so that a run that finds it clears it away.
-UNFINISHED = "0.orbax-checkpoint-tmp-import"
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:
@@ -68,7 +66,7 @@ def import_params(source: Path, workdir: Path) -> None:
     wanted = _params_of(settings)
     _check_tensors(source, tensors, plain_names(wanted))
     with _made_whole(workdir) as unfinished:
-        step = unfinished / "checkpoints" / UNFINISHED
+        step = unfinished / "checkpoints" / "0"
         step.mkdir(parents=True)
         arrays = _read_tensors(tensors, wanted, step / "params")
         for name in CARRIED:
@@ -77,7 +75,6 @@ def import_params(source: Path, workdir: Path) -> None:
         corpus = {"tokenizer": tokenizer.fingerprint}
         about = {**settings.to_dict(), "corpus": corpus, "code": {"parallax": code_version()}}
         write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": {"params": arrays}})
-        step.rename(step.with_name("0"))
 
 
 def _check_files(step: Path, files: Mapping[str, Any]) -> None:

@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import absl.logging
 import jax
 
+from parallax.arguments import Parser
 from parallax.checkpoint import complete_steps, restore, restore_newest
 from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
 from parallax.generate.write import complete, encode
@@ -120,13 +121,6 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
     for error in found.damaged:
         _say(f"the checkpoint of step {error.step} is damaged: {error.how}; going on with step {found.step}")
     return found.step, found.parts["params"]
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
