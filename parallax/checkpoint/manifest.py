@@ -38,10 +38,20 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     # As JSON gives it back: keys are texts, tuples are lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     written = {"format": FORMAT, "crc32": _checksum(content), "content": content}
-    with (folder / MANIFEST).open("w") as file:
-        file.write(json.dumps(written))
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MANIFEST).write_text(json.dumps(written))
+    # TensorStore flushes its own files: what is left are the names, and the files that belong to no part.
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir() or path.parent == folder:
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names, as writing and renaming alone do not when the power goes."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:

@@ -95,15 +95,6 @@ def remove_unfinished(folder: Path, step: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the disk keep a folder's names, as a rename alone does not when the power goes."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def _has_manifest(step: Path) -> bool:
     try:
         return not step.is_symlink() and (step / MANIFEST).is_file()

@@ -12,14 +12,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.manifest import describe, flatten, read_manifest, write_manifest
+from parallax.checkpoint.manifest import describe, flatten, read_manifest, sync, write_manifest
 from parallax.checkpoint.steps import (
     PROBE,
     complete_steps,
     examine,
     remove_step,
     remove_unfinished,
-    sync_folder,
 )
 from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.units import in_bytes
@@ -115,7 +114,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 if step not in complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
-                sync_folder(self._folder)
+                sync(self._folder)
         self._in_flight = {}
         self._losses[step] = loss
         if jax.process_index() == 0:
