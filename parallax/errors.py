@@ -1,9 +1,11 @@
 """Errors that a user can cause: each quotes what was written, measures, and advises."""
 
+import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 # What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
@@ -85,6 +87,15 @@ def lead_nowhere(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+@contextlib.contextmanager
+def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[None]:
+    """Turn what a disk refuses while a folder is written in into a CheckpointError with the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {folder} ({error.strerror or error}); {advice}") from error
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

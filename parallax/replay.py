@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallax.checkpoint import complete_steps, restore_newest
-from parallax.command import Flag, read_line, run_command
+from parallax.command import Flag, read_line, run_command, written
 from parallax.command import usage as usage_of
 from parallax.diagnosis import make_diagnosis
 from parallax.errors import CheckpointError, ConfigError
@@ -46,7 +46,7 @@ def usage() -> str:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step, print what was found."""
-    workdir = next((arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("workdir=")), "")
+    workdir = written(argv, "workdir") or ""
     saved = Path(workdir) / "config.json"
     if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")

@@ -112,13 +112,18 @@ def load_settings(run: Path) -> Settings:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The config that a run has saved."""
+    """What a run has saved as a JSON object, such as its config."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is {path.parent} the folder of a run?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} cannot be read: it is {content!r:.40} and no JSON object; put the run's own back"
+        )
+    return content
 
 
 def with_vocab(settings: Settings, entries: int) -> Settings:

@@ -156,7 +156,7 @@ def load(path: Path | str) -> Tokenizer:
         content = json.loads(text)
     except FileNotFoundError:
         raise DataError(f"tokenizer {str(path)!r} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     if content == {"parallax": Bytes.name}:
         return Bytes()

@@ -1,9 +1,12 @@
 """Small trees on any mesh, saved as checkpoints, and ways to damage them."""
 
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,3 +64,22 @@ def flip(path, at=None, bit=1):
 def truncate(path):
     """Cut a file in half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MB; only root may mount one."""
+    at = tmp_path / "disk"
+    at.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", at], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a disk")
+    yield at
+    subprocess.run(["umount", "-l", at], check=True)
+
+
+def fill(path):
+    """Have a file take all that is free on its disk."""
+    with pytest.raises(OSError, match="No space left"), path.open("ab", buffering=0) as file:
+        while True:
+            file.write(b"\n" * 4096)

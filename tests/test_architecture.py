@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
     {"errors", "units", "version"},
-    {"mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
+    {"mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments"},
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},

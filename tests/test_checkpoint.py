@@ -1,5 +1,7 @@
 """A checkpoint is complete or not there, loads onto any mesh bit for bit, and damage never passes."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,3 +195,22 @@ def test_steps_are_removed_while_the_run_goes_on(tmp_path):
             checkpoints.save(step, parts)
         while steps_in(tmp_path) != [2]:
             checkpoints.check()
+
+
+def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):
+    """By the time that a save is done; the folder of the step has its last name then."""
+    flushed, fsync = set(), os.fsync
+
+    def noting(opened):
+        about = os.fstat(opened)
+        flushed.add((about.st_dev, about.st_ino))
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    carry = lambda at: (at / "tokenizer.json").write_text("{}")  # noqa: E731
+    with Checkpoints(tmp_path, config, settings={}, carry=carry) as checkpoints:
+        checkpoints.save(1, {"params": {"x": jax.numpy.ones(3)}})
+    step = tmp_path / "1"
+    wanted = [tmp_path, step, step / "manifest.json", step / "tokenizer.json", step / "params", step / "params" / "d"]
+    assert all((path.stat().st_dev, path.stat().st_ino) in flushed for path in wanted)

@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_examples import flip, largest_file
+from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config
 
 from parallax.checkpoint import CheckpointConfig, Checkpoints, read_manifest
@@ -145,18 +145,42 @@ def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
     assert len(pieces) == 64 and max(piece.nbytes for piece in pieces) == 4096
 
 
-def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage):
     shutil.copytree(trained, tmp_path / "run")
-    for path in [largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d")]:
-        flip(path)
+    damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
-    assert "is damaged" in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 in" in error and "is damaged: " in error and "use another step\n" in error
+    assert not list(tmp_path.glob("out*"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--step=4"]) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_step_whose_config_or_tokenizer_is_damaged_is_not_exported(trained, tmp_path, capsys, name):
+    shutil.copytree(trained, tmp_path / "run")
+    flip(tmp_path / "run" / "checkpoints" / "8" / name)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
+    assert f"is damaged: its file {name} does not match its checksum" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_nothing_is_written_over(trained, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main(["export", str(trained), str(tmp_path)]) == 3
     assert f"{tmp_path} is there already; choose another name" in capsys.readouterr().err
+
+
+def test_an_export_leaves_other_folders_alone(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "mine").touch()
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out.unfinished" / "mine").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["export", str(trained), "."]) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["empty", "out", "out.unfinished"] and list((tmp_path / "empty").glob("*.safetensors"))
 
 
 def header_of(**tensors):
@@ -246,6 +270,12 @@ def test_an_index_and_its_shards_must_agree(exported):
     path.unlink()
     with pytest.raises(CheckpointError, match="has neither model.safetensors.index.json nor"):
         read_shards(exported)
+
+
+def test_an_index_that_is_a_folder_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read \(Is a directory\)"):
+        read_shards(tmp_path)
 
 
 def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, capsys):

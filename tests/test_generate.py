@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import shutil
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config, write_corpus
 
 from configs.base import get_config
@@ -203,6 +205,9 @@ def test_wrong_prompts_are_refused_before_anything_is_compiled(prompts, message)
     assert str(error.value) == message
 
 
+WRITES_LITTLE = ["--prompt", "It", "--tokens", "1", "--pp", "1", "--dp", "1", "--tp", "1"]
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A short run of the loop; not to be changed."""
@@ -260,6 +265,33 @@ def test_a_folder_without_a_checkpoint_is_named(run_folder, tmp_path, capsys):
         (tmp_path / name).write_bytes((run_folder / name).read_bytes())
     assert main(["--workdir", str(tmp_path), "--prompt", "a"]) == 3
     assert f"CheckpointError: {tmp_path} has no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(run_folder, tmp_path, capsys, damage):
+    shutil.copytree(run_folder, tmp_path / "run")
+    damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
+    command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE]
+    assert main(command) == 0
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 is damaged: its file params/d/" in error and "going on with step 4\n" in error
+    assert f"step 4 of {tmp_path / 'run'} on pp1·dp1·tp1" in error
+    # Who asks for a step gets that one or none.
+    assert main([*command, "--step", "8"]) == 3
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_step_is_read_by_the_tokenizer_that_it_carries(run_folder, tmp_path, capsys):
+    command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE, "--temperature", "0"]
+    shutil.copytree(run_folder, tmp_path / "run")
+    assert main(command) == 0
+    before = capsys.readouterr().out
+    other = tmp_path / "run" / "tokenizer.json"
+    other.write_text("of another run")
+    assert main(command) == 0 and capsys.readouterr().out == before
+    (tmp_path / "run" / "checkpoints" / "8" / "tokenizer.json").write_text(other.read_text())
+    assert main(command) == 0
+    assert "step 8 is damaged: its file tokenizer.json has 14 bytes" in capsys.readouterr().err
 
 
 def test_complete_is_the_prompt_and_more():

@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -38,10 +38,20 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     # As JSON gives it back: keys are texts, tuples are lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     written = {"format": FORMAT, "crc32": _checksum(content), "content": content}
-    with (folder / MANIFEST).open("w") as file:
-        file.write(json.dumps(written))
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MANIFEST).write_text(json.dumps(written))
+    # TensorStore flushes its own files: what is left are the names, and the files that belong to no part.
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir() or path.parent == folder:
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names, as writing and renaming alone do not when the power goes."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -80,6 +90,12 @@ def check_sizes(folder: Path, step: int) -> None:
     wrong = wrong_files(folder / str(step), manifest["files"], contents=False)
     if wrong:
         raise DamagedError(folder, step, shortened(wrong))
+
+
+def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
+    """The files of some parts of a step, and those that belong to none, such as its tokenizer."""
+    files = manifest["files"].items()
+    return {name: sums for name, sums in files if "/" not in name or name.split("/")[0] in parts}
 
 
 def wrong_files(folder: Path, files: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
@@ -163,6 +179,8 @@ def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
         if not isinstance(content.get(key), dict):
             yield f"has no {key}"
             return
+    if not isinstance(content.get("loss", ""), int | float | None):
+        yield "has no loss, nor null in its place"
     for name, sums in content["files"].items():
         if not is_inside(name):
             yield f"names a file outside of its folder, {name!r:.100}"
@@ -201,11 +219,14 @@ def _is_array(array: Any) -> bool:
 
 def _wrong_size(folder: Path, name: str, size: int) -> str | None:
     path = folder / name
-    if path.resolve() != folder.resolve() / name:
-        return "is a link, or in a folder that is one"
-    if not path.is_file():
-        return "is missing"
-    found = path.stat().st_size
+    try:
+        if path.resolve() != folder.resolve() / name:
+            return "is a link, or in a folder that is one"
+        if not path.is_file():
+            return "is missing"
+        found = path.stat().st_size
+    except (OSError, RuntimeError) as error:  # Python up to 3.12 has a RuntimeError for links in a circle
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
     return None if found == size else f"has {found} bytes instead of {size}"
 
 

@@ -1,7 +1,7 @@
 """Loading a checkpoint onto any mesh, and knowing that it is what was saved."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from parallax.checkpoint.manifest import (
     DamagedError,
     compare_arrays,
     compare_settings,
+    files_of,
     flatten,
     read_manifest,
     shortened,
@@ -64,7 +65,7 @@ def restore(
 
     Files are held to their checksums, and arrays to the wanted shapes and dtypes, and once loaded to their
     fingerprints. With `settings`, an error about arrays also names the settings that differ. Parts that are not
-    asked for are not loaded.
+    asked for are neither loaded nor judged.
 
     Raises:
         DamagedError: something is not as it was saved; names files, and arrays if any is hit.
@@ -75,8 +76,8 @@ def restore(
         differences = compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part)
         if differences:
             raise CheckpointError(_other_model(folder, manifest, differences, settings))
-    agreed(folder, step, lambda: _check_files(folder, step, manifest))
-    loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
+    loaded = _load(folder, step, parts)
     for part, tree in loaded.items():
         written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
         wrong = differing(fingerprints(flatten(tree)), written)
@@ -105,13 +106,25 @@ def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     return result
 
 
-def _check_files(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
-    """This process's share of the files, with their contents."""
-    names = sorted(manifest["files"])[jax.process_index() :: jax.process_count()]
-    wrong = wrong_files(folder / str(step), {name: manifest["files"][name] for name in names}, contents=True)
+def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Collection[str]) -> None:
+    """This process's share of the files of these parts, with their contents."""
+    files = files_of(manifest, parts)
+    names = sorted(files)[jax.process_index() :: jax.process_count()]
+    wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)
     if wrong:
-        hit = damaged_arrays(folder / str(step), manifest["arrays"])
+        hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
         raise DamagedError(folder, step, f"{shortened(wrong)}; {_not_as_saved(hit)}")
+
+
+def _load(folder: Path, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
+        how = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if jax.process_count() > 1:
+            # Others may have read it: none goes on to another step alone.
+            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
+        raise DamagedError(folder, step, f"it cannot be read: {how}") from error
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:

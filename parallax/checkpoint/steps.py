@@ -4,6 +4,7 @@ A step is a folder named by its number, with a manifest. The manifest comes last
 first when it is removed: whatever is killed in between leaves a folder that does not count.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -31,15 +32,16 @@ class Standing(NamedTuple):
 
 def numbered_steps(folder: Path) -> set[int]:
     """Numbers of all that could be a step, or stands where one would be saved."""
-    if not folder.is_dir():
-        return set()
-    return {int(path.name) for path in folder.iterdir() if NUMBER.fullmatch(path.name)}
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}); let this user read it") from error
+    return {int(name) for name in names if NUMBER.fullmatch(name)}
 
 
 def complete_steps(folder: Path) -> set[int]:
     """Steps that have a manifest; a link to a folder is not one of ours."""
-    at = {step: folder / str(step) for step in numbered_steps(folder)}
-    return {step for step, path in at.items() if not path.is_symlink() and (path / MANIFEST).is_file()}
+    return {step for step in numbered_steps(folder) if _has_manifest(folder / str(step))}
 
 
 def examine(folder: Path) -> Standing:
@@ -93,13 +95,11 @@ def remove_unfinished(folder: Path, step: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the disk keep a folder's names, as a rename alone does not when the power goes."""
-    opened = os.open(folder, os.O_RDONLY)
+def _has_manifest(step: Path) -> bool:
     try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        return not step.is_symlink() and (step / MANIFEST).is_file()
+    except OSError:
+        return True  # it cannot be known: whoever reads it says that the step is damaged
 
 
 def _tidy(folder: Path) -> Iterator[str]:
@@ -120,8 +120,8 @@ def _tidy(folder: Path) -> Iterator[str]:
 
 
 def _set_aside(folder: Path, step: int, why: str) -> Path:
-    aside = folder / f"{why}-{step}"
-    _clear(aside)
+    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
+    aside = next(folder / name for name in names if not os.path.lexists(folder / name))
     return (folder / str(step)).rename(aside)
 
 

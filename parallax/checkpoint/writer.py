@@ -12,16 +12,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.manifest import describe, flatten, read_manifest, write_manifest
+from parallax.checkpoint.manifest import describe, flatten, read_manifest, sync, write_manifest
 from parallax.checkpoint.steps import (
     PROBE,
     complete_steps,
     examine,
     remove_step,
     remove_unfinished,
-    sync_folder,
 )
-from parallax.errors import CheckpointError, ConfigError
+from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.units import in_bytes
 
 
@@ -112,12 +111,13 @@ class Checkpoints:
         step, loss = self._in_flight["step"], self._in_flight["loss"]
         with self._saving(step):
             self._manager.wait_until_finished()
-            if jax.process_index() == 0 and step not in complete_steps(self._folder):
-                raise CheckpointError("it ended without an error, and without a checkpoint")
+            if jax.process_index() == 0:
+                if step not in complete_steps(self._folder):
+                    raise CheckpointError("it ended without an error, and without a checkpoint")
+                sync(self._folder)
         self._in_flight = {}
         self._losses[step] = loss
         if jax.process_index() == 0:
-            sync_folder(self._folder)
             self._remove_replaced()
 
     def _write_manifest(self) -> None:
@@ -165,13 +165,10 @@ def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def probe_folder(folder: Path) -> None:
     """Make the folder, and prove that files can be written, renamed and removed in it."""
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("x")
         probe.rename(probe.with_suffix(".renamed")).unlink()
-    except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"cannot write in {folder} ({reason}); choose another --workdir") from error
 
 
 def check_space(folder: Path, parts: Mapping[str, Any]) -> None:

@@ -15,21 +15,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import absl.logging
 
+from parallax.arguments import Parser
 from parallax.convert.move import export_params, import_params
-from parallax.errors import ConfigError, check_whole, exit_status
+from parallax.errors import check_whole, exit_status
 
 SHARD_MBYTES = 4096
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from parallax.checkpoint import latest_step, probe_folder, read_manifest
+from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
 from parallax.checkpoint.fingerprint import Running
-from parallax.checkpoint.manifest import check_sizes, flatten, shortened, write_manifest
+from parallax.checkpoint.manifest import files_of, flatten, shortened, write_manifest, wrong_files
 from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written
 from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
 from parallax.convert.shards import read_shards, write_shards
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, writing
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.settings import Settings, load_json, read_settings
 from parallax.sharded_model import ShardedModel
@@ -25,8 +26,6 @@ from parallax.tokenizer import load
 from parallax.version import code_version
 
 CARRIED = ("config.json", "tokenizer.json")
-# A step's folder while it is made, named so that a run that finds it clears it away.
-UNFINISHED = "0.orbax-checkpoint-tmp-import"
 
 
 def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:
@@ -35,14 +34,18 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
     `out` appears when it is whole, with the run's config and tokenizer.
 
     Raises:
-        CheckpointError: there is no such checkpoint, a parameter of it is damaged, or `out` cannot be written.
+        DamagedError: a parameter, its config or its tokenizer is damaged; an older step is never taken in its place.
+        CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     folder = workdir / "checkpoints"
-    step = latest_step(folder) if step is None else step
+    step = max(complete_steps(folder), default=None) if step is None else step
     if step is None:
         raise CheckpointError(f"{workdir} has no checkpoint to export")
-    check_sizes(folder, step)
-    arrays = read_manifest(folder, step)["arrays"]["params"]
+    manifest = read_manifest(folder, step)
+    arrays = manifest["arrays"].get("params")
+    if not arrays:
+        raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
+    _check_files(folder / str(step), files_of(manifest, ["params"]))
     with _made_whole(out) as unfinished:
         _write_tensors(folder / str(step), arrays, unfinished, shard_bytes)
         for name in CARRIED:
@@ -58,27 +61,36 @@ def import_params(source: Path, workdir: Path) -> None:
         DataError: its tokenizer is missing or damaged.
     """
     settings = read_settings(load_json(source / "config.json"))
-    load(source)
+    tokenizer = load(source)
     tensors = read_shards(source)
     wanted = _params_of(settings)
     _check_tensors(source, tensors, plain_names(wanted))
     with _made_whole(workdir) as unfinished:
-        step = unfinished / "checkpoints" / UNFINISHED
+        step = unfinished / "checkpoints" / "0"
         step.mkdir(parents=True)
         arrays = _read_tensors(tensors, wanted, step / "params")
         for name in CARRIED:
             shutil.copyfile(source / name, step / name)
             shutil.copyfile(source / name, unfinished / name)
-        about = {**settings.to_dict(), "code": {"parallax": code_version()}}
+        corpus = {"tokenizer": tokenizer.fingerprint}
+        about = {**settings.to_dict(), "corpus": corpus, "code": {"parallax": code_version()}}
         write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": {"params": arrays}})
-        step.rename(step.with_name("0"))
+
+
+def _check_files(step: Path, files: Mapping[str, Any]) -> None:
+    """What is copied is read for its checksum; of arrays, which are held to their fingerprints, sizes will do."""
+    missing = [f"its file {name} is missing" for name in CARRIED if name not in files]
+    wrong = missing or wrong_files(step, {name: files[name] for name in CARRIED}, contents=True)
+    wrong = wrong or wrong_files(step, files, contents=False)
+    if wrong:
+        raise _damaged(step, shortened(wrong))
 
 
 def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes: int) -> None:
     try:
         stored = {name: Stored(step / "params", name, about) for name, about in arrays.items()}
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{step} is damaged: {str(error).splitlines()[0]}") from error
+        raise _damaged(step, str(error).splitlines()[0]) from error
     running = {name: Running() for name in arrays}
     plain = plain_names(stored)
 
@@ -89,12 +101,16 @@ def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes
                 running[source.name].add(piece)
                 yield piece
         except ValueError as error:  # tensorstore's, for all that is wrong with its files
-            raise CheckpointError(f"{step} is damaged: params {source.name} cannot be read") from error
+            raise _damaged(step, f"params {source.name} cannot be read") from error
 
     write_shards(out, plain, pieces, shard_bytes=shard_bytes)
     wrong = [f"params {name}" for name, about in arrays.items() if running[name].value != about["fingerprint"]]
     if wrong:
-        raise CheckpointError(f"{step} is damaged: {shortened(wrong)} not as saved")
+        raise _damaged(step, f"{shortened(wrong)} not as saved")
+
+
+def _damaged(step: Path, how: str) -> DamagedError:
+    return DamagedError(step.parent, int(step.name), how)
 
 
 def _read_tensors(tensors: Mapping[str, tuple[Path, Tensor]], wanted: Mapping[str, Any], part: Path) -> dict[str, Any]:
@@ -136,13 +152,12 @@ def _made_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is written, and goes away if it is not."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    whole = folder.resolve()
+    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
     probe_folder(unfinished)
     try:
-        yield unfinished
-        unfinished.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error
+        with writing(folder, "make room, or choose another folder"):
+            yield unfinished
+            unfinished.rename(whole)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -74,6 +74,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?"
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import absl.logging
 import jax
 
-from parallax.checkpoint import latest_step, restore
+from parallax.arguments import Parser
+from parallax.checkpoint import complete_steps, restore, restore_newest
 from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
 from parallax.generate.write import complete, encode
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, simulate_devices
@@ -58,12 +59,13 @@ def run(flags: argparse.Namespace) -> str:
     """The prompt and what the run's model writes behind it."""
     settings = load_settings(flags.workdir)
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FLAGS))
-    tokenizer = load(flags.workdir)
-    prompt = encode(tokenizer, sample.prompt)
-    step = _step(flags)
+    _check_saved(flags.workdir)
     model = build(settings, mesh_config(settings.mesh, _given(flags, MESH_FLAGS)))
-    _check_tokenizer(tokenizer, model, flags.workdir)
-    params = restore_params(flags.workdir / "checkpoints", step, model)
+    checkpoints = flags.workdir / "checkpoints"
+    step, params = restore_params(checkpoints, flags.step, model)
+    tokenizer = load(checkpoints / str(step))  # the step's own, which was held to its checksum
+    _check_tokenizer(tokenizer, model, checkpoints / str(step))
+    prompt = encode(tokenizer, sample.prompt)
     sizes = "·".join(f"{axis}{size}" for axis, size in model.axis_sizes.items())
     _say(f"step {step} of {flags.workdir} on {sizes}")
     _note_length(len(prompt) + sample.tokens, settings.data.seq)
@@ -109,17 +111,16 @@ def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     return mesh
 
 
-def restore_params(checkpoints: Path, step: int, model: ShardedModel) -> Any:
-    """The parameters of a step, on the model's mesh; optimizer states are not read."""
+def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
+    """The parameters of a step on the model's mesh, and the step: where it is None, the newest that is whole."""
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    return restore(checkpoints, step, {"params": jax.tree.map(place, model.shapes, model.shardings)})["params"]
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+    wanted = {"params": jax.tree.map(place, model.shapes, model.shardings)}
+    if step is not None:
+        return step, restore(checkpoints, step, wanted)["params"]
+    found = restore_newest(checkpoints, wanted)
+    for error in found.damaged:
+        _say(f"the checkpoint of step {error.step} is damaged: {error.how}; going on with step {found.step}")
+    return found.step, found.parts["params"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -147,18 +148,16 @@ def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
 
 
-def _step(flags: argparse.Namespace) -> int:
-    step = latest_step(flags.workdir / "checkpoints") if flags.step is None else flags.step
-    if step is None:
-        raise CheckpointError(f"{flags.workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
-    return step
+def _check_saved(workdir: Path) -> None:
+    if not complete_steps(workdir / "checkpoints"):
+        raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
 
 
-def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, workdir: Path) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, folder: Path) -> None:
     if tokenizer.vocab > model.model.vocab:
         raise DataError(
-            f"the tokenizer in {workdir} has {tokenizer.vocab} entries, but model.vocab={model.model.vocab}; "
-            "put the run's own tokenizer.json back"
+            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={model.model.vocab}; "
+            "import the model with its own tokenizer.json"
         )
 
 

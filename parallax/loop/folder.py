@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from parallax.distributed import is_first
-from parallax.errors import CheckpointError, ConfigError
-from parallax.settings import Settings
+from parallax.errors import CheckpointError, ConfigError, writing
+from parallax.settings import Settings, load_json
 from parallax.version import version_of, versions
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -43,15 +43,13 @@ class RunFolder:
             # One process of a job holds the lock for all.
             yield
             return
-        try:
+        with writing(self.path):
             before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("a+")
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"cannot write in {self.path} ({reason}); choose another --workdir") from error
         with lock:
-            _take(lock, self.path)
+            with writing(self.path):
+                _take(lock, self.path)
             try:
                 yield
             finally:
@@ -74,7 +72,7 @@ class RunFolder:
         """Where, when and with which versions the run was started, the latest start last."""
         if not is_first():
             return
-        starts = json.loads(self.metadata.read_text())["starts"] if self.metadata.exists() else []
+        starts = self._starts()
         start = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -85,6 +83,14 @@ class RunFolder:
             **about,
         }
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
+
+    def _starts(self) -> list[Any]:
+        """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""
+        try:
+            starts = load_json(self.metadata).get("starts")
+        except CheckpointError:
+            return []
+        return starts if isinstance(starts, list) else []
 
 
 def check_run_name(name: str) -> str:
@@ -115,8 +121,8 @@ def _take(lock: Any, folder: Path) -> None:
             "Lustre can, or choose another --workdir"
         ) from error
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    lock.flush()
+    owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    os.write(lock.fileno(), owner.encode())  # closing the file has nothing left to write, should the disk be full
 
 
 def _replace(path: Path, content: Any) -> None:

@@ -1,5 +1,6 @@
 """Where a run speaks: the console, log.txt, metrics.jsonl and TensorBoard; from process 0 alone."""
 
+import contextlib
 import json
 import math
 import sys
@@ -7,8 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from parallax.distributed import is_first
-from parallax.errors import ConfigError, tell
+from parallax.errors import CheckpointError, ConfigError, tell, writing
 from parallax.loop.folder import RunFolder
+
+WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
+
+
+class Lines:
+    """A file that lines are added to; a disk that takes no more is a CheckpointError."""
+
+    def __init__(self, path: Path):
+        self._folder = path.parent
+        with writing(self._folder, WHEN_FULL):
+            self._file = path.open("a")
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, text: str) -> None:
+        with writing(self._folder, WHEN_FULL):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with writing(self._folder, WHEN_FULL):
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Journal:
@@ -17,7 +44,7 @@ class Journal:
     def __init__(self, folder: RunFolder, *, tensorboard: bool):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
-        self._log = folder.log.open("a") if self._speaks else None
+        self._log = Lines(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._events = _open_events(folder.tensorboard) if tensorboard and self._speaks else None
 
@@ -26,10 +53,13 @@ class Journal:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._metrics is not None:
-            print(f"{kind.__name__}: {error}", file=self._log)
+            with contextlib.suppress(CheckpointError):
+                print(f"{kind.__name__}: {error}", file=self._log, flush=True)
         for file in (self._log, self._metrics, self._events):
             if file is not None:
-                file.close()
+                # Lines were flushed as they came: what is left is what an error has told of.
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def say(self, text: str) -> None:
         """Keep in log.txt, and print while the console is there: the run does not end with it."""
@@ -38,15 +68,17 @@ class Journal:
             tell(text, sys.stdout)
 
     def say_last(self, text: str) -> None:
-        """Keep in log.txt, from any thread, why the run ends here."""
+        """Keep in log.txt, from any thread, why the run ends here; a full disk does not keep it from ending."""
         if self._speaks and not self._log.closed:
-            print(text, file=self._log, flush=True)
+            with contextlib.suppress(CheckpointError):
+                print(text, file=self._log, flush=True)
 
     def begin(self, step: int) -> None:
         """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""
         if self._speaks:
-            drop_after(self._metrics_path, step)
-            self._metrics = self._metrics_path.open("a")
+            with writing(self._metrics_path.parent, WHEN_FULL):
+                drop_after(self._metrics_path, step)
+            self._metrics = Lines(self._metrics_path)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl; JSON has no NaN, a number that is not finite is null."""

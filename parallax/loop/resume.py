@@ -6,6 +6,7 @@ from typing import Any
 
 from parallax.checkpoint import (
     compare_settings,
+    complete_steps,
     latest_step,
     read_manifest,
     restore_newest,
@@ -21,6 +22,7 @@ RESUME = ("auto", "must", "never")
 # text and the order of its windows; a corpus that has only moved is the same one.
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
+TOKENIZER = "corpus.tokenizer"
 # What may change in a model: how it is computed, and context extension.
 FREE_KEYS = (
     "model.dtype",
@@ -81,21 +83,29 @@ def load_newest(
 
 
 def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
-    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`."""
+    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`.
+
+    CheckpointError if it knows its ids by another tokenizer.
+    """
     step, parts, damaged = restore_newest(_checkpoints_of(source), {"params": wanted}, settings=settings)
+    changed = compare_settings(read_manifest(_checkpoints_of(source), step)["settings"], settings)
+    there, here = changed.get(TOKENIZER, (None, None))
+    if there is not None and here is not None:
+        raise CheckpointError(
+            f"train.init_from={source!r} learned other ids: {TOKENIZER}={there!r} there, {here!r} here; "
+            f"use its tokenizer, data.tokenizer={str(Path(source) / 'tokenizer.json')!r}"
+        )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
     return parts["params"]
 
 
-def newest_step_of(source: str) -> int:
-    """The newest checkpoint of the run that train.init_from names."""
-    newest = latest_step(_checkpoints_of(source))
-    if newest is None:
+def check_source(source: str) -> None:
+    """CheckpointError if the run that train.init_from names has no checkpoint; loading judges what it has."""
+    if not complete_steps(_checkpoints_of(source)):
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
         )
-    return newest
 
 
 def code() -> dict[str, str]:

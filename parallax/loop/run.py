@@ -17,6 +17,7 @@ from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
 from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
+from parallax.errors import writing
 from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
@@ -26,7 +27,7 @@ from parallax.loop.meter import Meter
 from parallax.loop.peak import check_fits, peak_flops
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
-from parallax.loop.resume import code, load_newest, newest_step_of, params_of, step_to_resume
+from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.steps import Steps, parts_of, state_of
@@ -95,7 +96,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     if settings.train.init_from:
-        newest_step_of(settings.train.init_from)
+        check_source(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
@@ -131,10 +132,11 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         at(f"step {start}, loading or making the first state", compiling=True)
         state, start = begin(parts, folder, start, journal.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
-        folder.write_config(settings)
-        folder.write_metadata(mesh=model.axis_sizes, start=start)
-        if is_first():
-            parts.train_data.tokenizer.save(folder.path)
+        with writing(folder.path):
+            folder.write_config(settings)
+            folder.write_metadata(mesh=model.axis_sizes, start=start)
+            if is_first():
+                parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
         journal.begin(start)
         steps = Steps(

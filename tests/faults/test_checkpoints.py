@@ -29,6 +29,7 @@ from parallax.checkpoint import (
     tidy,
 )
 from parallax.checkpoint import steps as steps_module
+from parallax.checkpoint.manifest import measure
 from parallax.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
@@ -49,9 +50,9 @@ def rewrite(folder, step, change):
     path.write_text(json.dumps(written))
 
 
-def damage(folder, how):
+def damage(folder, how, part="params"):
     """Do to a step what `how` says."""
-    data, manifest = largest_file(folder / "params" / "d"), folder / "manifest.json"
+    data, manifest = largest_file(folder / part / "d"), folder / "manifest.json"
     acts = {
         "missing": data.unlink,
         "truncated": lambda: truncate(data),
@@ -90,6 +91,16 @@ def test_damage_is_named_and_the_step_before_is_used(saved, how):
     assert loaded.step == 1 and [error.step for error in loaded.damaged] == [2]
     for got, want in zip(jax.tree.leaves(loaded.parts), jax.tree.leaves(parts), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+def test_damage_to_the_optimizers_states_does_not_keep_parameters_from_loading(saved, how):
+    folder, parts = saved
+    damage(folder / "2", how, part="rest")
+    with pytest.raises(DamagedError, match=r"its file rest/d/\w+ "):
+        restore(folder, 2, abstract(parts))
+    wanted = {"params": abstract(parts)["params"]}
+    assert restore_newest(folder, wanted).step == 2
 
 
 def test_where_every_step_is_damaged_none_is_loaded(saved):
@@ -180,6 +191,43 @@ def test_a_manifest_that_we_would_not_write_is_not_believed(saved, trick):
     assert latest_step(folder) == 1
 
 
+def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
+    folder, parts = saved
+    circle, sums = folder / "2" / "params" / "_METADATA", {"bytes": 1, "crc32": 0}
+    circle.unlink()
+    circle.symlink_to(circle)
+    assert "its file params/_METADATA " in examine(folder).damaged[2].how
+    assert restore_newest(folder, abstract(parts)).step == 1
+    rewrite(folder, 2, lambda m: m.update(files={"x" * 300: sums}))
+    assert "cannot be read (File name too long)" in examine(folder).damaged[2].how
+    rewrite(folder, 2, lambda m: m.pop("loss"))
+    assert "its manifest.json has no loss" in examine(folder).damaged[2].how
+    with Checkpoints(folder, CONFIG, settings={}):
+        pass
+    stat = pathlib.Path.stat
+
+    def forbidden(path, **how):
+        if path == folder / "2" / "manifest.json":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **how)
+
+    monkeypatch.setattr(pathlib.Path, "stat", forbidden)
+    assert "its manifest.json cannot be read" in examine(folder).damaged[2].how
+    assert restore_newest(folder, abstract(parts)).step == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "d"])
+def test_what_orbax_cannot_read_is_damage_though_its_checksum_is_right(saved, name):
+    folder, parts = saved
+    path = folder / "2" / "params" / name
+    path = largest_file(path) if name == "d" else path
+    path.write_bytes(b"not what was saved")
+    rewrite(folder, 2, lambda m: m["files"].update({path.relative_to(folder / "2").as_posix(): measure(path)}))
+    with pytest.raises(DamagedError, match="step 2 in .* is damaged: it cannot be read: "):
+        restore(folder, 2, abstract(parts))
+    assert restore_newest(folder, abstract(parts)).step == 1
+
+
 def test_an_array_of_an_absurd_shape_is_refused_before_memory_is_asked_for(saved):
     folder, parts = saved
     rewrite(folder, 2, lambda m: m["arrays"]["params"]["embedding"].update(shape=[1 << 40, 1 << 20]))
@@ -224,12 +272,13 @@ def test_folders_that_are_no_checkpoints_do_not_count(tmp_path):
     assert latest_step(tmp_path) == 8 and restore(tmp_path, 3, abstract(parts))
 
 
-def test_a_step_set_aside_twice_keeps_the_later(tmp_path):
-    for content in ("first", "second"):
+def test_a_step_set_aside_again_keeps_what_was_set_aside_before(tmp_path):
+    for content in ("first", "second", "third"):
         (tmp_path / "4").mkdir()
         (tmp_path / "4" / content).touch()
-        tidy(tmp_path)
-    assert [path.name for path in (tmp_path / "unfinished-4").iterdir()] == ["second"]
+        assert tidy(tmp_path)
+    kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert kept == ["unfinished-4.2/second", "unfinished-4.3/third", "unfinished-4/first"]
 
 
 def test_a_kill_while_a_step_is_removed_leaves_no_step(saved, monkeypatch):
@@ -311,18 +360,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path):
         CheckpointError, match=r"a checkpoint has 4096.0 PiB, but the disk of .* has .* free; make room"
     ):
         check_space(tmp_path, parts)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 3 MB; only root may mount one."""
-    at = tmp_path / "disk"
-    at.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", at], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("no right to mount a disk")
-    yield at
-    subprocess.run(["umount", "-l", at], check=True)
 
 
 def noise(mbytes):

@@ -20,6 +20,7 @@ from parallax.loop.peak import check_fits, device_memory
 from parallax.loop.rates import Rates
 from parallax.optimizer import learning_rate
 from parallax.settings import LARGEST, SECTIONS, load_settings, read_settings
+from parallax.tokenizer import load
 
 NUMBERS = [
     (section, field.name)
@@ -235,3 +236,13 @@ def test_what_a_resumed_run_reads_is_json_and_runs_no_code(tmp_path):
     with pytest.raises(ParallaxError, match="cannot be read"):
         load_settings(tmp_path)
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("text", ["5", "null", "[]", "{", "[" * 100_000, "\0"], ids=lambda text: text[:4])
+def test_what_a_run_has_saved_and_is_no_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ParallaxError, match=r"config\.json cannot be read: "):
+        load_settings(tmp_path)
+    with pytest.raises(ParallaxError, match=r"tokenizer\.json is not a tokenizer: "):
+        load(tmp_path)

@@ -12,14 +12,15 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_examples import flip, largest_file, truncate
+from checkpoint_examples import fill, flip, largest_file, truncate
 from run_examples import as_flags, tiny_config
 
 import train as command_line
 from parallax.checkpoint import latest_step, read_manifest
 from parallax.errors import CheckpointError
 from parallax.loop import train
-from parallax.loop.journal import read_metrics
+from parallax.loop.folder import RunFolder
+from parallax.loop.journal import Journal, read_metrics
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -143,7 +144,7 @@ def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
         assert text in line
 
 
-def test_another_tokenizer_is_refused_by_name(corpus, at_six, monkeypatch):
+def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path, monkeypatch):
     from parallax.loop import run as run_module
 
     about = run_module.about
@@ -157,6 +158,10 @@ def test_another_tokenizer_is_refused_by_name(corpus, at_six, monkeypatch):
         CheckpointError, match="with another model or other data: corpus.tokenizer='.*' there, 'f00' here"
     ):
         go_on(corpus, at_six)
+    with pytest.raises(
+        CheckpointError, match=r"learned other ids: corpus.tokenizer='.*' there, 'f00' here; use .*/tokenizer\.json"
+    ):
+        go_on(corpus, tmp_path / "fresh", **{"train.init_from": str(at_six)})
 
 
 def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stopped):
@@ -180,6 +185,51 @@ def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_the
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
     assert "No space left" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("first", ["log.txt", "metrics.jsonl"])
+def test_a_disk_that_fills_up_ends_the_run_with_status_3_and_it_goes_on_when_there_is_room(
+    corpus, never_stopped, small_disk, monkeypatch, first
+):
+    """The first to meet it is no save, but a line of the log or of the metrics."""
+    subprocess.run(["mount", "-o", "remount,size=24m", small_disk], check=True)  # room for each checkpoint of the run
+    record = Journal.record
+
+    def record_and_fill(self, step, values):
+        record(self, step, values)
+        if step == 5:
+            while latest_step(small_disk / "checkpoints") != 4:
+                time.sleep(0.01)
+            fill(small_disk / first)
+
+    monkeypatch.setattr(Journal, "record", record_and_fill)
+    full = (
+        rf"^cannot write in {small_disk} \(No space left on device\); what is saved stays; make room, and the same .*$"
+    )
+    with pytest.raises(CheckpointError, match=full) as error:
+        go_on(corpus, small_disk)
+    assert error.value.exit_status == 3 and latest_step(small_disk / "checkpoints") == 4
+    monkeypatch.undo()
+    lines = (small_disk / first).read_text().rstrip("\n")
+    (small_disk / first).write_text(f"{lines}\n")
+    assert go_on(corpus, small_disk).reason == "finished"
+    assert_same_run(small_disk, never_stopped)
+
+
+def test_a_full_disk_at_the_start_is_named(small_disk):
+    fill(small_disk / "filler")
+    with pytest.raises(CheckpointError, match=r"cannot write in .* \(No space left on device\)"):
+        with RunFolder(small_disk / "run").locked():
+            pass
+
+
+@pytest.mark.parametrize("text", ['{"starts": 5}', "[1"])
+def test_torn_metadata_keeps_no_run_from_going_on(corpus, at_six, never_stopped, text):
+    (at_six / "metadata.json").write_text(text)
+    assert go_on(corpus, at_six).reason == "finished"
+    (start,) = json.loads((at_six / "metadata.json").read_text())["starts"]
+    assert start["start"] == 6
+    assert_same_run(at_six, never_stopped)
 
 
 def as_command(corpus, folder, **changes):
