@@ -21,7 +21,7 @@ from parallax.pipeline.config import REMAT
 from parallax.plan import __main__ as command
 from parallax.plan import changes as changes_module
 from parallax.plan import sweep as sweep_module
-from parallax.plan.analytic import hidden_secs, predict, predicted_memory, trace
+from parallax.plan.analytic import by_axes, hidden_secs, messages, predict, predicted_memory, trace
 from parallax.plan.bounds import Bound, Bounds
 from parallax.plan.cache import Cache
 from parallax.plan.changes import Change, helpful, neighbours
@@ -127,6 +127,28 @@ def test_the_parts_of_a_step_add_up_to_it():
     busy = found.work_secs + sum(found.exposed_secs.values())
     assert found.bubble_secs > 0.3 * busy
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
+
+
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(gather):
+    """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""
+
+    def ticking(microbatches):
+        settings = tiny(
+            mesh_pp=2,
+            mesh_tp=2,
+            data_global_batch=8,
+            pipeline_schedule="gpipe",
+            pipeline_microbatches=microbatches,
+            pipeline_gather=gather,
+        )
+        sent = messages(trace(build(settings), settings).sent, read_topology("v5e:2x4"), settings)
+        return by_axes(message for message in sent if message.ticking)
+
+    one, four = ticking(1), ticking(4)
+    assert one["tp"] == pytest.approx(four["tp"]) and one["tp"] > 0
+    assert one.get("dp", 0) == pytest.approx(four.get("dp", 0) / 4)  # layers are gathered for each
+    assert ("dp" in one) == (gather == "microbatch")
 
 
 def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():

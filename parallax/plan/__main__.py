@@ -21,7 +21,7 @@ from parallax.command import usage as usage_of
 from parallax.errors import ConfigError
 from parallax.mesh import simulate_devices
 from parallax.plan import text
-from parallax.plan.analytic import predict
+from parallax.plan.analytic import predict_of
 from parallax.plan.cache import Cache
 from parallax.plan.changes import helpful
 from parallax.plan.compiling import Outcome, compile_step
@@ -92,14 +92,14 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
         place = local_place(settings.model.dtype)
     settings = placed(settings, place)
     place.chip.peak(settings.model.dtype)
-    build(settings)
     return settings, place
 
 
 def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
+    model = build(settings)
     print(text.heading(name, settings, place), flush=True)
-    now = predict(settings, place)
+    now = predict_of(model, settings, place)
     print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
     print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
     print(text.beneath(now), flush=True)
@@ -115,8 +115,8 @@ def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) ->
 
 def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
-    print(text.heading(name, settings, place), flush=True)
     search = Sweep(settings, place, Cache(values["cache"]), keep=values["keep"])
+    print(text.heading(name, settings, place), flush=True)
     compiled: dict[Any, Outcome] = {}
     try:
         with progress_bar("layouts") as progress:

@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn
 from parallax.budget import Memory, flops_per_token, memory, parameters_by_component
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
+from parallax.pipeline import PipelineConfig
 from parallax.pipeline.storage import ENDS
 from parallax.plan.layouts import build, placed
 from parallax.report.executed import product_flops
@@ -39,6 +40,7 @@ from parallax.step import abstract_state
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCTS = ("dot_general", "pallas_call")
+LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
 class Product(NamedTuple):
@@ -103,7 +105,11 @@ def predict(settings: Settings, place: Place) -> Estimate:
     True
     """
     settings = placed(settings, place)
-    model = build(settings)
+    return predict_of(build(settings), settings, place)
+
+
+def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimate:
+    """The same of a model that was built, of settings that were placed."""
     return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
 
 
@@ -134,17 +140,17 @@ def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> 
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, place, settings)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
-    exposed = exposed_secs(sent, hidden)
+    exposed = exposed_parts(sent, hidden)
     bubble = 0.0 if place.shared else lockstep_bubble(settings)
-    ticking = sum(exposed_secs([message for message in sent if message.ticking], hidden).values())
+    ticking = sum(message.secs for message in exposed if message.ticking)
     update = (3 * held.parameters + 2 * held.optimizer) / place.chip.hbm_bandwidth
-    secs = (work + ticking) / (1 - bubble) + sum(exposed.values()) - ticking + update
+    secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
     return Estimate(
         peak_bytes=held.peak,
         components=held._asdict(),
         work_secs=work,
         recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
-        exposed_secs=exposed,
+        exposed_secs=by_axes(exposed),
         hidden_secs=hidden,
         update_secs=update,
         bubble=bubble,
@@ -165,9 +171,18 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(ENDS) and settings.pipeline.gather == "microbatch"
         hides = one.axes == ("dp",) and can_hide and beside and not place.shared
-        ticking = one.count >= settings.pipeline.microbatches > 1
-        found.append(Message(" ".join(one.axes), one.total_bytes * spread / bandwidth, hides, ticking))
+        secs = one.total_bytes * spread / bandwidth
+        found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings.pipeline)))
     return found
+
+
+def _ticks(one: Sent, pipeline: PipelineConfig) -> bool:
+    """Whether it belongs to the ticks: it is sent for each microbatch. Of a single one the count does not tell, but
+    what layers send is of their passes, weights that are gathered once aside."""
+    if pipeline.microbatches > 1:
+        return one.count >= pipeline.microbatches
+    of_passes = "pp" not in one.axes and ("dp" not in one.axes or pipeline.gather == "microbatch")
+    return one.module.startswith(LAYER_PARTS) and of_passes
 
 
 def hidden_secs(work: float, sent: float) -> float:
@@ -180,16 +195,20 @@ def hidden_secs(work: float, sent: float) -> float:
     >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
     (0.181..., 0.550..., 0.999...)
     """
-    return work * (1 - math.exp(-sent / work)) if work else 0.0
+    return -work * math.expm1(-sent / work) if work else 0.0
 
 
-def exposed_secs(sent: Iterable[Message], hidden: float) -> dict[str, float]:
-    """Seconds by axes in which nothing else is done, where so many of what can hide do hide."""
-    found: dict[str, float] = {}
+def exposed_parts(sent: Iterable[Message], hidden: float) -> list[Message]:
+    """Of each message the seconds in which nothing else is done, where so many of what can hide do hide."""
     hiding = sum(message.secs for message in sent if message.hides)
-    shown = 1 - min(hidden / hiding, 1) if hiding else 0
+    return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
+
+
+def by_axes(sent: Iterable[Message]) -> dict[str, float]:
+    """Their seconds, added up."""
+    found: dict[str, float] = {}
     for message in sent:
-        found[message.axes] = found.get(message.axes, 0) + message.secs * (shown if message.hides else 1)
+        found[message.axes] = found.get(message.axes, 0) + message.secs
     return found
 
 
