@@ -4,8 +4,8 @@ FLOP/s are of dense matrix products. A float32 product counts as JAX multiplies 
 pass of bfloat16, on NVIDIA in TF32. TPU clocks are those at which the cycles that the compiler estimates become
 seconds: peak FLOP/s over what the matrix units do in a cycle, and at 1.5 and 1.75 GHz the estimates match published
 step times on v5e and v5p. `usable_bytes` is what the TPU compiler (libtpu 0.0.42) lets a program fill, as its refusals
-say. v4 and v5p are counted as chips of two cores that share their memory; a v4 topology has such devices when it is
-made with `chip_config_name="megacore"`.
+say, and for GPUs the data sheet's memory. v4 and v5p are counted as chips of two cores that share their memory; a v4
+topology has such devices when it is made with `chip_config_name="megacore"`.
 """
 
 import re
@@ -29,7 +29,6 @@ class Chip(NamedTuple):
 
     name: str
     flops: dict[str, float]
-    hbm_bytes: int
     usable_bytes: int
     hbm_bandwidth: float
     ici_bandwidth: float
@@ -52,10 +51,10 @@ def _tpu(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
     return Chip(name=name, flops={"bfloat16": bfloat16, "float32": bfloat16, **others}, **facts)
 
 
-def _nvidia(name: str, bfloat16: float, others: dict[str, float], *, hbm_bytes: int, **facts) -> Chip:
+def _nvidia(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
     flops = {"bfloat16": bfloat16, "float16": bfloat16, **others}
     switched = dict(torus_dims=0, ring_multiple=0, cube=False, clock_hz=None)
-    return Chip(name=name, flops=flops, hbm_bytes=hbm_bytes, usable_bytes=hbm_bytes, **switched, **facts)
+    return Chip(name=name, flops=flops, **switched, **facts)
 
 
 TABLE = [
@@ -63,7 +62,6 @@ TABLE = [
         "TPU v4",
         275e12,
         {"int8": 275e12},
-        hbm_bytes=32 * GIB,
         usable_bytes=int(30.75 * GIB),
         hbm_bandwidth=1.2e12,
         ici_bandwidth=50e9,
@@ -77,7 +75,6 @@ TABLE = [
         "TPU v5e",
         197e12,
         {"int8": 393e12},
-        hbm_bytes=16 * GIB,
         usable_bytes=int(15.75 * GIB),
         hbm_bandwidth=819e9,
         ici_bandwidth=50e9,
@@ -90,7 +87,6 @@ TABLE = [
         "TPU v5p",
         459e12,
         {"int8": 918e12, "float8": 459e12},
-        hbm_bytes=95 * GIB,
         usable_bytes=int(95.74 * GIB),
         hbm_bandwidth=2765e9,
         ici_bandwidth=100e9,
@@ -104,7 +100,6 @@ TABLE = [
         "TPU v6e",
         918e12,
         {"int8": 1836e12},
-        hbm_bytes=32 * GIB,
         usable_bytes=int(31.25 * GIB),
         hbm_bandwidth=1638e9,
         ici_bandwidth=100e9,
@@ -117,7 +112,7 @@ TABLE = [
         "NVIDIA A100",
         312e12,
         {"float32": 156e12, "int8": 624e12},
-        hbm_bytes=80 * GIB,
+        usable_bytes=80 * GIB,
         hbm_bandwidth=2039e9,
         ici_bandwidth=25e9,
         ici_links=12,
@@ -128,7 +123,7 @@ TABLE = [
         "NVIDIA H100",
         989e12,
         {"float32": 494.5e12, "float8": 1979e12, "int8": 1979e12},
-        hbm_bytes=80 * GIB,
+        usable_bytes=80 * GIB,
         hbm_bandwidth=3350e9,
         ici_bandwidth=25e9,
         ici_links=18,
@@ -140,7 +135,7 @@ TABLE = [
         "NVIDIA H200",
         989e12,
         {"float32": 494.5e12, "float8": 1979e12, "int8": 1979e12},
-        hbm_bytes=141 * GIB,
+        usable_bytes=141 * GIB,
         hbm_bandwidth=4800e9,
         ici_bandwidth=25e9,
         ici_links=18,

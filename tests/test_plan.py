@@ -30,7 +30,7 @@ from parallax.plan.layouts import VIRTUAL, Choice, build, build_if_legal, choice
 from parallax.plan.machine import local_place
 from parallax.plan.picture import draw, front
 from parallax.plan.sweep import Sweep
-from parallax.plan.text import sweep_table
+from parallax.plan.text import heading, sweep_table
 from parallax.report.place import read_topology
 from parallax.report.traced import collectives
 from parallax.schedules import SCHEDULES
@@ -471,6 +471,14 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
     assert [change.flags for change in helpful(tiny(), tight, now)] == ["least", "less"]
     assert [change.flags for change in helpful(tiny(), PAIR, now)] == ["larger", "least", "less"]
+
+
+def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
+    asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
+    lines = heading("tiny", tiny(**asked), PAIR).splitlines()
+    assert "; interleaved v=2, 2 microbatches" in lines[1] and "gather per microbatch one layer ahead," in lines[2]
+    plain = heading("tiny", tiny(), PAIR)
+    assert "; accumulate, 2 microbatches" in plain and "gather per microbatch, " in plain
 
 
 @pytest.mark.slow

@@ -43,6 +43,11 @@ class Arrangement:
         """Layers of the largest stage: as many places has each."""
         return -(-self.layers // len(self.placement))
 
+    @property
+    def sizes(self) -> list[int]:
+        """Layers of each stage."""
+        return [piece.size for piece in np.array_split(np.arange(self.layers), len(self.placement))]
+
     @cached_property
     def numbers(self) -> np.ndarray:
         """int32 `[rank, place]`: the model's layer there, -1 where a stage has fewer; a rank's stages in order.
@@ -50,10 +55,9 @@ class Arrangement:
         >>> Arrangement((0, 1, 0, 1), layers=6).numbers.tolist()
         [[0, 1, 4, -1], [2, 3, 5, -1]]
         """
-        sizes = [piece.size for piece in np.array_split(np.arange(self.layers), len(self.placement))]
         found = np.full((self.ranks, self.virtual, self.stage_layers), -1, np.int32)
         filled = [0] * self.ranks
-        for rank, start, size in zip(self.placement, np.cumsum([0, *sizes]), sizes):
+        for rank, start, size in zip(self.placement, np.cumsum([0, *self.sizes]), self.sizes):
             found[rank, filled[rank], :size] = np.arange(start, start + size)
             filled[rank] += 1
         return found.reshape(self.ranks, -1)

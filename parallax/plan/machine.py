@@ -41,7 +41,6 @@ def measured(dtype: str) -> Chip:
     return Chip(
         name="this machine",
         flops={dtype: 2 * MATMUL**3 / _best_secs(mesh, lambda x: x @ x, square)},
-        hbm_bytes=_memory_bytes() // count,
         usable_bytes=_memory_bytes() // count,
         hbm_bandwidth=2 * COPIED_BYTES / _best_secs(mesh, lambda x: x + 1, copied),
         ici_bandwidth=sent / _best_secs(mesh, lambda x: gather(x).sum(keepdims=True), gathered),

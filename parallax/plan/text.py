@@ -20,12 +20,14 @@ def heading(name: str, settings: Settings, place: Place) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
     data, pipeline = settings.data, settings.pipeline
     windows = data.global_batch // settings.mesh.dp // pipeline.microbatches
-    schedule = pipeline.schedule if settings.mesh.pp > 1 else "accumulate"
+    stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+    schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
+    gather = pipeline.gather + " one layer ahead" * settings.fsdp.prefetch
     return "\n".join(
         [
             f"{name} on {place.name}: {place.devices} x {place.chip.name}",
             f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {data.seq} tokens a device",
-            f"remat {pipeline.remat}, gather per {pipeline.gather}, attention by {settings.model.kernel}",
+            f"remat {pipeline.remat}, gather per {gather}, attention by {settings.model.kernel}",
         ]
     )
 

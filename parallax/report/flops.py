@@ -127,13 +127,8 @@ def _waiting(model: ShardedModel, layer: Layer, ranks: list[dict[str, int]]) -> 
     if model.pipeline.branches == "mask":  # all ranks compute in all ticks
         totals = [sum(rank.values()) for rank in ranks]
         return max(totals) - sum(totals) / len(totals)
-    schedule, layers = model.schedule, _layers_of_stages(model)
+    schedule, layers = model.schedule, model.arrangement.sizes
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():
         busy[tick, schedule.rank_of(action.stage)] += layers[action.stage] * getattr(layer, action.kind)
     return float((busy.max(axis=1) - busy.mean(axis=1)).sum())
-
-
-def _layers_of_stages(model: ShardedModel) -> list[int]:
-    pieces = np.array_split(np.arange(model.model.layers), model.schedule.stages)
-    return [len(piece) for piece in pieces]
