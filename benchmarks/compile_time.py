@@ -34,12 +34,9 @@ def main() -> None:
 
 
 def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> float:
-    import jax
-
     import parallax as px
     from configs.tiny_gqa import get_config
-    from parallax.optimizer import make_optimizer
-    from parallax.step import abstract_state, make_train_step
+    from parallax.assembly import step_of
 
     pp, dp, tp = sizes
     config = get_config()
@@ -49,13 +46,9 @@ def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> f
     config.model.vocab, config.data.global_batch = 256, microbatches * dp
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    tx = make_optimizer(settings.optimizer, 1000, model.layouts)
-    shape = (settings.data.global_batch, settings.data.seq)
-    array = jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding)
-    batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), array)
+    step = step_of(settings, mesh)
     started = time.process_time()
-    make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile()
+    step.lower(settings.data.global_batch, settings.data.seq).compile()
     return time.process_time() - started
 
 

@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace) -> None:
 
     import parallax as px
     from configs.bench_small import get_config
-    from parallax.optimizer import make_optimizer
+    from parallax.assembly import model_and_optimizer
     from parallax.step import TrainStep, init_state
 
     config = get_config()
@@ -59,16 +59,14 @@ def measure(args: argparse.Namespace) -> None:
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.guard.spike_z = 6.0
     settings = px.read_settings(config.to_dict())
-    parts = settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss
-    model = px.ShardedModel(*parts, px.make_mesh(settings.mesh))
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
     batch = jax.device_put(random_batch(args.rows, settings.data.seq, settings.model.vocab), model.batch_sharding)
     makers = {"without": unguarded(model, tx), "with": TrainStep(model, tx, 0, settings.guard)}
     compiled, compile_secs, states = {}, {}, {}
     for name, maker in makers.items():
         states[name] = init_state(model, tx, 0)
         began = time.process_time()
-        compiled[name] = maker.lower(states[name], batch).compile()
+        compiled[name] = maker.lower(args.rows, settings.data.seq).compile()
         compile_secs[name] = time.process_time() - began
     cpu: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(args.steps + 1):

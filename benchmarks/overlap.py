@@ -95,30 +95,25 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import importlib
     import math
 
-    import jax
-
     import parallax as px
     from parallax import compiler
-    from parallax.budget import BATCH_ARRAYS, flops_per_token
+    from parallax.assembly import step_of
+    from parallax.budget import flops_per_token
     from parallax.chips import chip
-    from parallax.optimizer import make_optimizer
     from parallax.plan.analytic import schedule_costs
     from parallax.report.compiled import read_compiled
     from parallax.report.shares import shares_of
     from parallax.report.steptime import step_time
-    from parallax.step import abstract_state, make_train_step
 
     config = importlib.import_module(f"configs.{args.config}").get_config()
     config.update_from_flattened_dict(row.changes)
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, devices)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
     shape = settings.data.global_batch, settings.data.seq
-    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding))
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
-        step = make_train_step(model, tx, settings.train.seed, settings.guard)
-        program = step.lower(abstract_state(model, tx), batch).compile()
+        step = step_of(settings, mesh)
+        program = step.lower(*shape).compile()
+    model = step.model
     read = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops)

@@ -97,12 +97,10 @@ def prepare(settings: Any) -> tuple:
     import jax
 
     import parallax as px
-    from parallax.optimizer import make_optimizer
+    from parallax.assembly import model_and_optimizer
     from parallax.step import init_state, make_train_step
 
-    mesh = px.make_mesh(settings.mesh)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
     shape = settings.data.global_batch, settings.data.seq
     tokens = np.random.default_rng(0).integers(0, settings.model.vocab, shape, dtype=np.int32)
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))

@@ -88,14 +88,14 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
     config.pipeline.branches = branches or "skip"
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, jax.devices()[: config.mesh.pp * config.mesh.dp * config.mesh.tp])
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model = px.model_of(settings, mesh)
     return Work(model, rows, settings.data.seq)
 
 
 def compiled(work: Work) -> Any:
     import jax
 
-    from parallax.budget import BATCH_ARRAYS
+    from parallax.sharded_model import BATCH_ARRAYS
 
     model, shape = work.model, (work.rows, work.seq)
     params = jax.tree.map(
@@ -199,8 +199,8 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
-    from parallax.budget import BATCH_ARRAYS
     from parallax.report import matmul_flops
+    from parallax.sharded_model import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))

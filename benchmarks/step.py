@@ -80,7 +80,7 @@ def prepare(mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepare
     import parallax as px
     from configs.bench_small import get_config
     from parallax import plan
-    from parallax.optimizer import make_optimizer
+    from parallax.assembly import model_and_optimizer
     from parallax.step import init_state, make_train_step
 
     pp, dp, tp = map(int, mesh.split(","))
@@ -90,14 +90,12 @@ def prepare(mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepare
     config.pipeline.remat, config.pipeline.gather = remat, gather
     config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
-    parts = settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss
-    model = px.ShardedModel(*parts, px.make_mesh(settings.mesh))
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
     rows, seq = settings.data.global_batch, settings.data.seq
     batch = jax.device_put(random_batch(rows, seq, settings.model.vocab), model.batch_sharding)
     state = init_state(model, tx, 0)
     started = time.perf_counter()
-    step = make_train_step(model, tx, 0).lower(state, batch).compile()
+    step = make_train_step(model, tx, 0).lower(rows, seq).compile()
     compile_secs = time.perf_counter() - started
     flops = plan.flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
     return Prepared(step, state, batch, flops, compile_secs)

@@ -81,17 +81,14 @@ def tpu_devices(topology: str) -> Any:
 
 
 def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
-    import jax
-
     import parallax as px
     from configs.llama_1b_16 import get_config
+    from parallax.assembly import step_of
     from parallax.budget import flops_per_token
     from parallax.chips import chip
-    from parallax.optimizer import make_optimizer
     from parallax.report.compiled import read_compiled
     from parallax.report.shares import shares_of
     from parallax.report.steptime import step_time
-    from parallax.step import abstract_state, make_train_step
 
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
@@ -107,13 +104,11 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     config.data.seq, config.data.global_batch = args.seq, args.microbatches * config.mesh.dp
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, devices)
-    model = px.ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
-    array = jax.ShapeDtypeStruct((config.data.global_batch, args.seq), "int32", sharding=model.batch_sharding)
-    batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), array)
+    train_step = step_of(settings, mesh)
+    model = train_step.model
     options = dict(option.split("=", 1) for option in args.options)
     started = time.perf_counter()
-    compiled = make_train_step(model, tx, 0).lower(abstract_state(model, tx), batch).compile(compiler_options=options)
+    compiled = train_step.lower(config.data.global_batch, args.seq).compile(compiler_options=options)
     compile_secs = time.perf_counter() - started
     read = read_compiled(compiled, mesh, shares_of(model.schedule))
     tokens = config.data.global_batch * args.seq / mesh.size

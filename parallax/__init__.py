@@ -11,6 +11,7 @@ HOME = {
     "Layout": "notation",
     "ShardedModel": "sharded_model",
     "Settings": "settings",
+    "model_of": "assembly",
     "read_settings": "settings",
     "report": "report",
     "schedules": "schedules",

@@ -32,6 +32,7 @@ from parallax.pipeline.storage import ENDS, Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
+BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
@@ -250,7 +251,7 @@ class ShardedModel:
         if noise is not None and self.model.dropout > 0:
             root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
             key = as_varying(jax.random.fold_in(root, noise[1]))
-        arrays = (cut[name] for name in ("tokens", "labels", "segments", "positions"))
+        arrays = (cut[name] for name in BATCH_ARRAYS)
         return Tokens(*arrays, rows.reshape(microbatches, -1), key)
 
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:

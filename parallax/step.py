@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.compiler import compiler_options
 from parallax.guard import GuardConfig, GuardState, init_guard, judge
 from parallax.optimizer import global_norm
-from parallax.sharded_model import ShardedModel
+from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
 
@@ -76,9 +76,10 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         return self._jitted(state, batch)
 
-    def lower(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Lowered:
-        """The step for arrays of these shapes and shardings, ready to be compiled."""
-        return self._jitted.lower(state, batch)
+    def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
+        """The step for batches of this shape, ready to be compiled."""
+        array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
+        return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(BATCH_ARRAYS, array))
 
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """What is jitted."""

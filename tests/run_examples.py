@@ -56,7 +56,7 @@ def shared_programs():
 
 
 def settings_of_model(settings, mesh):
-    """All that `model_of` reads."""
+    """All that `model_and_optimizer` reads."""
     sections = (settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, settings.optimizer)
     return *sections, settings.train.steps, settings.data.global_batch, settings.data.seq, mesh
 
@@ -76,7 +76,7 @@ def cached(function, key):
 
 
 SHARED = {
-    "model_of": cached(run_module.model_of, settings_of_model),
+    "model_and_optimizer": cached(run_module.model_and_optimizer, settings_of_model),
     # The optimizer's state follows from the model, which no other optimizer has.
     "memory": cached(run_module.memory, lambda model, opt_state, **batch: (model, *batch.items())),
     "make_train_step": functools.cache(run_module.make_train_step),

@@ -22,6 +22,7 @@ ROWS = [
     {"sharded_model", "decoding"},
     {"step", "diagnosis"},
     {"settings"},
+    {"assembly"},
     {"budget", "generate", "convert"},
     {"command"},
     {"report"},

@@ -9,12 +9,12 @@ import pytest
 from jaxprs import equations
 from run_examples import tiny_config
 
+from parallax.assembly import model_of
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.jaxprs import called, loop
 from parallax.loop import settings_of
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.optimizer import make_optimizer
-from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state, init_state
 
 
@@ -23,7 +23,7 @@ def build(pp=2, dp=2, tp=2, **changes):
         tiny_config(pathlib.Path("unused"), **{"model.vocab": 384, "pipeline.microbatches": 2, **changes})
     )
     mesh = make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model = model_of(settings, mesh)
     return settings, model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 
 

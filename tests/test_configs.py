@@ -10,12 +10,12 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from parallax.assembly import model_of
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.loop import settings_of
 from parallax.mesh import AXES, resolve_sizes
 from parallax.optimizer import make_optimizer
 from parallax.settings import with_vocab
-from parallax.sharded_model import ShardedModel
 from parallax.step import abstract_state
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def build(name):
     written = [size for size in settings.mesh.sizes.values() if size > 0]
     sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return settings, model
 

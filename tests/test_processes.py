@@ -512,7 +512,7 @@ def test_the_manifests_have_what_a_job_set_needs(name):
 
 def check_trains_on(arguments, chips, slices):
     """The command is right, and its model fits so many devices in so many slices."""
-    from test_configs import AXES, AbstractMesh, AxisType, ShardedModel, resolve_sizes, with_vocab
+    from test_configs import AXES, AbstractMesh, AxisType, model_of, resolve_sizes, with_vocab
 
     from parallax.command import read_command
 
@@ -523,5 +523,5 @@ def check_trains_on(arguments, chips, slices):
     sizes = resolve_sizes(settings.mesh, chips)
     assert sizes[settings.mesh.across_slices] % slices == 0
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)

@@ -43,14 +43,14 @@ STEPS = """
 import conftest, jax, numpy, pathlib
 from run_examples import tiny_config
 from parallax.loop.config import settings_of
-from parallax.loop.run import model_of
+from parallax.assembly import model_and_optimizer
 from parallax.mesh import make_mesh
 from parallax.settings import with_vocab
 from parallax.step import init_state, make_train_step
 
 changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
 settings = with_vocab(settings_of(tiny_config(pathlib.Path(), **changes)), 384)
-model, tx = model_of(settings, make_mesh(settings.mesh))
+model, tx = model_and_optimizer(settings, make_mesh(settings.mesh))
 state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
 ones = jax.device_put(numpy.ones((8, 32), numpy.int32), model.batch_sharding)
 for _ in range(10):

@@ -10,10 +10,9 @@ from parallax.budget.counts import (
     parameters_by_component,
     qk_width,
 )
-from parallax.budget.held import BATCH_ARRAYS, Memory, memory
+from parallax.budget.held import Memory, memory
 
 __all__ = [
-    "BATCH_ARRAYS",
     "COMPONENTS",
     "FLOPS_PER_WEIGHT",
     "Memory",

@@ -16,9 +16,7 @@ from parallax.budget.order import with_copies
 from parallax.budget.program import Op, Program, Value, flat
 from parallax.budget.written import ACCELERATOR, CPU
 from parallax.jaxprs import called
-from parallax.sharded_model import ShardedModel
-
-BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
+from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
 
 
 class Memory(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from parallax.assembly import model_of
 from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
 from parallax.checkpoint.fingerprint import Running
 from parallax.checkpoint.manifest import files_of, flatten, shortened, write_manifest, wrong_files
@@ -21,7 +22,6 @@ from parallax.convert.shards import read_shards, write_shards
 from parallax.errors import CheckpointError, writing
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.settings import Settings, load_json, read_settings
-from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import load
 from parallax.version import code_version
 
@@ -130,7 +130,7 @@ def _params_of(settings: Settings) -> dict[str, Any]:
     """Shapes and dtypes of the model's parameters, as one device would hold them."""
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), jax.devices()[:1])
     pipeline = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return flatten(ShardedModel(settings.model, settings.layout, pipeline, settings.fsdp, settings.loss, mesh).shapes)
+    return flatten(model_of(dataclasses.replace(settings, pipeline=pipeline), mesh).shapes)
 
 
 def _check_tensors(source: Path, tensors: Mapping[str, tuple[Path, Tensor]], wanted: Mapping[str, Source]) -> None:

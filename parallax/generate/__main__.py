@@ -23,6 +23,7 @@ import absl.logging
 import jax
 
 from parallax.arguments import Parser
+from parallax.assembly import model_of
 from parallax.checkpoint import complete_steps, restore, restore_newest
 from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
 from parallax.generate.write import complete, encode
@@ -95,7 +96,7 @@ def build(settings: Settings, mesh: MeshConfig) -> ShardedModel:
         raise ConfigError(f"{error}; choose with {', '.join(map(_flag, MESH_FLAGS))}") from error
     # Schedules are for training: one that needs this or that number of stages must not stand in the way.
     pipeline: PipelineConfig = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return ShardedModel(settings.model, settings.layout, pipeline, settings.fsdp, settings.loss, laid_out)
+    return model_of(dataclasses.replace(settings, pipeline=pipeline), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from parallax.assembly import model_and_optimizer
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
@@ -34,7 +34,6 @@ from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.loop.watchdog import Watchdog
 from parallax.mesh import make_mesh, simulate_devices
-from parallax.optimizer import make_optimizer
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
@@ -98,11 +97,11 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     if settings.train.init_from:
         check_source(settings.train.init_from)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
-    model_of(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
+    model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     at("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
-    model, tx = model_of(settings, mesh)
+    model, tx = model_and_optimizer(settings, mesh)
     check_fits(abstract_state(model, tx))
     if settings.sample.prompt:
         encode(train_data.tokenizer, settings.sample.prompt)  # what cannot be read is better known now than at the end
@@ -115,13 +114,6 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
         eval_data = open_split(settings, folder, "eval", rows)
         check_eval(eval_data, settings)
     return Parts(settings, model, tx, train_data, eval_data)
-
-
-def model_of(settings: Settings, mesh: Mesh) -> tuple[ShardedModel, optax.GradientTransformation]:
-    """The model and its optimizer; ConfigError where they do not fit the mesh, the batch or the steps."""
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    model.check_batch(settings.data.global_batch, settings.data.seq)
-    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
 
 
 def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:

@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from parallax.budget import BATCH_ARRAYS, flops_per_token
+from parallax.assembly import step_of
+from parallax.budget import flops_per_token
 from parallax.mesh import make_mesh
-from parallax.optimizer import make_optimizer
 from parallax.plan.analytic import schedule_costs
 from parallax.report.compiled import read_compiled
 from parallax.report.place import Place
 from parallax.report.shares import shares_of
 from parallax.report.steptime import step_time
 from parallax.settings import Settings
-from parallax.sharded_model import ShardedModel
-from parallax.step import abstract_state, make_train_step
 
 
 class Outcome(NamedTuple):
@@ -41,12 +39,8 @@ class Outcome(NamedTuple):
 def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
     """Compile the training step of these settings and read the result."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
-    shape = settings.data.global_batch, settings.data.seq
-    array = jax.ShapeDtypeStruct(shape, "int32", sharding=model.batch_sharding)
-    step = make_train_step(model, tx, settings.train.seed)
-    lowered = step.lower(abstract_state(model, tx), dict.fromkeys(BATCH_ARRAYS, array))
+    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    model, lowered = step.model, step.lower(*shape)
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from parallax.assembly import model_of
 from parallax.errors import ParallaxError, divisors
 from parallax.mesh import AXES, MeshConfig, factorisations
 from parallax.pipeline.config import REMAT
@@ -75,8 +76,7 @@ def placed(settings: Settings, place: Place) -> Settings:
 
 def build(settings: Settings) -> ShardedModel:
     """The model on a mesh of no devices; a ParallaxError says why the layout is not legal."""
-    mesh = abstract_mesh(settings.mesh.sizes)
-    model = ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    model = model_of(settings, abstract_mesh(settings.mesh.sizes))
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model
 

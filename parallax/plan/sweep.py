@@ -13,7 +13,7 @@ from parallax.plan.layouts import Choice, build, build_if_legal, choices
 from parallax.report.place import Place
 from parallax.settings import Settings
 
-SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer")  # that a prediction follows from
+SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")  # that a plan follows from
 
 
 class Row(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.budget import BATCH_ARRAYS, memory
+from parallax.assembly import step_of
+from parallax.budget import memory
 from parallax.command import likely_entries, with_likely_vocab
 from parallax.errors import ConfigError
-from parallax.optimizer import make_optimizer
 from parallax.report.compiled import Compiled, read_compiled
 from parallax.report.flops import Flops, step_flops
 from parallax.report.page import page
@@ -22,8 +22,7 @@ from parallax.report.shares import shares_of
 from parallax.report.text import text
 from parallax.report.traced import Sent, busiest, collectives_by_rank, on_average
 from parallax.settings import Settings
-from parallax.sharded_model import ShardedModel
-from parallax.step import TrainStep, abstract_state, make_train_step
+from parallax.step import TrainStep, abstract_state
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
 LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
@@ -126,7 +125,7 @@ def report(
     ranks = collectives_by_rank(model, rows, seq)
     made, made_for, shares = None, "", shares_of(model.schedule)
     if compiled and isinstance(model.mesh, Mesh):
-        made = read_compiled(_compile(step, rows, seq), model.mesh, shares)
+        made = read_compiled(step.lower(rows, seq).compile(), model.mesh, shares)
         made_for = f"{model.mesh.size} x {model.mesh.devices.flat[0].device_kind}"
     return Report(
         name=name,
@@ -148,13 +147,9 @@ def report(
 def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
     """The report of the step that these settings train on a mesh; compiled where its devices are real or simulated."""
     filled = with_likely_vocab(settings)
-    model = ShardedModel(filled.model, filled.layout, filled.pipeline, filled.fsdp, filled.loss, mesh)
-    model.check_batch(filled.data.global_batch, filled.data.seq)
-    tx = make_optimizer(filled.optimizer, filled.train.steps, model.layouts)
     array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
     entries = None if settings.model.vocab else likely_entries(settings.data)
-    step = make_train_step(model, tx, filled.train.seed)
-    return report(step, {"tokens": array}, name=name, entries=entries)
+    return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -167,8 +162,3 @@ def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
     if shape is None:
         raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
     return shape
-
-
-def _compile(step: TrainStep, rows: int, seq: int) -> jax.stages.Compiled:
-    array = jax.ShapeDtypeStruct((rows, seq), "int32", sharding=step.model.batch_sharding)
-    return step.lower(abstract_state(step.model, step.tx), dict.fromkeys(BATCH_ARRAYS, array)).compile()

@@ -1,0 +1,27 @@
+"""What settings describe, put together on a mesh: the model, its optimizer, the training step."""
+
+from typing import Any
+
+import optax
+
+from parallax.optimizer import make_optimizer
+from parallax.settings import Settings
+from parallax.sharded_model import ShardedModel
+from parallax.step import TrainStep, make_train_step
+
+
+def model_of(settings: Settings, mesh: Any) -> ShardedModel:
+    """The model on a mesh, which may be abstract; a ParallaxError where it does not fit."""
+    return ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+
+
+def model_and_optimizer(settings: Settings, mesh: Any) -> tuple[ShardedModel, optax.GradientTransformation]:
+    """Both; a ParallaxError where they do not fit the mesh, the batch or the steps."""
+    model = model_of(settings, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+
+
+def step_of(settings: Settings, mesh: Any) -> TrainStep:
+    """The step that training with these settings takes, with its guard; errors as of `model_and_optimizer`."""
+    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard)
