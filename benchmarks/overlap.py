@@ -100,9 +100,8 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     from parallax.assembly import step_of
     from parallax.budget import flops_per_token
     from parallax.chips import chip
-    from parallax.plan.analytic import schedule_costs
     from parallax.report.compiled import read_compiled
-    from parallax.report.shares import shares_of
+    from parallax.report.shares import branch_shares
     from parallax.report.steptime import step_time
 
     config = importlib.import_module(f"configs.{args.config}").get_config()
@@ -114,7 +113,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
         step = step_of(settings, mesh)
         program = step.lower(*shape).compile()
     model = step.model
-    read = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
+    read = read_compiled(program, mesh, branch_shares(model))
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops)
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)

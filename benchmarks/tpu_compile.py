@@ -87,7 +87,7 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     from parallax.budget import flops_per_token
     from parallax.chips import chip
     from parallax.report.compiled import read_compiled
-    from parallax.report.shares import shares_of
+    from parallax.report.shares import branch_shares
     from parallax.report.steptime import step_time
 
     config = get_config()
@@ -110,7 +110,7 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     started = time.perf_counter()
     compiled = train_step.lower(config.data.global_batch, args.seq).compile(compiler_options=options)
     compile_secs = time.perf_counter() - started
-    read = read_compiled(compiled, mesh, shares_of(model.schedule))
+    read = read_compiled(compiled, mesh, branch_shares(model))
     tokens = config.data.global_batch * args.seq / mesh.size
     flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
     return Step(read, step_time(read, chip(args.topology), flops), compile_secs)

@@ -26,6 +26,7 @@ from parallax.report.__main__ import main
 from parallax.report.executed import flops_by_direction
 from parallax.report.flops import step_flops
 from parallax.report.place import GET_LIBTPU
+from parallax.report.steptime import StepTime
 from parallax.report.text import WIDTH
 from parallax.report.whole import abstract_mesh, report_settings
 from parallax.schedules.pricing import Costs, figures
@@ -140,6 +141,19 @@ def test_a_report_is_plain_data_that_fits_the_width(quickstart):
     assert sum(plain["memory"].values()) == plain["peak"] and "<iframe" in quickstart._repr_html_()
 
 
+def test_a_step_whose_cycles_are_known_says_where_its_time_goes(quickstart):
+    timed = dataclasses.replace(quickstart, time=StepTime(0.06, {"dp": 0.03, "tp": 0.0}, 0.01, 0.1, 0.05, 0.5))
+    lines = str(timed).splitlines()
+    assert [line.split() for line in lines[lines.index("time of a step               share") + 1 :]] == [
+        ["compute", "0.060", "s", "60.0", "%"],
+        ["attention", "kernel", "0.010", "s", "10.0", "%"],
+        ["exposed", "over", "dp", "0.030", "s", "30.0", "%"],
+        ["step", "0.100", "s", "100.0", "%"],
+        ["MFU", "50.0", "%;", "an", "average", "rank", "waits", "for", "others", "5.0", "%", "of", "the", "time."],
+    ]
+    assert json.loads(timed.to_json())["time"]["exposed_secs"] == {"dp": 0.03, "tp": 0.0}
+
+
 def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
     sections = str(quickstart).split("\n\n")
     calls = sum(one.count for one in quickstart.sent if one.bytes)
@@ -199,6 +213,7 @@ def test_the_step_is_compiled_for_chips_that_are_not_here():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "for 8 x TPU v5 lite" in ended.stdout and "cycles between" in ended.stdout
+    assert re.search(r"^MFU \d+\.\d %; ", ended.stdout, re.M)
     assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from parallax.report.compiled import Compiled, Made
 from parallax.report.flops import Flops
+from parallax.report.steptime import StepTime
 from parallax.report.traced import Sent
 from parallax.report.whole import Report
 
@@ -50,6 +51,7 @@ REPORT = Report(
     memory=MEMORY,
     compiled=COMPILED,
     compiled_for="4 x chip",
+    time=StepTime(0.06, {"dp": 0.03}, 0.01, 0.1, 0.05, 0.5),
 )
 
 # Each width in a frame of its own; a frame shares our origin, so that it can be measured from outside.
@@ -66,7 +68,7 @@ const found = [...document.querySelectorAll('iframe')].map(frame => {
     overflow: root.scrollWidth - root.clientWidth,
     clipped: [...page.querySelectorAll('.label, .value, .beside, dd')].filter(
       e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent),
-    sent: bars('sent'), memory: bars('memory'), labels: [...labels('sent'), ...labels('memory')],
+    sent: bars('sent'), memory: bars('memory'), time: bars('time'), labels: [...labels('sent'), ...labels('memory')],
     flops: [...page.querySelectorAll('#flops i')].map(part => round(part.getBoundingClientRect().width / total)),
     values: [...page.querySelectorAll('#sent .value, #memory .value')].filter(seen).map(e => e.textContent),
     facts: [...page.querySelectorAll('dd')].map(e => e.textContent),
@@ -119,6 +121,7 @@ def test_bars_are_as_wide_as_their_numbers(measured, which):
     near = lambda rows: [pytest.approx(row, abs=0.005) for row in rows]  # noqa: E731
     assert found["sent"] == near([[0.25, 0.25], [0.25, 0.25], [0.5], [1.0]])  # of 64 MiB over tp
     assert found["memory"] == near([[0.25], [0.5], [1 / 12], [100 / 120], [40 / 120], [1.0]])
+    assert found["time"] == near([[0.6], [0.1], [0.3]])
     assert found["flops"] == pytest.approx([0.5, 0.1, 0.2, 0.2], abs=0.005)
 
 

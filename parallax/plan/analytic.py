@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from parallax.budget import Memory, flops_per_token, memory, parameters_by_component
+from parallax.budget import Memory, flops_per_token, memory
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
 from parallax.pipeline import PipelineConfig
@@ -30,6 +30,7 @@ from parallax.plan.layouts import build, placed
 from parallax.report.executed import product_flops
 from parallax.report.origin import Origin
 from parallax.report.place import Place
+from parallax.report.shares import attention_share, costs_of
 from parallax.report.traced import Sent, program_collectives, step_program
 from parallax.report.walk import walk
 from parallax.schedules import Costs, by_name, figures
@@ -213,18 +214,14 @@ def by_axes(sent: Iterable[Message]) -> dict[str, float]:
 
 
 def schedule_costs(settings: Settings) -> Costs:
-    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more, or
-    of one that makes again attention alone, its share of the parameters."""
-    again = {"none": 0.0, "elementwise": 0.0}.get(settings.pipeline.remat, 1.0)
-    if settings.pipeline.remat == "attention":
-        again = _attention_share(dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0)))
-    return Costs(forward=1, backward=2 + again, weights=1)
+    """Times of passes over that of a forward one."""
+    alone = dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0))
+    return costs_of(settings.pipeline.remat, _attention_share(alone) if settings.pipeline.remat == "attention" else 0.0)
 
 
 @cache
 def _attention_share(settings: Settings) -> float:
-    counts = parameters_by_component(build(settings).shapes)
-    return counts["attention"] / (counts["attention"] + counts["mlp"])
+    return attention_share(build(settings).shapes)
 
 
 def lockstep_bubble(settings: Settings) -> float:

@@ -10,10 +10,9 @@ import jax
 from parallax.assembly import step_of
 from parallax.budget import flops_per_token
 from parallax.mesh import make_mesh
-from parallax.plan.analytic import schedule_costs
 from parallax.report.compiled import read_compiled
 from parallax.report.place import Place
-from parallax.report.shares import shares_of
+from parallax.report.shares import branch_shares
 from parallax.report.steptime import step_time
 from parallax.settings import Settings
 
@@ -47,7 +46,7 @@ def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcom
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _refused(str(error))
-    found = read_compiled(program, mesh, shares_of(model.schedule, schedule_costs(settings)))
+    found = read_compiled(program, mesh, branch_shares(model))
     sizes = found.arguments, found.temporaries, found.peak
     if found.cycles is None:
         return Outcome("", *sizes, None, None, {}, None, None, None)

@@ -8,11 +8,9 @@ from parallax.plan.compiling import Outcome
 from parallax.plan.layouts import Choice
 from parallax.plan.sweep import Row, Sweep
 from parallax.report.place import Place
-from parallax.report.text import table
+from parallax.report.text import compiled_parts, table, times
 from parallax.settings import Settings
 from parallax.units import in_bytes, percent
-
-LEAST_SHOWN = 0.0005  # of a step: what takes less is no line
 
 
 def heading(name: str, settings: Settings, place: Place) -> str:
@@ -47,12 +45,6 @@ def memory(found: Estimate) -> Iterator[str]:
     yield from table(["memory of a chip", "predicted", "of the peak"], rows, left=1)
 
 
-def times(parts: dict[str, float], secs: float) -> Iterator[str]:
-    """Where the step's time goes."""
-    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in parts.items() if part / secs > LEAST_SHOWN]
-    yield from table(["time of a step", "", "share"], [*rows, ["step", f"{secs:.3f} s", percent(1)]], left=1)
-
-
 def analytic_parts(found: Estimate) -> dict[str, float]:
     """The parts of a predicted step, with their names."""
     return {
@@ -61,15 +53,6 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
         **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
         "bubble of the pipeline": found.bubble_secs,
         "update": found.update_secs,
-    }
-
-
-def compiled_parts(made: Outcome) -> dict[str, float]:
-    """The parts of a compiled step, with their names."""
-    return {
-        "compute": made.compute_secs,
-        "attention kernel": made.pallas_secs,
-        **{f"exposed over {axes}": secs for axes, secs in made.exposed_secs.items()},
     }
 
 
@@ -92,7 +75,7 @@ def outcome(made: Outcome, place: Place) -> Iterator[str]:
         return
     yield f"MFU {percent(made.mfu)} (compiled; bubble {percent(made.bubble)})"
     yield ""
-    yield from times(compiled_parts(made), made.secs)
+    yield from times(compiled_parts(made.compute_secs, made.pallas_secs, made.exposed_secs), made.secs)
 
 
 def changes(found: Sequence[Change]) -> Iterator[str]:

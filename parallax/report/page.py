@@ -6,7 +6,7 @@ from typing import Any
 
 from parallax.report.rows import DIRECTIONS, FLOPS_LABELS, by_axis_and_kind, by_place, shares_of_flops
 from parallax.report.style import STYLE
-from parallax.report.text import executed, made_cells, made_notes, place_cells
+from parallax.report.text import executed, made_cells, made_notes, parts_of, place_cells
 from parallax.units import in_bytes, in_flops, percent
 
 Part = tuple[str, float]  # a colour's class, and a share of the whole bar
@@ -14,7 +14,7 @@ Part = tuple[str, float]  # a colour's class, and a share of the whole bar
 
 def page(report: Any) -> str:
     """The whole page."""
-    sections = (heading, sent, memory, flops, made, places)
+    sections = (heading, sent, memory, flops, time, made, places)
     body = "\n".join(line for section in sections for line in section(report))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -92,6 +92,19 @@ def flops(report: Any) -> Iterator[str]:
         swatch = f'<i class="{names[label]}"></i>'
         yield row_of([f"{swatch}{escape(label)}", in_flops(value), percent(share)], left=1, raw=True)
     yield "</tbody></table></div>"
+
+
+def time(report: Any) -> Iterator[str]:
+    """A bar for each part of a step's time, if the compiler estimates cycles."""
+    if report.time is None:
+        return
+    total = report.time.total_secs
+    yield "<h2>Where the time of a step goes</h2>"
+    yield f"<p>{total:.3f} s by the compiler's cycles and the bandwidth of links: MFU {percent(report.time.mfu)}.</p>"
+    yield '<div class="bars" id="time">'
+    for name, secs in parts_of(report.time).items():
+        yield from bar_row(name, [("theirs", secs / total)], f"{secs:.3f} s", percent(secs / total))
+    yield "</div>"
 
 
 def made(report: Any) -> Iterator[str]:

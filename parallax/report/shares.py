@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallax.budget import parameters_by_component
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
+from parallax.sharded_model import ShardedModel
 
 PASSES = "FBW"
 
@@ -23,6 +25,24 @@ class Share(NamedTuple):
 
 
 Shares = dict[str, Share]
+
+
+def attention_share(shapes: Any) -> float:
+    """Attention's share of a layer's parameters."""
+    counts = parameters_by_component(shapes)
+    return counts["attention"] / (counts["attention"] + counts["mlp"])
+
+
+def costs_of(remat: str, attention: float) -> Costs:
+    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more, or
+    of one that makes again attention alone, its share of the parameters."""
+    again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
+    return Costs(forward=1, backward=2 + again, weights=1)
+
+
+def branch_shares(model: ShardedModel) -> Shares:
+    """The shares of a model's step, its passes priced by what it recomputes."""
+    return shares_of(model.schedule, costs_of(model.pipeline.remat, attention_share(model.shapes)))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:

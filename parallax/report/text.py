@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from parallax.report.rows import DIRECTIONS, PlaceRow, by_axis_and_kind, by_fate, by_place, shares_of_flops
+from parallax.report.steptime import StepTime
 from parallax.units import in_bytes, in_flops, percent
 
 WIDTH = 100
+LEAST_SHOWN = 0.0005  # of a step: what takes less is no line
 
 
 def text(report: Any, *, line_numbers: bool = True) -> str:
@@ -18,6 +20,7 @@ def text(report: Any, *, line_numbers: bool = True) -> str:
         flops(report),
         memory(report),
         made(report),
+        time(report),
     ]
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
@@ -147,6 +150,34 @@ def made_notes(report: Any) -> Iterator[str]:
         yield f"Turned into others: {'; '.join(gone)}."
     if any(row.update for row in rows):
         yield "(update): of the optimizer, for which the compiler chooses what is sent; nothing of it is traced."
+
+
+def time(report: Any) -> Iterator[str]:
+    """Where the time of a step goes, if the compiler estimates cycles."""
+    if report.time is not None:
+        yield "Time of a step, by the compiler's cycles and the bandwidth of links"
+        yield ""
+        yield from times(parts_of(report.time), report.time.total_secs)
+        mfu, bubble = percent(report.time.mfu), percent(report.time.bubble)
+        yield f"MFU {mfu}; an average rank waits for others {bubble} of the time."
+
+
+def parts_of(time: StepTime) -> dict[str, float]:
+    """The parts of a compiled step, with their names."""
+    return compiled_parts(time.compute_secs, time.pallas_secs, time.exposed_secs)
+
+
+def compiled_parts(compute: float, pallas: float, exposed: dict[str, float]) -> dict[str, float]:
+    """Seconds of a compiled step, with their names."""
+    return {"compute": compute, "attention kernel": pallas} | {
+        f"exposed over {axes}": secs for axes, secs in exposed.items()
+    }
+
+
+def times(parts: dict[str, float], secs: float) -> Iterator[str]:
+    """Where a step's time goes."""
+    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in parts.items() if part / secs > LEAST_SHOWN]
+    yield from table(["time of a step", "", "share"], [*rows, ["step", f"{secs:.3f} s", percent(1)]], left=1)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:

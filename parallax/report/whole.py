@@ -12,13 +12,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from parallax.assembly import step_of
 from parallax.budget import memory
+from parallax.chips import chip
 from parallax.command import likely_entries, with_likely_vocab
 from parallax.errors import ConfigError
 from parallax.report.compiled import Compiled, read_compiled
 from parallax.report.flops import Flops, step_flops
 from parallax.report.page import page
 from parallax.report.products import CompiledFlops, compiled_flops
-from parallax.report.shares import shares_of
+from parallax.report.shares import branch_shares
+from parallax.report.steptime import StepTime, step_time
 from parallax.report.text import text
 from parallax.report.traced import Sent, busiest, collectives_by_rank, on_average
 from parallax.settings import Settings
@@ -35,7 +37,8 @@ class Report:
     `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
     rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
     when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
-    `compiled_flops` are those that an average device executes of the compiled program, the update's apart.
+    `compiled_flops` are those that an average device executes of the compiled program, the update's apart; `time` is
+    None where the compiler estimates no cycles.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Report:
     compiled: Compiled | None
     compiled_for: str
     compiled_flops: CompiledFlops | None = None
+    time: StepTime | None = None
 
     @property
     def tokens(self) -> int:
@@ -77,6 +81,7 @@ class Report:
         plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
         plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
         plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
+        plain["time"] = self.time and self.time._asdict()
         if self.compiled is not None:
             plain["compiled_flops"] = self.compiled_flops._asdict()
             found = self.compiled._asdict()
@@ -123,10 +128,14 @@ def report(
     model = step.model
     planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
     ranks = collectives_by_rank(model, rows, seq)
-    made, made_for, shares = None, "", shares_of(model.schedule)
+    flops = step_flops(model, rows, seq, entries=entries)
+    made, made_for, time, shares = None, "", None, branch_shares(model)
     if compiled and isinstance(model.mesh, Mesh):
+        kind = model.mesh.devices.flat[0].device_kind
         made = read_compiled(step.lower(rows, seq).compile(), model.mesh, shares)
-        made_for = f"{model.mesh.size} x {model.mesh.devices.flat[0].device_kind}"
+        made_for = f"{model.mesh.size} x {kind}"
+        if made.cycles is not None:
+            time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),
@@ -136,11 +145,12 @@ def report(
         seq=seq,
         sent=tuple(busiest(ranks)),
         sent_on_average=tuple(on_average(ranks)),
-        flops=step_flops(model, rows, seq, entries=entries),
+        flops=flops,
         memory=dict(planned._asdict()),
         compiled=made,
         compiled_for=made_for,
         compiled_flops=made and compiled_flops(made.text, shares),
+        time=time,
     )
 
 
