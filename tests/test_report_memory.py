@@ -26,7 +26,8 @@ LOGITS_MOST = dict(vocab=8192, chunk_tokens=1024)  # the peak is at the loss
 CASES = [(mesh, {}) for mesh in tiny.MESHES] + [((2, 2, 2), dict(schedule="zero_bubble")), ((2, 2, 2), LOGITS_MOST)]
 MORE = [
     *(((2, 2, 2), changes) for changes in SCHEDULES),
-    *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "stage")),
+    *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
+    *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),
     ((2, 2, 2), dict(gather="step")),
     ((2, 2, 2), dict(vocab=8192, schedule="one_f_one_b")),
     ((4, 1, 2), dict(schedule="one_f_one_b", remat="stage")),
