@@ -23,6 +23,7 @@ from parallax.model import LayoutConfig
 from parallax.optimizer import make_optimizer
 from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.report.__main__ import main
+from parallax.report.cycles import ModuleSecs
 from parallax.report.executed import flops_by_direction
 from parallax.report.flops import step_flops
 from parallax.report.place import GET_LIBTPU
@@ -142,7 +143,9 @@ def test_a_report_is_plain_data_that_fits_the_width(quickstart):
 
 
 def test_a_step_whose_cycles_are_known_says_where_its_time_goes(quickstart):
-    timed = dataclasses.replace(quickstart, time=StepTime(0.06, {"dp": 0.03, "tp": 0.0}, 0.01, 0.1, 0.05, 0.5))
+    time = StepTime(0.06, {"dp": 0.03, "tp": 0.0}, 0.01, 0.1, 0.05, 0.5)
+    computed = (ModuleSecs("mlp", 0.05, 0.002), ModuleSecs("update", 0.0, 0.008), ModuleSecs("head", 1e-5, 0.0))
+    timed = dataclasses.replace(quickstart, time=time, computed=computed)
     lines = str(timed).splitlines()
     assert [line.split() for line in lines[lines.index("time of a step               share") + 1 :]] == [
         ["compute", "0.060", "s", "60.0", "%"],
@@ -150,6 +153,10 @@ def test_a_step_whose_cycles_are_known_says_where_its_time_goes(quickstart):
         ["exposed", "over", "dp", "0.030", "s", "30.0", "%"],
         ["step", "0.100", "s", "100.0", "%"],
         ["MFU", "50.0", "%;", "an", "average", "rank", "waits", "for", "others", "5.0", "%", "of", "the", "time."],
+        [],
+        ["compute", "of", "products", "the", "rest", "share", "of", "the", "step"],
+        ["mlp", "0.050", "s", "0.002", "s", "52.0", "%"],
+        ["update", "0.000", "s", "0.008", "s", "8.0", "%"],
     ]
     assert json.loads(timed.to_json())["time"]["exposed_secs"] == {"dp": 0.03, "tp": 0.0}
 

@@ -19,6 +19,7 @@ from parallax.chips import CHIPS, chip
 from parallax.errors import ConfigError
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.report.compiled import read_compiled, read_text
+from parallax.report.cycles import secs_by_module
 from parallax.report.groups import axes_of, groups_of
 from parallax.report.links import one_way, route
 from parallax.report.shares import Share, name_of, shares_of
@@ -134,6 +135,23 @@ def test_branches_messages_fused_and_merged_collectives_and_kernels_are_read():
 
 def test_without_shares_the_dearer_branch_is_taken():
     assert read_text(with_cycles(PASS), small_mesh(2, 4, 1)).cycles == 900 + 40
+
+
+@pytest.mark.parametrize("text", [CHAIN, PASS], ids=["a loop", "a branch"])
+@pytest.mark.parametrize("shares", [{}, {"F": Share(own=0.5, lockstep=0.75)}], ids=["no shares", "shares"])
+def test_compute_by_module_is_all_compute(text, shares):
+    text = with_cycles(text)
+    rows = secs_by_module(text, shares, clock_hz=1.0)
+    assert sum(row.total for row in rows) == read_text(text, small_mesh(2, 4, 1), shares).cycles
+
+
+def test_compute_is_of_the_module_and_the_kind_that_its_name_says():
+    named = (
+        'fusion(%q.5), kind=kLoop, calls=%y, metadata={op_name="jit(step)/F/jvp(Block)/mlp/up/dot_general"}, CYCLES(40)'
+    )
+    text = PASS.replace("fusion(%q.5), kind=kLoop, calls=%y, CYCLES(40)", named)
+    assert text != PASS
+    assert secs_by_module(with_cycles(text), {}, clock_hz=10.0) == [("elsewhere", 0, 90), ("mlp", 4, 0)]
 
 
 @pytest.mark.parametrize("name, virtual", [(n, 2 if n == "interleaved" else 1) for n in sorted(schedules.SCHEDULES)])

@@ -6,7 +6,7 @@ from typing import Any
 
 from parallax.report.rows import DIRECTIONS, FLOPS_LABELS, by_axis_and_kind, by_place, shares_of_flops
 from parallax.report.style import STYLE
-from parallax.report.text import executed, made_cells, made_notes, parts_of, place_cells
+from parallax.report.text import computed_cells, executed, made_cells, made_notes, parts_of, place_cells
 from parallax.units import in_bytes, in_flops, percent
 
 Part = tuple[str, float]  # a colour's class, and a share of the whole bar
@@ -105,6 +105,7 @@ def time(report: Any) -> Iterator[str]:
     for name, secs in parts_of(report.time).items():
         yield from bar_row(name, [("theirs", secs / total)], f"{secs:.3f} s", percent(secs / total))
     yield "</div>"
+    yield from table_of(["compute of", "products", "the rest", "share of the step"], computed_cells(report), left=1)
 
 
 def made(report: Any) -> Iterator[str]:

@@ -160,6 +160,15 @@ def time(report: Any) -> Iterator[str]:
         yield from times(parts_of(report.time), report.time.total_secs)
         mfu, bubble = percent(report.time.mfu), percent(report.time.bubble)
         yield f"MFU {mfu}; an average rank waits for others {bubble} of the time."
+        yield ""
+        yield from table(["compute of", "products", "the rest", "share of the step"], computed_cells(report), left=1)
+
+
+def computed_cells(report: Any) -> list[list[str]]:
+    """Module, seconds in products and what is fused with them, in the rest, and the share of both in the step."""
+    total = report.time.total_secs
+    shown = [one for one in report.computed if one.total / total > LEAST_SHOWN]
+    return [[one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)] for one in shown]
 
 
 def parts_of(time: StepTime) -> dict[str, float]:

@@ -16,6 +16,7 @@ from parallax.chips import chip
 from parallax.command import likely_entries, with_likely_vocab
 from parallax.errors import ConfigError
 from parallax.report.compiled import Compiled, read_compiled
+from parallax.report.cycles import ModuleSecs, secs_by_module
 from parallax.report.flops import Flops, step_flops
 from parallax.report.page import page
 from parallax.report.products import CompiledFlops, compiled_flops
@@ -38,7 +39,7 @@ class Report:
     rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
     when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
     `compiled_flops` are those that an average device executes of the compiled program, the update's apart; `time` is
-    None where the compiler estimates no cycles.
+    None where the compiler estimates no cycles, `computed` its compute by module.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Report:
     compiled_for: str
     compiled_flops: CompiledFlops | None = None
     time: StepTime | None = None
+    computed: tuple[ModuleSecs, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,7 @@ class Report:
         plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
         plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
         plain["time"] = self.time and self.time._asdict()
+        plain["computed"] = [one._asdict() for one in self.computed]
         if self.compiled is not None:
             plain["compiled_flops"] = self.compiled_flops._asdict()
             found = self.compiled._asdict()
@@ -129,13 +132,14 @@ def report(
     planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
     ranks = collectives_by_rank(model, rows, seq)
     flops = step_flops(model, rows, seq, entries=entries)
-    made, made_for, time, shares = None, "", None, branch_shares(model)
+    made, made_for, time, computed, shares = None, "", None, (), branch_shares(model)
     if compiled and isinstance(model.mesh, Mesh):
         kind = model.mesh.devices.flat[0].device_kind
         made = read_compiled(step.lower(rows, seq).compile(), model.mesh, shares)
         made_for = f"{model.mesh.size} x {kind}"
         if made.cycles is not None:
             time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
+            computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),
@@ -151,6 +155,7 @@ def report(
         compiled_for=made_for,
         compiled_flops=made and compiled_flops(made.text, shares),
         time=time,
+        computed=computed,
     )
 
 
