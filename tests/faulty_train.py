@@ -1,8 +1,9 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
 FAULT is what happens when the process of that rank reads the batch of that step ("raise", "raise-data", "sleep",
-"die"), begins to save it ("die-saving") or starts ("die-starting"), or how it differs from the others from the start:
-another "config", other "code", other "data", another "clock", a folder that is "unshared".
+"die"), is to take the step ("skip": it goes on without), begins to save it ("die-saving") or starts ("die-starting"),
+or how it differs from the others from the start: another "config", other "code", other "data", another "clock", a
+folder that is "unshared".
 """
 
 import os
@@ -17,6 +18,7 @@ import train
 from parallax.checkpoint import Checkpoints
 from parallax.data import Reader
 from parallax.errors import DataError
+from parallax.step import TrainStep
 
 
 def raise_error() -> None:
@@ -48,6 +50,8 @@ def main() -> int:
             die()
         elif fault == "die-saving":
             die_saving(int(step))
+        elif fault == "skip":
+            skip(int(step))
         elif fault == "data":
             Reader.fingerprint = property(lambda self: "other data")
         elif fault == "unshared":
@@ -67,6 +71,20 @@ def die_saving(step: int) -> None:
             die()
 
     Checkpoints.save = faulty
+
+
+def skip(step: int) -> None:
+    take, latest = TrainStep.__call__, []
+
+    def faulty(self, state, batch):
+        if len(latest) == step - 1:
+            latest.append(latest[-1])
+            return state, latest[-1]
+        after, metrics = take(self, state, batch)
+        latest.append(metrics)
+        return after, metrics
+
+    TrainStep.__call__ = faulty
 
 
 def break_at(step: int, act) -> None:

@@ -20,6 +20,7 @@ from parallax.loop.journal import read_metrics
 MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
 # What a process whose peer is gone may take to end.
 SOON_SECS = 15
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, as IPv6 too
 
 
 def losses(folder):
@@ -189,6 +190,35 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
         assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Current thread" in text  # the stacks
     assert "start the same command again to go on from the last checkpoint" in text
+
+
+@pytest.mark.slow
+def test_a_process_that_leaves_a_step_out_does_not_train_on_in_silence(corpus, tmp_path):
+    """Its next step meets the others' last: sums are wrong, until one waits for a step that the other has had."""
+    flags = [*flags_of(corpus, **MESH), "--config.distributed.wait_secs=6", "--config.checkpoint.every_steps=4"]
+    with launched(FAULTY, "skip", "1", "3", *flags, f"--workdir={tmp_path}") as job:
+        status, text = job.end()
+    assert status == 75 and "waited 6 s (distributed.wait_secs) for" in text, text
+    for each in (0, 1):
+        assert f"[{each}] LostError: " in text, text
+    assert latest_step(tmp_path / "checkpoints") is None  # what came of it was not saved
+
+
+def listening(pid):
+    """Addresses on which a process takes connections, as /proc has them."""
+    links = [os.readlink(path) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    tables = [pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/net/tcp").exists(), reason="sockets are read from Linux's /proc")
+def test_the_coordinator_of_one_machine_listens_to_that_machine_alone(corpus, tmp_path):
+    with launched("train.py", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}") as job:
+        job.wait_for("step 2/2000")
+        assert set() < listening(job.pids[0]) <= LOOPBACK
 
 
 @pytest.mark.slow
