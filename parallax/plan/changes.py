@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from parallax.pipeline.config import REMAT
-from parallax.plan.analytic import Estimate, estimate, predicted_memory, trace
+from parallax.plan.analytic import Estimate, predict_of
 from parallax.plan.layouts import GATHERS, Choice, build_if_legal
 from parallax.report.place import Place
 from parallax.settings import Settings
@@ -42,8 +42,7 @@ def _priced(settings: Settings, place: Place, now: Estimate) -> Iterator[Change]
     for flags, changed in neighbours(settings):
         model = build_if_legal(changed)
         if model is not None:
-            held = predicted_memory(model, changed)
-            then = estimate(changed, place, held, trace(model, changed))
+            then = predict_of(model, changed, place)
             yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
