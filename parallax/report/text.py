@@ -144,7 +144,8 @@ def made_notes(report: Any) -> Iterator[str]:
     merged = sum(one.count for one in report.compiled.collectives if one.merged > 1)
     arrays = sum(one.count * one.merged for one in report.compiled.collectives if one.merged > 1)
     if merged:
-        yield f"{merged:,.0f} calls move {arrays:,.0f} arrays that were merged."
+        calls = "1 call moves" if merged == 1 else f"{merged:,.0f} calls move"
+        yield f"{calls} {arrays:,.0f} arrays that were merged."
     gone = [f"{row.kind} over {', '.join(row.axes)}" for row in rows if row.traced_calls and not row.calls]
     if gone:
         yield f"Turned into others: {'; '.join(gone)}."
