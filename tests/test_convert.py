@@ -3,6 +3,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -143,6 +145,34 @@ def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
     about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
     pieces = list(Stored(tmp_path / "1" / "params", "x", about).pieces())
     assert len(pieces) == 64 and max(piece.nbytes for piece in pieces) == 4096
+
+
+EXPORT = """
+import pathlib, resource, sys
+from parallax.checkpoint import stored
+from parallax.convert.move import export_params
+stored.CACHE_BYTES = 1 << 26
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+export_params(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), step=1, shard_bytes=1 << 28)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_an_export_of_640_mib_takes_the_memory_of_its_cache_and_a_few_pieces(tmp_path):
+    """With a cache of 64 MiB, as ten arrays of 64 MiB take the time that they do."""
+    rng = np.random.default_rng(0)
+    params = {f"array_{n}": jax.numpy.asarray(rng.normal(size=(64, 1 << 18)).astype(np.float32)) for n in range(10)}
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    carry = lambda at: [(at / name).write_text("{}") for name in ("config.json", "tokenizer.json")]  # noqa: E731
+    with Checkpoints(tmp_path / "run" / "checkpoints", config, settings={}, carry=carry) as checkpoints:
+        checkpoints.save(1, {"params": params})
+    command = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 640 << 20
+    # The cache, the piece that is decoded, the piece that is summed with its 8 bytes an element, and what is written.
+    assert int(ended.stdout) < 400 << 20
 
 
 @pytest.mark.parametrize("damage", [flip, truncate])

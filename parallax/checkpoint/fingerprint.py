@@ -14,6 +14,8 @@ import numpy as np
 from jax import Array
 
 WORD_BITS = 32
+# Elements that the host sums at once: what it holds for each is many times their size.
+BLOCK = 1 << 18
 # Mixing steps of MurmurHash3's finaliser.
 MIXERS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
@@ -59,6 +61,10 @@ class Running:
     def add(self, piece: np.ndarray) -> None:
         """Take in the next elements."""
         flat = np.ascontiguousarray(piece).reshape(-1)
+        for start in range(0, len(flat), BLOCK):
+            self._add_block(flat[start : start + BLOCK])
+
+    def _add_block(self, flat: np.ndarray) -> None:
         words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(len(flat), -1)
         at = np.arange(self._at, self._at + len(flat), dtype=np.uint64).astype(np.uint32)
         for half in range(words.shape[1]):

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint read piece by piece on the host, past orbax: no more than a piece is in memory."""
+"""Arrays of a checkpoint read piece by piece on the host, past orbax: a piece is in memory, and a cache of chunks."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +16,17 @@ PIECE_BYTES = 1 << 26
 CACHE_BYTES = 1 << 29
 
 
+def new_cache() -> tensorstore.Context:
+    """A cache for arrays that are open together; what is opened later with the same one may not be what is on disk."""
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+
+
 class Stored:
     """One array of a part of a step, as orbax has written it; rows are along the first dim."""
 
-    def __init__(self, folder: Path, name: str, about: Mapping[str, Any]):
+    def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
         kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        context = new_cache() if cache is None else cache
         self._array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context, open=True).result()
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype

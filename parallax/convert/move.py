@@ -15,7 +15,7 @@ from parallax.assembly import model_of
 from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
 from parallax.checkpoint.fingerprint import Running
 from parallax.checkpoint.manifest import files_of, flatten, shortened, write_manifest, wrong_files
-from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written
+from parallax.checkpoint.stored import PIECE_BYTES, Stored, Written, new_cache
 from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
 from parallax.convert.shards import read_shards, write_shards
@@ -88,7 +88,8 @@ def _check_files(step: Path, files: Mapping[str, Any]) -> None:
 
 def _write_tensors(step: Path, arrays: Mapping[str, Any], out: Path, shard_bytes: int) -> None:
     try:
-        stored = {name: Stored(step / "params", name, about) for name, about in arrays.items()}
+        cache = new_cache()
+        stored = {name: Stored(step / "params", name, about, cache) for name, about in arrays.items()}
     except (ValueError, OSError) as error:
         raise _damaged(step, str(error).splitlines()[0]) from error
     running = {name: Running() for name in arrays}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -185,6 +186,29 @@ def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_the
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
     assert "No space left" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, monkeypatch):
+    """The disk takes the last of step 4 no sooner than step 5 is over."""
+    from parallax.checkpoint import writer
+
+    later, write_manifest, record = threading.Event(), writer.write_manifest, Journal.record
+
+    def slow(folder, content):
+        if content["step"] == 4:
+            assert later.wait(60), "step 5 waits for the save of step 4"
+        write_manifest(folder, content)
+
+    def record_and_go_on(self, step, values):
+        record(self, step, values)
+        if step == 5:
+            assert latest_step(tmp_path / "checkpoints") == 2
+            later.set()
+
+    monkeypatch.setattr(writer, "write_manifest", slow)
+    monkeypatch.setattr(Journal, "record", record_and_go_on)
+    assert go_on(corpus, tmp_path).reason == "finished"
+    assert_same_run(tmp_path, never_stopped)
 
 
 @pytest.mark.parametrize("first", ["log.txt", "metrics.jsonl"])
