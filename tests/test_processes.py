@@ -50,7 +50,7 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
     done = latest_step(tmp_path / "checkpoints")
     assert 3 <= done < 8 and len(losses(tmp_path)) == done
     # Process 0 speaks for all.
-    assert all("SIGTERM" in line for line in text.splitlines() if line.startswith("[1]"))
+    assert all("SIGTERM" in line for line in text.splitlines() if line.startswith("[1]")), text
     # Each has written its own part of the arrays.
     parts = (tmp_path / "checkpoints" / str(done) / "params").glob("ocdbt.process_*")
     assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
