@@ -68,17 +68,19 @@ def test_a_stop_is_remembered_whichever_number_jax_agrees_on(monkeypatch, agreed
     assert asked == list(range(1, agreed + 1))
 
 
+WAITING = """
+import time
+from parallax.loop.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while stop.signal is None: time.sleep(0.01)
+"""
+
+
 def test_a_signal_is_heard_where_nobody_reads_stderr():
-    code = (
-        "import time\n"
-        "from parallax.loop.signals import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    print('ready', flush=True)\n"
-        "    while stop.signal is None: time.sleep(0.01)\n"
-    )
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, text=True)
+    process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=write, text=True)
     os.close(write)
     with process:
         try:
@@ -90,15 +92,7 @@ def test_a_signal_is_heard_where_nobody_reads_stderr():
 
 
 def test_a_second_signal_ends_the_process_at_once():
-    code = (
-        "import time\n"
-        "from parallax.loop.signals import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    print('ready', flush=True)\n"
-        "    while stop.signal is None: time.sleep(0.01)\n"
-        "    print(stop.signal, flush=True)\n"
-        "    time.sleep(60)\n"
-    )
+    code = f"{WAITING}    print(stop.signal, flush=True); time.sleep(60)\n"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
