@@ -10,6 +10,7 @@ from typing import Any
 from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError, tell, writing
 from parallax.loop.folder import RunFolder
+from parallax.runfiles import row_of
 
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
@@ -97,7 +98,7 @@ class Journal:
 def drop_after(path: Path, step: int) -> None:
     """Cut metrics.jsonl down to whole lines of steps up to `step`; a line that a kill has torn goes too."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        kept = [line for line in path.read_text().splitlines() if (row := row_of(line)) and row["step"] <= step]
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(line + "\n" for line in kept))
         aside.replace(path)
@@ -105,18 +106,11 @@ def drop_after(path: Path, step: int) -> None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl; a torn last line is left out."""
-    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < float("inf")]
+    return [row for line in path.read_text().splitlines() if (row := row_of(line)) is not None]
 
 
 def _written(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
 
 
 def _open_events(folder: Path) -> Any:

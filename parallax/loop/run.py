@@ -88,7 +88,10 @@ def train(
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
-        return run(parts, folder, journal, stop, start)
+        with folder.end_recorded() as because:
+            outcome = run(parts, folder, journal, stop, start)
+            because(outcome.reason)
+        return outcome
 
 
 def build(settings: Settings, folder: RunFolder) -> Parts:
