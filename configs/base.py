@@ -115,6 +115,8 @@ def get_config() -> ConfigDict:
     config.train.stall_factor = 10.0  # a step that takes so many medians has all stacks printed; 0 is off
     config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
+    config.train.wandb = ""  # project of Weights & Biases that also gets the numbers (extra: wandb); empty: none
+    config.train.profile_steps = ""  # FIRST:LAST, as 20:25: these steps are traced, both ends too; empty: none
 
     # parallax.checkpoint.CheckpointConfig
     config.checkpoint = ConfigDict()

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
+# Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
+TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
 
 
 class RunFiles:

@@ -100,9 +100,8 @@ class RunFolder(RunFiles):
     def _write_end(self, reason: str) -> None:
         if self._started and (starts := self._starts()):
             ended = {"time": time.strftime(TIME), "reason": reason}
-            _replace(
-                self.metadata, {"run_name": self.path.name, "starts": [*starts[:-1], {**starts[-1], "ended": ended}]}
-            )
+            starts[-1] = {**starts[-1], "ended": ended}
+            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def _starts(self) -> list[Any]:
         """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""

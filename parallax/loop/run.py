@@ -21,10 +21,12 @@ from parallax.errors import writing
 from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
+from parallax.loop.curves import curves_of
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import check_fits, peak_flops
+from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
@@ -75,7 +77,7 @@ def train(
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),
-        Journal(folder, tensorboard=settings.train.tensorboard) as journal,
+        Journal(folder, curves_of(settings, folder)) as journal,
     ):
         log_to(journal.say_last)
         check_shared(folder.path)
@@ -134,9 +136,10 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
                 parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
         journal.begin(start)
+        train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
+            train_step,
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
@@ -147,6 +150,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             Rates(settings.optimizer, settings.train.steps),
             Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
             Recheck(state_shardings(model, parts.tx)),
+            stack.enter_context(Profile(settings, train_step, folder, journal.say)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
