@@ -95,7 +95,8 @@ def get_config() -> ConfigDict:
     config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
-    config.data.tokenizer = "bytes"  # "bytes" | "bpe" (trained on the corpus) | a tokenizer.json
+    # "auto" is that of the run in train.init_from, or of prepared data, or "bytes".
+    config.data.tokenizer = "auto"  # | "bytes" | "bpe" (trained on the corpus) | a tokenizer.json
     config.data.bpe_vocab = 4096  # entries of a bpe that is trained
     config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
     config.data.seq = 256  # tokens in a window

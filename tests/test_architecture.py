@@ -22,13 +22,14 @@ ROWS = [
     {"sharded_model", "decoding"},
     {"step", "diagnosis"},
     {"settings"},
-    {"assembly"},
-    {"budget", "generate", "convert", "watch"},
+    {"assembly", "vocabulary"},
+    {"budget", "trained", "convert", "watch"},
+    {"generate"},
     {"command"},
     {"report"},
     {"plan"},
     {"loop"},
-    {"replay"},
+    {"replay", "evaluate"},
     {"__init__"},
 ]
 ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}

@@ -1,6 +1,7 @@
 """A curve in a terminal: dots of braille, or stars where there is no Unicode."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a character, by row and column
 WIDE, HIGH = 2, 4
 POINT, STAR = "◆", "o"
-OUTLIER = 2.0  # what lies so many spreads above the upper twentieth is drawn at the top edge
+NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
+OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
 
 
 class Points(NamedTuple):
@@ -81,10 +83,11 @@ def _averaged(curve: Points, first: float, last: float, columns: int) -> list[fl
 
 
 def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest value to draw: single ones far above all others do not flatten the rest."""
-    ordered = sorted([*values, *others])
-    low, usual = ordered[0], ordered[int(0.95 * (len(ordered) - 1))]
-    return low, min(ordered[-1], usual + OUTLIER * (usual - low)) if usual > low else ordered[-1]
+    """The lowest and the highest value to draw: a spike far above all others does not flatten the rest."""
+    low, highest = min(*values, *others, math.inf), max(*values, *others, -math.inf)
+    around = (values[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1] for at in range(len(values)))
+    usual = max([*map(statistics.median, around), *others])
+    return low, min(highest, usual + OUTLIER * (usual - low)) if usual > low else highest
 
 
 def _connected(rows: Sequence[int | None]) -> list[tuple[int, int]]:

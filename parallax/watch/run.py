@@ -110,11 +110,9 @@ class Run:
         secs = [row["perf/step_secs"] for row in recent if _is_number(row.get("perf/step_secs"))]
         if not secs:
             return None
-        mean = sum(secs) / len(secs)
-        peak, memory = self._last("perf/mfu"), self._last("perf/memory_bytes")
-        tokens = statistics.median(row.get("perf/tokens_per_second") or 0.0 for row in recent)
+        tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
         waited = sum(row.get("perf/data_wait_secs") or 0.0 for row in recent)
-        return Speed(statistics.median(secs), tokens, peak, waited / (mean * len(secs)), memory)
+        return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
 
     @property
     def left_secs(self) -> float | None:
@@ -243,6 +241,11 @@ def _ended(reason: str) -> Status:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _median(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if _is_number(row.get(key))]
+    return statistics.median(values) if values else None
 
 
 def _time_of(file: Path) -> float:
