@@ -47,10 +47,10 @@ class Profile:
         """Whether `done` is the last one to trace."""
         return self._open is not None and done == self._steps[-1]
 
-    def begin(self, state: Any) -> None:
-        """Trace from here on, with idle devices: `state` is that before the first step."""
+    def begin(self, done: int, state: Any) -> None:
+        """Trace from here on, with idle devices: `state` is that after the steps done."""
         jax.block_until_ready(state)
-        self._begin()
+        self._begin(done + 1)
 
     def around(self, step: int) -> contextlib.AbstractContextManager:
         """While a step is dispatched."""
@@ -61,20 +61,17 @@ class Profile:
         jax.block_until_ready(state)
         self._end()
 
-    @property
-    def _at(self) -> Path:
-        name = f"steps-{self._steps[0]}-{self._steps[-1]}"
-        return self._folder.profile / name / f"process-{jax.process_index()}"
-
-    def _begin(self) -> None:
+    def _begin(self, first: int) -> None:
+        name = f"steps-{first}-{self._steps[-1]}"
+        at = self._folder.profile / name / f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
         with writing(self._folder.path):
-            shutil.rmtree(self._at, ignore_errors=True)  # what an earlier start has traced of these steps
-            self._at.mkdir(parents=True)
-            self._write_about()
+            shutil.rmtree(at, ignore_errors=True)  # what an earlier start has traced from this step on
+            at.mkdir(parents=True)
+            self._write_about(at)
         try:
-            jax.profiler.start_trace(self._at, profiler_options=options)
+            jax.profiler.start_trace(at, profiler_options=options)
         except RuntimeError as error:
             self._steps = range(0)
             self._say(f"steps are not traced: {str(error).splitlines()[0]}")
@@ -94,14 +91,14 @@ class Profile:
             return
         self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
 
-    def _write_about(self) -> None:
+    def _write_about(self, at: Path) -> None:
         data, mesh = self._settings.data, self._step.model.mesh
         text = self._step.lower(data.global_batch, data.seq).compile().as_text()
-        (self._at / PROGRAM).write_text(text)
+        (at / PROGRAM).write_text(text)
         about = {
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
             "devices": [device.id for device in mesh.devices.flat],
             "kind": mesh.devices.flat[0].device_kind,
         }
-        (self._at / TRACED).write_text(json.dumps(about, indent=1) + "\n")
+        (at / TRACED).write_text(json.dumps(about, indent=1) + "\n")

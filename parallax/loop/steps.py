@@ -57,7 +57,7 @@ class Steps:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
         pending = None
         if self.profile.begins_after(start):
-            self.profile.begin(state)
+            self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
             at(f"step {done}", compiling=done == start + 1)
             self.watchdog.begin(done, compiles=done == start + 1)
@@ -117,7 +117,7 @@ class Steps:
         if saves and not self.owed:
             self._save(ended.step, state, values.get("eval/loss"))
         if self.profile.begins_after(ended.step) and not stopping:
-            self.profile.begin(state)
+            self.profile.begin(ended.step, state)
         self.meter.pause()
 
     def _save(self, step: int, state: TrainState, loss: float | None) -> None:
