@@ -158,10 +158,10 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices = Program(text, mesh), {}
+    program, devices, local = Program(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, program):
-            devices.setdefault(number, []).append(ran)
+            devices.setdefault(_global(number, local), []).append(ran)
     span, steps = _span(planes, devices)
     inside = {
         number: [one for one in ran if one.end > span[0] and one.start < span[1]] for number, ran in devices.items()
@@ -207,6 +207,11 @@ def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Ran]]:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
                 yield number, Ran(start, start + event.duration_ns / 1e9, *about)
+
+
+def _global(number: int, local: list[int]) -> int:
+    """A device by its number in the job; some backends count those of a process from 0."""
+    return number if number in local or number >= len(local) else local[number]
 
 
 def _of(name: str, stats: dict[str, Any], program: Program) -> tuple[str, bool, bool] | None:
