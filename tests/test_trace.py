@@ -141,11 +141,12 @@ planes { name: "/device:GPU:0"
   event_metadata { key: 3 value { id: 3 name: "loop_add_fusion_7" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
   stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+  stat_metadata { key: 9 value { id: 9 name: "add.2" } }
   lines { name: "Stream #13(Compute)" timestamp_ns: 1000
     events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000
       stats { metadata_id: 1 str_value: "dot.1" } stats { metadata_id: 2 str_value: "jit_train_step" } }
     events { metadata_id: 3 offset_ps: 6000000 duration_ps: 1000000
-      stats { metadata_id: 1 str_value: "add.2" } stats { metadata_id: 2 str_value: "jit_train_step" } } }
+      stats { metadata_id: 1 ref_value: 9 } stats { metadata_id: 2 str_value: "jit_train_step" } } }
   lines { name: "Stream #14(Compute)" timestamp_ns: 1000
     events { metadata_id: 2 offset_ps: 3000000 duration_ps: 3000000
       stats { metadata_id: 1 str_value: "ag.3" } stats { metadata_id: 2 str_value: "jit_train_step" } } }

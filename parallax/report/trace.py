@@ -1,6 +1,7 @@
 """A trace that JAX's profiler wrote, read: which operation ran when on which device, and in which part of the model."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -62,13 +63,9 @@ class Program:
         self._mesh = mesh
         self._known: dict[str, tuple[str, bool, bool] | None] = {}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a trace calls it, "" where there is no text."""
-        return self._name
-
-    @cached_property
-    def _name(self) -> str:
         return next((one.op_name.split("/")[0][4:-1] for one in self._instructions.values() if one.op_name), "")
 
     def about(self, op: str) -> tuple[str, bool, bool] | None:
@@ -80,8 +77,10 @@ class Program:
 
     def _read(self, one: Instruction) -> tuple[str, bool, bool] | None:
         kind = one.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        if kind in CONTROL or one.kind in ("async-start", "async-done"):
-            return None if kind in CONTROL else _guessed(one.name)
+        if kind in CONTROL:
+            return None
+        if kind == "async":
+            return _guessed(one.name)
         if kind in COLLECTIVES:
             return self._collective(kind, one), True, False
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
@@ -91,10 +90,8 @@ class Program:
         shown = "permute" if kind == "collective-permute" else kind
         if not self._mesh or one.kind.endswith(("-done", "-update")):
             return shown
-        devices = 1
-        for size in self._mesh.values():
-            devices *= size
-        return f"{shown} over {', '.join(axes_of(groups_of(one.rest, devices), self._mesh)) or 'none'}"
+        groups = groups_of(one.rest, math.prod(self._mesh.values()))
+        return f"{shown} over {', '.join(axes_of(groups, self._mesh)) or 'no axis'}"
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
