@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 from parallax.settings import Settings, load_json, read_settings
 
 
-def settings_of(config: ConfigDict) -> Settings:
+def settings_of(config: ConfigDict | Settings) -> Settings:
     """The checked settings of a config; ConfigError names what is wrong."""
-    return read_settings(config.to_dict())
+    return config if isinstance(config, Settings) else read_settings(config)
 
 
 def load_config(path: Path | str) -> ConfigDict:
@@ -19,6 +19,4 @@ def load_config(path: Path | str) -> ConfigDict:
 
 def lines_of(settings: Settings) -> list[str]:
     """A section a line, as it is printed when a run starts."""
-    sections = settings.to_dict().items()
-    width = max(len(name) for name, _ in sections)
-    return [f"{name:{width}}  {'  '.join(f'{k}={v!r}' for k, v in keys.items())}" for name, keys in sections]
+    return repr(settings).splitlines()
