@@ -22,7 +22,7 @@ from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Tokenizer
 from parallax.tokenizer import load as load_tokenizer
 
-SHOWN = ("train/loss", "eval/loss", "perf/tokens_per_second")
+SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -83,7 +83,7 @@ class Run:
         return reader.batch(index)
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name:9} {value}" for name, value in self._facts())
+        return "\n".join(f"{name:6} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
         left = 'style="text-align:left"'
@@ -94,13 +94,13 @@ class Run:
         model, data = self.settings.model, self.settings.data
         sizes = " ".join(f"{axis}={size}" for axis, size in self.model.axis_sizes.items())
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
-        ends = [(name, self.curve(name)) for name in SHOWN if name in self.numbers]
+        ends = {label: (name, *self.curve(name)) for label, name in SHOWN.items() if name in self.numbers}
         return [
             ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
             ("model", f"{kind}, vocab {model.vocab}"),
             ("mesh", f"{sizes} (trained on {_sizes(self.settings)})"),
             ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
-            *((name.split("/")[1][:9], f"{name} {values[-1]:,.4g} at step {at[-1]}") for name, (at, values) in ends),
+            *((label, f"{name} {_written(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
         ]
 
     def _line(self) -> str:
@@ -137,5 +137,9 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     return Run(path, step, settings, model, params, tokenizer)
 
 
+def _written(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
 def _sizes(settings: Settings) -> str:
-    return "·".join(str(settings.mesh.sizes[axis]) for axis in AXES)
+    return " ".join(f"{axis}={settings.mesh.sizes[axis]}" for axis in AXES)

@@ -159,6 +159,7 @@ def test_a_schedule_prints_as_its_grid_and_is_drawn():
 
 def test_what_a_step_starts_from_is_what_its_seed_says():
     step = px.step_of(settings(train={"seed": 3}))
+    assert repr(step).startswith("TrainStep of 22,976 parameters on pp=2 dp=2 tp=2, ")
     state, expected = step.init(), step.model.init(3)
     assert int(state.step) == 0
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected)))

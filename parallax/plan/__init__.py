@@ -16,13 +16,13 @@ class _Callable(ModuleType):
     """
 
     def __call__(self, settings: Any, topology: Any, *, name: str = "step") -> Any:
-        """See `parallax.plan.planned.plan`."""
+        """The step of settings on a topology, as "v5p:4x4x4": a `parallax.plan.planned.Plan`."""
         from parallax.plan.planned import plan
 
         return plan(settings, topology, name=name)
 
     def compare(self, plans: Sequence[Any]) -> Any:
-        """See `parallax.plan.planned.compare`."""
+        """Plans for one place side by side, the fastest first: a `parallax.plan.planned.Comparison`."""
         from parallax.plan.planned import compare
 
         return compare(plans)

@@ -14,7 +14,8 @@ from parallax.report.place import Place, read_topology
 from parallax.settings import Settings
 from parallax.units import in_bytes, percent
 
-TIME_COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
+# The palette of Okabe and Ito, which colour-blind people can tell apart.
+COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#009e73", "#f0e442", "#222222", "#999999")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,7 +82,7 @@ class Plan:
 
     def _heading(self) -> list[str]:
         return [
-            text.heading(self.name, self.settings, self.place),
+            *text.heading(self.name, self.settings, self.place).splitlines(),
             text.verdict(self.peak_bytes, self.place, "predicted"),
             f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
         ]
@@ -110,7 +111,8 @@ class Comparison:
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.place.name}", *text.sweep_table(self._rows, {}, self.front, self.own)]
         verdicts = (text.verdict(plan.peak_bytes, self.place, "predicted") for plan in self.too_large)
-        return "\n".join([*lines, *(f"{plan.name} {said}" for plan, said in zip(self.too_large, verdicts))])
+        layouts = ("{pp}·{dp}·{tp} remat {remat}".format(**plan.layout._asdict()) for plan in self.too_large)
+        return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
 
     def _repr_svg_(self) -> str:
         return picture.draw(f"{self.name} on {self.place.name}", self._rows, self.place, self.own)
@@ -147,7 +149,7 @@ def _bars(title: str, parts: dict[str, float], written) -> str:
     """One stacked bar, and what its pieces are."""
     whole = sum(parts.values())
     shown = {name: value for name, value in parts.items() if value > 0.005 * whole}
-    colours = dict(zip(shown, (TIME_COLOURS * 3)))
+    colours = dict(zip(shown, COLOURS * 2))
     pieces = "".join(
         f'<div style="background:{colours[name]};width:{100 * value / whole:.2f}%"></div>'
         for name, value in shown.items()
