@@ -17,9 +17,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from parallax.data import DataConfig
+from parallax.data.config import AUTO
 from parallax.errors import ConfigError, DataError, exit_status, nearest
 from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
+from parallax.vocabulary import with_vocab_of_source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SAVED = "saved.py"  # loads the config.json of a run
@@ -108,12 +110,13 @@ def usage(line: str, own: Mapping[str, Flag]) -> str:
 
 def with_likely_vocab(settings: Settings) -> Settings:
     """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
+    settings = with_vocab_of_source(settings)
     return settings if settings.model.vocab else with_vocab(settings, likely_entries(settings.data))
 
 
 def likely_entries(data: DataConfig) -> int:
     """The entries of the tokenizer that a run would use: a bpe that is yet to be trained has all that it may have."""
-    if data.source != "prepared" and data.tokenizer in ("bytes", "bpe"):
+    if data.source != "prepared" and data.tokenizer in (AUTO, "bytes", "bpe"):
         return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
     file = data.path if data.source == "prepared" else data.tokenizer
     try:

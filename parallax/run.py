@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from parallax.assembly import model_of
 from parallax.checkpoint import complete_steps
-from parallax.data import as_batch, open_reader
+from parallax.data import as_batch
 from parallax.errors import CheckpointError, ConfigError, nearest
 from parallax.generate import complete, encode
-from parallax.generate.__main__ import restore_params
+from parallax.loop.batches import open_split
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import read_metrics
-from parallax.mesh import AXES, mesh_of
+from parallax.mesh import AXES, MeshConfig
 from parallax.settings import Settings, load_settings
 from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Tokenizer
-from parallax.tokenizer import load as load_tokenizer
+from parallax.trained import load_trained
 
 SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
@@ -78,9 +77,7 @@ class Run:
 
     def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
         """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
-        folder = RunFolder(self.path).data
-        reader = open_reader(self.settings.data, folder=folder, vocab=self.settings.model.vocab, split=split)
-        return reader.batch(index)
+        return open_split(self.settings, RunFolder(self.path), split).batch(index)
 
     def __repr__(self) -> str:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())
@@ -123,17 +120,11 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     """
     path = Path(workdir)
     settings = load_settings(path)
-    checkpoints = RunFolder(path).checkpoints
-    saved = complete_steps(checkpoints)
-    if not saved:
-        raise CheckpointError(f"{path} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
-    if step is not None and step not in saved:
+    saved = complete_steps(RunFolder(path).checkpoints)
+    if step is not None and saved and step not in saved:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(saved)))}")
-    # Schedules are for training: one that needs this or that number of stages must not stand in the way.
-    pipeline = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    model = model_of(dataclasses.replace(settings, pipeline=pipeline), mesh_of(pp, dp, tp))
-    step, params = restore_params(checkpoints, step, model)
-    tokenizer = load_tokenizer(checkpoints / str(step))
+    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
+    step, _, model, params, tokenizer = load_trained(path, settings, mesh, step, "pp, dp and tp")
     return Run(path, step, settings, model, params, tokenizer)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -54,6 +55,8 @@ class TrainConfig:
     eval_batches: int
     check_every: int
     tensorboard: bool
+    wandb: str
+    profile_steps: str
     stall_factor: float
 
     def __post_init__(self):
@@ -66,6 +69,31 @@ class TrainConfig:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
         if self.stall_factor and self.stall_factor < 1:
             raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")
+        profiled = self.profiled
+        if profiled and profiled[-1] > self.steps:
+            raise ConfigError(
+                f"train.profile_steps={self.profile_steps!r} ends at step {profiled[-1]}, but "
+                f"train.steps={self.steps}; use steps of the run"
+            )
+
+    @property
+    def profiled(self) -> range:
+        """The steps that are traced; none where `profile_steps` is empty, ConfigError where it is no range."""
+        if not self.profile_steps:
+            return range(0)
+        found = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps)
+        if not found:
+            raise ConfigError(
+                f"train.profile_steps={self.profile_steps!r} is no range of steps; write FIRST:LAST, counted from 1, "
+                "as 20:25, or leave it empty"
+            )
+        first, last = map(int, found.groups())
+        if last < first:
+            raise ConfigError(
+                f"train.profile_steps={self.profile_steps!r} ends at {last}, before it begins at {first}; write the "
+                f"smaller one first, as {last}:{first}"
+            )
+        return range(first, last + 1)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -31,6 +31,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def duration(secs: float) -> str:
+    """Hours, minutes and seconds, the two largest of them.
+
+    >>> [duration(secs) for secs in (7, 250, 7262)]
+    ['7s', '4m10s', '2h01m']
+    """
+    secs = round(secs)
+    if secs < 60:
+        return f"{secs}s"
+    if secs < 3600:
+        return f"{secs // 60}m{secs % 60:02}s"
+    return f"{secs // 3600}h{secs % 3600 // 60:02}m"
+
+
 def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
     at = 0
     while abs(number) >= base and at < len(units) - 1:

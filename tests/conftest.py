@@ -21,9 +21,9 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis
 import jax
 from checkpoint_examples import small_disk
-from run_examples import corpus, shared_programs
+from run_examples import corpus, observed_run, shared_programs
 
-__all__ = ["corpus", "shared_programs", "small_disk"]  # fixtures
+__all__ = ["corpus", "observed_run", "shared_programs", "small_disk"]  # fixtures
 
 jax.config.update("jax_num_cpu_devices", 8)
 # [B, S] + [S] is a mistake more often than a wish.

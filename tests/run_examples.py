@@ -1,6 +1,7 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import signal
@@ -10,6 +11,7 @@ from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
 from parallax.loop import run as run_module
+from parallax.loop import train
 from parallax.loop.journal import Journal
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
@@ -100,3 +102,15 @@ def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
 def as_flags(changes: dict) -> list[str]:
     """Changes as they are written on the command line."""
     return [f"--config.{key}={value}" for key, value in changes.items()]
+
+
+@pytest.fixture(scope="session")
+def observed_run(tmp_path_factory):
+    """The folder of a whole run on 2·2·2 with a tokenizer of its own, of which steps 3 to 5 were traced and TensorBoard
+    was told; beside it its corpus. Not to be changed."""
+    root = tmp_path_factory.mktemp("observed")
+    changes = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2, "model.dropout": 0.0}
+    changes |= {"data.tokenizer": "bpe", "data.bpe_vocab": 280, "train.profile_steps": "3:5"}
+    changes |= {"train.eval_batches": 100, "train.tensorboard": importlib.util.find_spec("tensorboardX") is not None}
+    assert train(tiny_config(write_corpus(root / "corpus"), **changes), root / "run").reason == "finished"
+    return root / "run"

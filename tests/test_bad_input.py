@@ -146,7 +146,7 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
         ),
         (
             {"data.tokenizer": "words"},
-            "data.tokenizer='words' is unknown; use 'bytes', 'bpe' or the path of a tokenizer.json",
+            "data.tokenizer='words' is unknown; use 'auto', 'bytes', 'bpe' or the path of a tokenizer.json",
         ),
         ({"data.tokenizer": "/nowhere/tokenizer.json"}, "tokenizer '/nowhere/tokenizer.json' does not exist"),
         ({"data.global_batch": 8000}, "fewer than data.global_batch=8000; give it more text, or make one smaller"),

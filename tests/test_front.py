@@ -67,13 +67,14 @@ LATE = """
 import sys
 import jax
 import parallax as px
+from parallax.errors import ConfigError
 if sys.argv[1] == "late":
     jax.numpy.ones(3)
 try:
     px.simulate_devices(3)
     px.simulate_devices(3)
     print(len(jax.devices()))
-except px.simulate_devices.__globals__["ConfigError"] as error:
+except ConfigError as error:
     print(error)
 """
 

@@ -149,7 +149,7 @@ def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as console, Journal(RunFolder(tmp_path), tensorboard=False) as journal:
+    with os.fdopen(write, "w") as console, Journal(RunFolder(tmp_path)) as journal:
         monkeypatch.setattr(sys, "stdout", console)
         journal.say("step 1")
         journal.say("step 2")

@@ -5,25 +5,31 @@ dtypes and fingerprints, and the settings of the run that wrote them. Orbax writ
 folder that is named by a number for a step, and would restore flipped bits in silence.
 """
 
-from parallax.checkpoint.manifest import DamagedError, compare_settings, read_manifest
-from parallax.checkpoint.reader import Loaded, restore, restore_newest
-from parallax.checkpoint.steps import complete_steps, examine, latest_step, set_damaged_aside, tidy
-from parallax.checkpoint.writer import CheckpointConfig, Checkpoints, check_space, probe_folder
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "CheckpointConfig",
-    "Checkpoints",
-    "DamagedError",
-    "Loaded",
-    "check_space",
-    "compare_settings",
-    "complete_steps",
-    "examine",
-    "latest_step",
-    "probe_folder",
-    "read_manifest",
-    "restore",
-    "restore_newest",
-    "set_damaged_aside",
-    "tidy",
-]
+# Imported when first asked for: who only looks at a folder of checkpoints needs no JAX.
+HOME = {
+    "CheckpointConfig": "writer",
+    "Checkpoints": "writer",
+    "DamagedError": "manifest",
+    "Loaded": "reader",
+    "check_space": "writer",
+    "compare_settings": "manifest",
+    "complete_steps": "steps",
+    "examine": "steps",
+    "latest_step": "steps",
+    "probe_folder": "writer",
+    "read_manifest": "manifest",
+    "restore": "reader",
+    "restore_newest": "reader",
+    "set_damaged_aside": "steps",
+    "tidy": "steps",
+    "unfinished_steps": "steps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOME:
+        raise AttributeError(f"module 'parallax.checkpoint' has no {name!r}")
+    return getattr(import_module(f"parallax.checkpoint.{HOME[name]}"), name)

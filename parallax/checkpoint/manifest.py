@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jax
-
 from parallax.errors import CheckpointError
 
 FORMAT = 2
@@ -131,6 +129,8 @@ def flatten(tree: Any) -> dict[str, Any]:
     >>> flatten({"mlp": {"gate": 1, "up": (2, 3)}})
     {'mlp.gate': 1, 'mlp.up.0': 2, 'mlp.up.1': 3}
     """
+    import jax  # here: who only looks at the files of a step needs none of it
+
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -44,6 +44,15 @@ def complete_steps(folder: Path) -> set[int]:
     return {step for step in numbered_steps(folder) if _has_manifest(folder / str(step))}
 
 
+def unfinished_steps(folder: Path) -> set[int]:
+    """Steps whose save has begun and not ended: it goes on, or was killed."""
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError:
+        return set()
+    return {int(match[1]) for name in names if (match := UNFINISHED.fullmatch(name))}
+
+
 def examine(folder: Path) -> Standing:
     """Hold every complete step to its manifest, contents aside; CheckpointError if one has another format."""
     standing = Standing([], {})

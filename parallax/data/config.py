@@ -7,6 +7,7 @@ from parallax.tokenizer import SMALLEST_BPE_VOCAB
 
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
+AUTO = "auto"  # a tokenizer that follows from what else is asked for
 SOURCES = ("stdlib", "moby", "text", "jsonl", "parquet", "prepared", "synthetic")
 
 
@@ -37,7 +38,8 @@ class DataConfig:
             raise ConfigError(
                 f"data.cache={self.cache!r} is not used by data.source='prepared', which is ready; leave it empty"
             )
-        check_tokenizer(self.tokenizer, self.bpe_vocab)
+        if self.tokenizer != AUTO:
+            check_tokenizer(self.tokenizer, self.bpe_vocab, f"{AUTO!r}, ")
         for key, least in (("seq", 1), ("global_batch", 1), ("seed", 0), ("synthetic_tokens", 2)):
             _check_least(key, getattr(self, key), least)
         if not 0 <= self.eval_fraction < 1:
@@ -46,13 +48,13 @@ class DataConfig:
             )
 
 
-def check_tokenizer(tokenizer: str, bpe_vocab: int) -> None:
-    """Raise ConfigError unless `tokenizer` is a known name or a tokenizer.json."""
+def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
+    """Raise ConfigError unless `tokenizer` is a known name or a tokenizer.json; `others` are more names to use."""
     if tokenizer.endswith(".json"):
         return
     if tokenizer not in ("bytes", "bpe"):
         raise ConfigError(
-            f"data.tokenizer={tokenizer!r} is unknown; use 'bytes', 'bpe' or the path of a tokenizer.json"
+            f"data.tokenizer={tokenizer!r} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
         )
     if tokenizer == "bpe":
         _check_least("bpe_vocab", bpe_vocab, SMALLEST_BPE_VOCAB)

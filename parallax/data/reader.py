@@ -5,21 +5,23 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from parallax import tokenizer as tokenizers
-from parallax.data.config import DataConfig
+from parallax.data.config import AUTO, DataConfig
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.order import shuffled
 from parallax.data.prepare import Request, prepare
+from parallax.data.shard import text_hash
 from parallax.data.sources import open_source
 from parallax.data.split import SPLITS, documents_of_split
 from parallax.data.stream import Stream
 from parallax.data.windows import batch_arrays
 from parallax.errors import ConfigError, DataError, check_choice
-from parallax.tokenizer import Tokenizer
+from parallax.tokenizer import Bytes, Tokenizer
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
 
@@ -29,8 +31,8 @@ class Reader:
 
     Train: every epoch is a permutation of all whole windows, and batch n takes windows n*B ... n*B+B-1 of
     the epochs one after another; the tail of the stream that fills no window is never read.
-    Eval: `batches` batches hold every window once, in one shuffled order; the last window and the last batch
-    are padded, so that each token of the split counts once. Beyond `batches` they repeat.
+    Eval, and all: `batches` batches hold every window once, in one shuffled order; the last window and the last
+    batch are padded, so that each token of the split counts once. Beyond `batches` they repeat.
 
     Args:
         rows: those of the global batch that this host reads, in any order; what is in a row does not depend on it.
@@ -92,6 +94,26 @@ class Reader:
         content = [self.manifest.tokenizer_fingerprint, shards, chosen]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    @property
+    def documents(self) -> int:
+        """Documents of the split."""
+        return int(self._chosen().sum())
+
+    def text_bytes(self) -> tuple[int, bool]:
+        """Bytes of the split's text, and whether they are known: a document counts as its decoded text where that has
+        the hash of what was prepared, and as its share of the corpus where a tokenizer does not give text back."""
+        if self.split == "all":
+            return self.manifest.text_bytes, True
+        table, chosen = _read_documents(self._folder, self.manifest), self._chosen()
+        total, guessed, start = 0, 0, 0
+        for tokens, known in zip(table["tokens"][chosen].tolist(), table["hash"][chosen].tolist()):
+            (ids,) = self._stream.read(np.array([start]), tokens)
+            content = self.tokenizer.decode(ids[:-1]).encode("utf-8")
+            exact = text_hash(content) == known
+            total, guessed = total + exact * len(content), guessed + (not exact) * tokens
+            start += tokens
+        return total + round(guessed * self.bytes_per_token), not guessed
+
     def epoch(self, step: int) -> float:
         """How often the windows were seen before `step`."""
         return step * self._global_batch / self.windows
@@ -113,16 +135,20 @@ class Reader:
 
     def documents_of(self, windows: np.ndarray) -> np.ndarray:
         """The documents that lie in any of these windows, counted from 0 in the order of the corpus."""
-        table = _read_documents(self._folder, self.manifest)
-        chosen = np.flatnonzero(documents_of_split(table["hash"], split=self.split, eval_fraction=self._eval_fraction))
+        table, chosen = _read_documents(self._folder, self.manifest), np.flatnonzero(self._chosen())
         ends = np.cumsum(table["tokens"][chosen].astype(np.int64))
         first = np.searchsorted(ends, windows * self.seq, side="right")
         last = np.searchsorted(ends, np.minimum((windows + 1) * self.seq, self.tokens - 1), side="right")
         inside = [chosen[a : b + 1] for a, b in zip(first, last)]
         return np.unique(np.concatenate(inside))
 
+    def _chosen(self) -> np.ndarray:
+        """A mask of the documents in the split, over all of the corpus."""
+        table = _read_documents(self._folder, self.manifest)
+        return documents_of_split(table["hash"], split=self.split, eval_fraction=self._eval_fraction)
+
     def _windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
-        if self.split == "eval":
+        if self.split != "train":
             positions = step % self.batches * self._global_batch + rows
             real = positions < self.windows
             windows = np.full(len(positions), self.windows)  # beyond the last: all padding
@@ -151,7 +177,7 @@ def open_reader(
     Args:
         folder: for prepared shards, unless `config.cache` names one; each corpus has its own folder in it.
         vocab: of the model; None where it is yet to be taken from the reader's tokenizer.
-        split: "train" or "eval".
+        split: "train", "eval" or "all".
         rows: see `Reader`.
     Raises:
         ConfigError: the settings do not agree with the data.
@@ -161,6 +187,7 @@ def open_reader(
     if config.source == "prepared":
         at = Path(config.path).expanduser()
     else:
+        config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
         at = _prepare(config, Path(config.cache).expanduser() if config.cache else folder)
     tokenizer = _open_tokenizer(config, at)
     if vocab is not None and vocab < tokenizer.vocab:
@@ -187,6 +214,8 @@ def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     tokenizer = tokenizers.load(folder)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
         raise DataError(f"{folder / tokenizers.FILE_NAME} is not the tokenizer that made the shards beside it")
+    if config.tokenizer == AUTO:
+        return tokenizer
     if config.tokenizer.endswith(".json"):
         agrees = tokenizers.load(config.tokenizer).fingerprint == tokenizer.fingerprint
     else:

@@ -66,7 +66,7 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     table = np.empty(len(filled), DOCUMENT)
     table["tokens"] = [len(piece) + 1 for piece in pieces[::2]]
     contents = [text.encode("utf-8") for text in filled]
-    table["hash"] = [_hash(content) for content in contents]
+    table["hash"] = [text_hash(content) for content in contents]
     return Shard(
         name=name,
         documents=len(filled),
@@ -104,7 +104,8 @@ def write_whole(file: Path, content: bytes | memoryview) -> None:
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
-def _hash(content: bytes) -> int:
+def text_hash(content: bytes) -> int:
+    """By which a document is known, of its text in UTF-8."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -4,14 +4,15 @@ import numpy as np
 
 from parallax.errors import ConfigError
 
-SPLITS = ("train", "eval")
+SPLITS = ("train", "eval", "all")
 
 
 def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) -> np.ndarray:
     """A mask of the documents in `split`.
 
     Held out are the documents with the least hashes of their text: the same ones however the corpus was cut
-    into shards, almost the same ones when documents are added, and copies of a document stay together.
+    into shards, almost the same ones when documents are added, and copies of a document stay together. "all" are
+    the documents of both.
 
     Args:
         hashes: of the text of every document, in order.
@@ -19,6 +20,8 @@ def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) 
     Raises:
         ConfigError: there are too few documents to hold one out, or none is held out and `split` is "eval".
     """
+    if split == "all":
+        return np.ones(len(hashes), bool)
     if eval_fraction == 0:
         if split == "eval":
             raise ConfigError(

@@ -12,7 +12,6 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import argparse
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,19 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import absl.logging
-import jax
 
 from parallax.arguments import Parser
-from parallax.assembly import model_of
-from parallax.checkpoint import complete_steps, restore, restore_newest
-from parallax.errors import CheckpointError, ConfigError, DataError, exit_status, nearest
+from parallax.errors import ConfigError, exit_status, nearest
 from parallax.generate.write import complete, encode
-from parallax.mesh import INFERRED, MeshConfig, make_mesh, simulate_devices
-from parallax.pipeline import PipelineConfig
 from parallax.sampling import SampleConfig
-from parallax.settings import Settings, load_settings
+from parallax.settings import load_settings
 from parallax.sharded_model import ShardedModel
-from parallax.tokenizer import Tokenizer, load
+from parallax.tokenizer import Tokenizer
+from parallax.trained import load_trained, mesh_config, sizes_of
 
 SAMPLE_FLAGS = {
     "prompt": (str, "text to go on from"),
@@ -60,15 +55,12 @@ def run(flags: argparse.Namespace) -> str:
     """The prompt and what the run's model writes behind it."""
     settings = load_settings(flags.workdir)
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FLAGS))
-    _check_saved(flags.workdir)
-    model = build(settings, mesh_config(settings.mesh, _given(flags, MESH_FLAGS)))
-    checkpoints = flags.workdir / "checkpoints"
-    step, params = restore_params(checkpoints, flags.step, model)
-    tokenizer = load(checkpoints / str(step))  # the step's own, which was held to its checksum
-    _check_tokenizer(tokenizer, model, checkpoints / str(step))
+    mesh = mesh_config(settings.mesh, _given(flags, MESH_FLAGS))
+    step, _, model, params, tokenizer = load_trained(
+        flags.workdir, settings, mesh, flags.step, ", ".join(map(_flag, MESH_FLAGS))
+    )
     prompt = encode(tokenizer, sample.prompt)
-    sizes = "·".join(f"{axis}{size}" for axis, size in model.axis_sizes.items())
-    _say(f"step {step} of {flags.workdir} on {sizes}")
+    _say(f"step {step} of {flags.workdir} on {sizes_of(model)}")
     _note_length(len(prompt) + sample.tokens, settings.data.seq)
     return timed(model, params, tokenizer, sample)
 
@@ -80,48 +72,6 @@ def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: Sample
     secs = time.perf_counter() - start
     _say(f"up to {sample.tokens} tokens in {secs:.1f} s, {sample.tokens / secs:.1f} tokens/s, compilation included")
     return text
-
-
-def build(settings: Settings, mesh: MeshConfig) -> ShardedModel:
-    """The run's model on a mesh of one's own."""
-    if mesh.simulate:
-        simulate_devices(mesh.simulate)
-    devices = jax.devices()
-    sizes = mesh.sizes.values()
-    if INFERRED not in sizes and not mesh.simulate and math.prod(sizes) < len(devices):
-        devices = devices[: math.prod(sizes)]  # writing need not use the whole machine
-    try:
-        laid_out = make_mesh(mesh, devices)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; choose with {', '.join(map(_flag, MESH_FLAGS))}") from error
-    # Schedules are for training: one that needs this or that number of stages must not stand in the way.
-    pipeline: PipelineConfig = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return model_of(dataclasses.replace(settings, pipeline=pipeline), laid_out)
-
-
-def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
-    """The run's mesh with what was given in its place; simulated devices become as many as it takes.
-
-    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8, across_slices="dp"), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, across_slices='dp')
-    """
-    mesh = dataclasses.replace(saved, **given)
-    sizes = mesh.sizes.values()
-    if saved.simulate and "simulate" not in given and INFERRED not in sizes:
-        mesh = dataclasses.replace(mesh, simulate=math.prod(sizes))
-    return mesh
-
-
-def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
-    """The parameters of a step on the model's mesh, and the step: where it is None, the newest that is whole."""
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    wanted = {"params": jax.tree.map(place, model.shapes, model.shardings)}
-    if step is not None:
-        return step, restore(checkpoints, step, wanted)["params"]
-    found = restore_newest(checkpoints, wanted)
-    for error in found.damaged:
-        _say(f"the checkpoint of step {error.step} is damaged: {error.how}; going on with step {found.step}")
-    return found.step, found.parts["params"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -147,19 +97,6 @@ def _flag(name: str) -> str:
 
 def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-
-
-def _check_saved(workdir: Path) -> None:
-    if not complete_steps(workdir / "checkpoints"):
-        raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
-
-
-def _check_tokenizer(tokenizer: Tokenizer, model: ShardedModel, folder: Path) -> None:
-    if tokenizer.vocab > model.model.vocab:
-        raise DataError(
-            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={model.model.vocab}; "
-            "import the model with its own tokenizer.json"
-        )
 
 
 def _note_length(length: int, seq: int) -> None:

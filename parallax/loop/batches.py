@@ -11,6 +11,7 @@ from parallax.data import Reader, open_reader
 from parallax.errors import ConfigError
 from parallax.loop.folder import RunFolder
 from parallax.settings import Settings
+from parallax.vocabulary import with_tokenizer
 
 
 def own_rows(sharding: Sharding, shape: tuple[int, int]) -> np.ndarray:
@@ -37,6 +38,7 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
 def open_split(settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None) -> Reader:
     """The reader of a split; the corpus is prepared first where it is not yet."""
     vocab = settings.model.vocab or None
+    settings = with_tokenizer(settings, folder.path)
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows)
 
 

@@ -7,9 +7,14 @@ from ml_collections import ConfigDict
 from parallax.settings import Settings, load_json, read_settings
 
 
-def settings_of(config: ConfigDict | Settings) -> Settings:
-    """The checked settings of a config; ConfigError names what is wrong."""
-    return config if isinstance(config, Settings) else read_settings(config)
+def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
+    """The checked settings of a config, which can then be locked; ConfigError names what is wrong."""
+    if isinstance(config, Settings):
+        return config
+    settings = read_settings(config)
+    if lock:
+        config.lock()
+    return settings
 
 
 def load_config(path: Path | str) -> ConfigDict:

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,17 @@ import jax
 
 from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError, writing
+from parallax.runfiles import TIME, RunFiles
 from parallax.settings import Settings, load_json
 from parallax.version import version_of, versions
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class RunFolder:
-    """Where a run keeps its config, metadata, metrics, log, checkpoints, data and tokenizer."""
+class RunFolder(RunFiles):
+    """The folder of a run, for the run itself."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self.config = self.path / "config.json"
-        self.metadata = self.path / "metadata.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.log = self.path / "log.txt"
-        self.checkpoints = self.path / "checkpoints"
-        self.data = self.path / "data"
-        self.tensorboard = self.path / "tensorboard"
+    _started = False  # whether this run is the latest of the starts in metadata.json
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -46,7 +39,7 @@ class RunFolder:
         with writing(self.path):
             before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("a+")
+            lock = self.lock.open("a+")
         with lock:
             with writing(self.path):
                 _take(lock, self.path)
@@ -58,7 +51,7 @@ class RunFolder:
     def _remove_if_bare(self, before: set[str] | None) -> None:
         """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
         names = {path.name for path in self.path.iterdir()} - (before or set())
-        if names <= {"lock", self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+        if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
             for name in names:
                 (self.path / name).unlink()
             if before is None:
@@ -74,7 +67,7 @@ class RunFolder:
             return
         starts = self._starts()
         start = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "time": time.strftime(TIME),
             "host": socket.gethostname(),
             "command": sys.argv,
             "python": platform.python_version(),
@@ -83,6 +76,32 @@ class RunFolder:
             **about,
         }
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
+        self._started = True
+
+    @contextlib.contextmanager
+    def end_recorded(self) -> Iterator[Callable[[str], None]]:
+        """Keep with the latest start how the run ended: the word that the yielded function is given, or the error."""
+        reason = ""
+
+        def because(word: str) -> None:
+            nonlocal reason
+            reason = word
+
+        try:
+            yield because
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            # What ends the run may be a disk that takes no more: the error says so, and not this.
+            with contextlib.suppress(OSError):
+                self._write_end(reason)
+
+    def _write_end(self, reason: str) -> None:
+        if self._started and (starts := self._starts()):
+            ended = {"time": time.strftime(TIME), "reason": reason}
+            starts[-1] = {**starts[-1], "ended": ended}
+            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def _starts(self) -> list[Any]:
         """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""

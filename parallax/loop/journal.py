@@ -1,15 +1,18 @@
-"""Where a run speaks: the console, log.txt, metrics.jsonl and TensorBoard; from process 0 alone."""
+"""Where a run speaks: the console, log.txt, metrics.jsonl and curves; from process 0 alone."""
 
 import contextlib
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from parallax.distributed import is_first
-from parallax.errors import CheckpointError, ConfigError, tell, writing
+from parallax.errors import CheckpointError, tell, writing
+from parallax.loop.curves import Curves
 from parallax.loop.folder import RunFolder
+from parallax.runfiles import row_of
 
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
@@ -41,12 +44,12 @@ class Lines:
 class Journal:
     """Lines for people and numbers for programs. Use it as a context: leaving it closes its files."""
 
-    def __init__(self, folder: RunFolder, *, tensorboard: bool):
+    def __init__(self, folder: RunFolder, curves: Sequence[Curves] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
         self._log = Lines(folder.log) if self._speaks else None
         self._metrics: Any = None
-        self._events = _open_events(folder.tensorboard) if tensorboard and self._speaks else None
+        self._curves = curves
 
     def __enter__(self) -> "Journal":
         return self
@@ -55,7 +58,10 @@ class Journal:
         if error is not None and self._metrics is not None:
             with contextlib.suppress(CheckpointError):
                 print(f"{kind.__name__}: {error}", file=self._log, flush=True)
-        for file in (self._log, self._metrics, self._events):
+        for curves in self._curves:
+            with contextlib.suppress(OSError, CheckpointError):
+                curves.close(failed=error is not None)
+        for file in (self._log, self._metrics):
             if file is not None:
                 # Lines were flushed as they came: what is left is what an error has told of.
                 with contextlib.suppress(OSError):
@@ -79,25 +85,24 @@ class Journal:
             with writing(self._metrics_path.parent, WHEN_FULL):
                 drop_after(self._metrics_path, step)
             self._metrics = Lines(self._metrics_path)
+            for curves in self._curves:
+                with writing(self._metrics_path.parent, WHEN_FULL):
+                    curves.begin(step, self.say)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; JSON has no NaN, a number that is not finite is null."""
+        """A line of metrics.jsonl and a point of each curve; JSON has no NaN, a number that is not finite is null."""
         if self._speaks:
             self._metrics.write(json.dumps({"step": step, **{k: _written(v) for k, v in values.items()}}) + "\n")
             self._metrics.flush()
-
-    def draw(self, step: int, values: dict[str, Any]) -> None:
-        """One point of each curve in TensorBoard."""
-        if self._events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(name, value, step)
+            for curves in self._curves:
+                with writing(self._metrics_path.parent, WHEN_FULL):
+                    curves.write(step, values)
 
 
 def drop_after(path: Path, step: int) -> None:
     """Cut metrics.jsonl down to whole lines of steps up to `step`; a line that a kill has torn goes too."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        kept = [line for line in path.read_text().splitlines() if (row := row_of(line)) and row["step"] <= step]
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(line + "\n" for line in kept))
         aside.replace(path)
@@ -105,25 +110,8 @@ def drop_after(path: Path, step: int) -> None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl; a torn last line is left out."""
-    return [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) < float("inf")]
+    return [row for line in path.read_text().splitlines() if (row := row_of(line)) is not None]
 
 
 def _written(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
-def _open_events(folder: Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "train.tensorboard=True needs the package tensorboardX; pip install 'parallax[tensorboard]'"
-        ) from None
-    return SummaryWriter(str(folder))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from parallax.loop.peak import most_memory
-from parallax.units import in_bytes
+from parallax.units import duration, in_bytes
 
 
 @dataclass
@@ -89,17 +89,3 @@ def flops(count: float) -> str:
     """
     size, unit = next(((size, unit) for size, unit in ((1e12, "T"), (1e9, "G")) if count >= size), (1e6, "M"))
     return f"{count / size:.1f} {unit}FLOP"
-
-
-def duration(secs: float) -> str:
-    """Hours, minutes and seconds, the two largest of them.
-
-    >>> [duration(secs) for secs in (7, 250, 7262)]
-    ['7s', '4m10s', '2h01m']
-    """
-    secs = round(secs)
-    if secs < 60:
-        return f"{secs}s"
-    if secs < 3600:
-        return f"{secs // 60}m{secs % 60:02}s"
-    return f"{secs // 3600}h{secs % 3600 // 60:02}m"

@@ -14,17 +14,21 @@ from ml_collections import ConfigDict
 
 from parallax.assembly import model_and_optimizer
 from parallax.budget import flops_per_token, memory, parameters_by_component
-from parallax.checkpoint import Checkpoints, check_space, probe_folder, tidy
+from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
+from parallax.data.config import AUTO
 from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
 from parallax.errors import writing
 from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
+from parallax.loop.curves import curves_of
+from parallax.loop.evaluation import measure
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.peak import check_fits, peak_flops
+from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
@@ -37,6 +41,7 @@ from parallax.mesh import make_mesh, simulate_devices
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
+from parallax.vocabulary import with_vocab_of_source
 
 __all__ = ["DivergenceError", "Outcome", "train"]
 
@@ -60,27 +65,21 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict | Settings,
-    workdir: Path | str,
-    *,
-    resume: str = "auto",
-    max_runtime_secs: float | None = None,
+    config: ConfigDict | Settings, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
 ) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
     """
-    settings = settings_of(config)
-    if isinstance(config, ConfigDict):
-        config.lock()
+    settings = settings_of(config, lock=True)
     if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     folder = RunFolder(workdir)
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),
-        Journal(folder, tensorboard=settings.train.tensorboard) as journal,
+        Journal(folder, curves_of(settings, folder)) as journal,
     ):
         log_to(journal.say_last)
         check_shared(folder.path)
@@ -93,14 +92,18 @@ def train(
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
-        return run(parts, folder, journal, stop, start)
+        with folder.end_recorded() as because:
+            outcome = run(parts, folder, journal, stop, start)
+            because(outcome.reason)
+        return outcome
 
 
 def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
-    if settings.train.init_from:
+    if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
+    settings = with_vocab_of_source(settings, folder.path)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
@@ -136,9 +139,10 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
                 parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, journal, start)
         journal.begin(start)
+        train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
         steps = Steps(
             settings,
-            make_train_step(model, parts.tx, settings.train.seed, settings.guard),
+            train_step,
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,
@@ -149,6 +153,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             Rates(settings.optimizer, settings.train.steps),
             Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
             Recheck(state_shardings(model, parts.tx)),
+            stack.enter_context(Profile(settings, train_step, folder, journal.say)),
         )
         state, done = steps.run(state, start)
         checkpoints.wait()
@@ -237,6 +242,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.entropy_nats:.2f} nats a token",
+        *said_of_tokenizer(parts, start),
         "",
         render(parameters_by_component(model.shapes), memory(model, opt_state, global_batch=batch, seq=seq)),
         "",
@@ -258,17 +264,20 @@ def evaluation(parts: Parts) -> Callable[[Any], float] | None:
         return None
     step, count = make_eval_step(parts.model), eval_count(parts)
 
-    def evaluate(params: Any) -> float:
-        measured = [jax.device_get(step(params, put(reader.batch(index)))) for index in range(count)]
-        tokens = sum(float(metrics["tokens"]) for metrics in measured)
-        return sum(float(metrics["loss"]) * float(metrics["tokens"]) for metrics in measured) / tokens
-
-    return evaluate
+    return lambda params: measure(step, params, reader, put, count).loss
 
 
 def eval_count(parts: Parts) -> int:
     """Batches of an evaluation: no more than hold every window once."""
     return min(parts.settings.train.eval_batches, parts.eval_data.batches)
+
+
+def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
+    """A line where the tokenizer was taken from the run whose weights this one starts from."""
+    settings, tokenizer = parts.settings, parts.train_data.tokenizer
+    if start or not settings.train.init_from or settings.data.tokenizer != AUTO:
+        return []
+    return [f"the tokenizer is that of {settings.train.init_from}: {tokenizer.name}, {tokenizer.vocab:,} ids"]
 
 
 def said_of_evaluation(parts: Parts) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from parallax.diagnosis import not_finite
 from parallax.distributed import at
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
+from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
@@ -46,6 +47,7 @@ class Steps:
     rates: Rates
     skips: Skips
     recheck: Recheck
+    profile: Profile = field(default_factory=Profile)
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped
@@ -54,11 +56,14 @@ class Steps:
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """From step `start` to the last one or to a signal; returns the state and the steps done."""
         pending = None
+        if self.profile.begins_after(start):
+            self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
             at(f"step {done}", compiling=done == start + 1)
             self.watchdog.begin(done, compiles=done == start + 1)
             batch, waited = self.batches.get(done - 1)
-            state, metrics = self._take(state, batch, done)
+            with self.profile.around(done):
+                state, metrics = self._take(state, batch, done)
             self.params = state.params
             if pending is not None:
                 self._report(pending, self._read(pending, first=pending.step == start + 1))
@@ -66,7 +71,8 @@ class Steps:
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
-            if stopping or self._evaluates_after(done) or self._saves_after(done):
+            turns = self.profile.begins_after(done) or self.profile.ends_after(done)
+            if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
                 self._pause(pending, state, first=done == start + 1, stopping=stopping)
                 pending = None
             if stopping and not self.owed:
@@ -93,9 +99,11 @@ class Steps:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
     def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
-        """Finish a step's report, then evaluate and save as they are due; who is stopping saves at once."""
+        """Finish a step's report, then evaluate, save and trace as is due; who is stopping saves at once."""
         values = self._read(ended, first=first)
         self.watchdog.pause()
+        if self.profile.ends_after(ended.step):
+            self.profile.end(state)
         saves, evaluates = stopping or self._saves_after(ended.step), self._evaluates_after(ended.step)
         # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
         # step has shown that they work. After the last one that is left to the evaluation.
@@ -108,6 +116,8 @@ class Steps:
         self._report(ended, values)
         if saves and not self.owed:
             self._save(ended.step, state, values.get("eval/loss"))
+        if self.profile.begins_after(ended.step) and not stopping:
+            self.profile.begin(ended.step, state)
         self.meter.pause()
 
     def _save(self, step: int, state: TrainState, loss: float | None) -> None:
@@ -149,7 +159,6 @@ class Steps:
         last = ended.step == self.settings.train.steps
         if last or ended.step % self.settings.train.log_every_steps == 0 or "eval/loss" in values:
             self.journal.say(self.meter.line(ended.step, values))
-            self.journal.draw(ended.step, values)
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

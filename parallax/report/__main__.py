@@ -1,8 +1,9 @@
-"""Say what a training step sends, stores and computes, before it runs.
+"""Say what a training step sends, stores and computes, before it runs; or where the time of traced steps went.
 
 python -m parallax.report --config=configs/quickstart.py
 python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --config.mesh.dp=16 --html=report.html
 python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
+python -m parallax.report --trace=runs/mine
 """
 
 import dataclasses
@@ -14,17 +15,23 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from parallax.arguments import Parser
 from parallax.command import Flag, read_command, run_command, written
 from parallax.command import usage as usage_of
 from parallax.errors import ConfigError
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
 from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+from parallax.report.spent import spent
+from parallax.report.trace import read_traces
 from parallax.report.whole import abstract_mesh, report_settings
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),
     "html": Flag("write the report to this file, as one page"),
     "topology": Flag("compile for TPU chips that need not be there, as v5e:4x4; without it, for the devices that are"),
+    "trace": Flag(
+        "a run's folder, or a trace: say where the time of its train.profile_steps went; with --json or alone"
+    ),
     "trace_only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
 }
 
@@ -46,6 +53,9 @@ def usage() -> str:
 
 def act(argv: Sequence[str]) -> None:
     """Report what the command line asks for."""
+    if written(argv, "trace") is not None:
+        report_trace(argv[1:])
+        return
     settings, values = read_command(argv, FLAGS)
     if values["html"] == "":
         raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
@@ -63,6 +73,16 @@ def act(argv: Sequence[str]) -> None:
     if values["html"] is not None:
         write(values["html"], found.to_html())
     print(found.to_json() if values["json"] else found)
+
+
+def report_trace(arguments: Sequence[str]) -> None:
+    """Print where the time of traced steps went."""
+    parser = Parser("python -m parallax.report", allow_abbrev=False)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(arguments)
+    found = spent(read_traces(flags.trace))
+    print(found.to_json() if flags.json else found)
 
 
 def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:

@@ -1,0 +1,39 @@
+"""The files of a run's folder: their names, and what is in them, for those who write them and those who only look."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
+# Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
+TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
+
+
+class RunFiles:
+    """Where a run keeps its config, metadata, metrics, log, checkpoints, data, traces and tokenizer."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metadata = self.path / "metadata.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.lock = self.path / "lock"
+        self.checkpoints = self.path / "checkpoints"
+        self.data = self.path / "data"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb.json"
+        self.profile = self.path / "profile"
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says of its step; None of a line that a kill has torn, or that is none.
+
+    >>> row_of('{"step": 3, "train/loss": 2.5}'), row_of('{"step": 3, "tra')
+    ({'step': 3, 'train/loss': 2.5}, None)
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -1,0 +1,84 @@
+"""Watch runs in a terminal: losses, speed, memory, checkpoints, and whether they go on.
+
+    python -m parallax.watch runs/mine
+    python -m parallax.watch runs/mine runs/other --once
+
+It only reads what the runs write, from this machine or another that sees their folders. It ends when all of them have
+ended, or with Ctrl-C, which no run hears. Where the output is no terminal, one picture is printed.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from parallax.arguments import Parser
+from parallax.errors import ConfigError, check_whole, exit_status
+from parallax.watch.run import Run
+from parallax.watch.view import View
+
+FRESH_SECS = 1.0  # between two looks at the files
+LEAST_WIDTH = 40
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Watch; returns the exit status. What a user got wrong is one line on stderr."""
+    return exit_status(lambda: watch(parse(arguments)), one_line=True)
+
+
+def watch(flags: argparse.Namespace) -> None:
+    """Draw the runs, once or until they have ended."""
+    runs = [Run(path) for path in flags.workdir]
+    console = Console(width=flags.width, record=flags.svg is not None)
+    if flags.once or not console.is_terminal:
+        console.print(View(runs))
+    else:
+        follow(runs, console)
+    if flags.svg is not None:
+        write_svg(console, flags.svg)
+
+
+def follow(runs: Sequence[Run], console: Console) -> None:
+    """Draw again and again on a screen of its own; the last picture stays on the terminal."""
+    try:
+        with Live(View(runs), console=console, screen=True, auto_refresh=False) as live:
+            while not all(run.status.over for run in runs):
+                live.update(View(runs), refresh=True)
+                time.sleep(FRESH_SECS)
+                for run in runs:
+                    run.refresh()
+    except KeyboardInterrupt:
+        pass
+    console.print(View(runs))
+
+
+def write_svg(console: Console, path: Path) -> None:
+    """Write the last picture; it names no font of another site."""
+    svg = console.export_svg(title="python -m parallax.watch")
+    try:
+        path.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Flags; ConfigError says what is wrong with them."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m parallax.watch", description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("workdir", type=Path, nargs="+", help="the folders of the runs")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
+    parser.add_argument("--svg", type=Path, help="also write the picture to this file")
+    flags = parser.parse_args(arguments)
+    if flags.width is not None:
+        check_whole("--width", flags.width, least=LEAST_WIDTH)
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())
