@@ -138,6 +138,8 @@ def evaluate(
     put = put_on(trained.model.batch_sharding, shape)
     with progress_bar("evaluating") as show:
         loss, tokens = measure(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
+    if not tokens:
+        raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
     size, exact = reader.text_bytes()
     return Evaluation(
         run=str(workdir),

@@ -106,6 +106,7 @@ def test_the_run_folder_says_what_the_run_is(corpus, never_stopped):
     settings = settings_of(load_config(never_stopped / "config.json"))
     assert settings == load_settings(never_stopped) and settings.model.vocab == 384
     about = json.loads((never_stopped / "metadata.json").read_text())
+    assert about["starts"][0]["ended"]["reason"] == "finished"
     assert about["starts"][0]["versions"]["jax"] and about["starts"][0]["mesh"] == {"pp": 1, "dp": 8, "tp": 1}
 
 
@@ -214,6 +215,8 @@ def test_an_error_on_the_way_is_in_the_log(corpus, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         train(tiny_config(corpus), tmp_path)
     assert (tmp_path / "log.txt").read_text().endswith("ZeroDivisionError: division by zero\n")
+    (start,) = json.loads((tmp_path / "metadata.json").read_text())["starts"]
+    assert start["ended"]["reason"] == "ZeroDivisionError: division by zero"
 
 
 def test_two_runs_cannot_share_a_folder(corpus, tmp_path):

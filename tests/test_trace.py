@@ -5,6 +5,7 @@ import os
 
 import pytest
 from jax.profiler import ProfileData
+from process_examples import flags_of, launched
 from run_examples import stop_at, tiny_config
 
 from parallax.errors import ConfigError, DataError
@@ -140,11 +141,12 @@ planes { name: "/device:GPU:0"
   event_metadata { key: 3 value { id: 3 name: "loop_add_fusion_7" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
   stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+  stat_metadata { key: 9 value { id: 9 name: "add.2" } }
   lines { name: "Stream #13(Compute)" timestamp_ns: 1000
     events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000
       stats { metadata_id: 1 str_value: "dot.1" } stats { metadata_id: 2 str_value: "jit_train_step" } }
     events { metadata_id: 3 offset_ps: 6000000 duration_ps: 1000000
-      stats { metadata_id: 1 str_value: "add.2" } stats { metadata_id: 2 str_value: "jit_train_step" } } }
+      stats { metadata_id: 1 ref_value: 9 } stats { metadata_id: 2 str_value: "jit_train_step" } } }
   lines { name: "Stream #14(Compute)" timestamp_ns: 1000
     events { metadata_id: 2 offset_ps: 3000000 duration_ps: 3000000
       stats { metadata_id: 1 str_value: "ag.3" } stats { metadata_id: 2 str_value: "jit_train_step" } } }
@@ -170,12 +172,13 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """
 
 
-def write_gpu(folder, *, about):
+def write_gpu(folder, *, about, process=0):
     folder.mkdir(parents=True)
     (folder / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU))
     if about:
         (folder / PROGRAM).write_text(TEXT)
         about = {"run": "mine", "mesh": {"pp": 1, "dp": 1, "tp": 2}, "devices": [0, 1], "kind": "H100"}
+        about["local"] = [process]
         (folder / TRACED).write_text(json.dumps(about))
     return folder
 
@@ -201,8 +204,8 @@ def test_the_processes_of_a_job_are_put_together_and_the_newest_steps_are_taken(
     write_gpu(profile / "steps-3-4" / "process-0", about=True)
     os.utime(profile / "steps-3-4", (1, 1))
     write_gpu(profile / "steps-7-7" / "process-0", about=True)
-    other = write_gpu(profile / "steps-7-7" / "process-1", about=True)
-    moved = GPU.replace("GPU:0", "GPU:1").replace("timestamp_ns: 1000", "timestamp_ns: 900000")
+    other = write_gpu(profile / "steps-7-7" / "process-1", about=True, process=1)  # counts its device as 0, too
+    moved = GPU.replace("timestamp_ns: 1000", "timestamp_ns: 900000")
     (other / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(moved))
     found = spent(read_traces(tmp_path))
     assert [(one.device, one.place) for one in found.devices] == [(0, "pp=0 dp=0 tp=0"), (1, "pp=0 dp=0 tp=1")]
@@ -219,3 +222,15 @@ def test_a_run_that_stops_keeps_what_is_traced_and_goes_on_with_the_rest(corpus,
     train(tiny_config(corpus, **changes), tmp_path)
     assert read_traces(tmp_path).steps == tuple(range(done + 1, 8))
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {"steps-2-7", f"steps-{done + 1}-7"}
+
+
+@pytest.mark.slow
+def test_each_process_of_a_job_traces_its_own_devices(corpus, tmp_path):
+    changes = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "train.profile_steps": "3:4"}
+    with launched("train.py", *flags_of(corpus, **changes), f"--workdir={tmp_path}") as job:
+        status, text = job.end()
+    assert status == 0, text
+    found = spent(read_traces(tmp_path))
+    places = [f"pp={pp} dp={dp} tp={tp}" for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
+    assert sorted(one.place for one in found.devices) == places
+    assert all(one.compute > 0 and one.total == pytest.approx(found.secs, rel=1e-9) for one in found.devices)

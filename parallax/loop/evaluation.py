@@ -1,5 +1,6 @@
 """The mean loss over batches of text, forward only."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from parallax.data import Reader
 
 
 class Measured(NamedTuple):
-    """`loss` is the mean over `tokens` labels, in nats."""
+    """`loss` is the mean over `tokens` labels, in nats; not a number where there is none."""
 
     loss: float
     tokens: int
@@ -30,4 +31,4 @@ def measure(
         nats += float(metrics["loss"]) * float(metrics["tokens"])
         tokens += int(metrics["tokens"])
         show(index + 1, batches)
-    return Measured(nats / tokens, tokens)
+    return Measured(nats / tokens if tokens else math.nan, tokens)

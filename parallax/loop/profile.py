@@ -99,6 +99,7 @@ class Profile:
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
             "devices": [device.id for device in mesh.devices.flat],
+            "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
             "kind": mesh.devices.flat[0].device_kind,
         }
         (at / TRACED).write_text(json.dumps(about, indent=1) + "\n")

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from parallax.report.spent_text import text
 from parallax.report.trace import Ran, Trace
 
 
@@ -62,8 +63,6 @@ class Spent:
         return json.dumps(self.to_dict(), indent=2)
 
     def __repr__(self) -> str:
-        from parallax.report.spent_text import text
-
         return text(self)
 
 

@@ -1,6 +1,7 @@
 """A trace that JAX's profiler wrote, read: which operation ran when on which device, and in which part of the model."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -62,13 +63,9 @@ class Program:
         self._mesh = mesh
         self._known: dict[str, tuple[str, bool, bool] | None] = {}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a trace calls it, "" where there is no text."""
-        return self._name
-
-    @cached_property
-    def _name(self) -> str:
         return next((one.op_name.split("/")[0][4:-1] for one in self._instructions.values() if one.op_name), "")
 
     def about(self, op: str) -> tuple[str, bool, bool] | None:
@@ -80,8 +77,10 @@ class Program:
 
     def _read(self, one: Instruction) -> tuple[str, bool, bool] | None:
         kind = one.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        if kind in CONTROL or one.kind in ("async-start", "async-done"):
-            return None if kind in CONTROL else _guessed(one.name)
+        if kind in CONTROL:
+            return None
+        if kind == "async":
+            return _guessed(one.name)
         if kind in COLLECTIVES:
             return self._collective(kind, one), True, False
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
@@ -91,10 +90,8 @@ class Program:
         shown = "permute" if kind == "collective-permute" else kind
         if not self._mesh or one.kind.endswith(("-done", "-update")):
             return shown
-        devices = 1
-        for size in self._mesh.values():
-            devices *= size
-        return f"{shown} over {', '.join(axes_of(groups_of(one.rest, devices), self._mesh)) or 'none'}"
+        groups = groups_of(one.rest, math.prod(self._mesh.values()))
+        return f"{shown} over {', '.join(axes_of(groups, self._mesh)) or 'no axis'}"
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
@@ -158,10 +155,10 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices = Program(text, mesh), {}
+    program, devices, local = Program(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, program):
-            devices.setdefault(number, []).append(ran)
+            devices.setdefault(_global(number, local), []).append(ran)
     span, steps = _span(planes, devices)
     inside = {
         number: [one for one in ran if one.end > span[0] and one.start < span[1]] for number, ran in devices.items()
@@ -207,6 +204,11 @@ def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Ran]]:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
                 yield number, Ran(start, start + event.duration_ns / 1e9, *about)
+
+
+def _global(number: int, local: list[int]) -> int:
+    """A device by its number in the job; some backends count those of a process from 0."""
+    return number if number in local or number >= len(local) else local[number]
 
 
 def _of(name: str, stats: dict[str, Any], program: Program) -> tuple[str, bool, bool] | None:

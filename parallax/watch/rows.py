@@ -51,8 +51,11 @@ class Rows:
             self.torn += 1
             return
         self.steps.append(row["step"])
-        self.losses.append(row.get("train/loss"))
+        loss = row.get("train/loss")
+        self.losses.append(loss if isinstance(loss, int | float) else None)
         if isinstance(row.get("eval/loss"), int | float):
             self.eval_steps.append(row["step"])
             self.eval_losses.append(row["eval/loss"])
-        self.recent = [*self.recent[-KEPT + 1 :], row]
+        self.recent.append(row)
+        if len(self.recent) > 2 * KEPT:
+            del self.recent[:-KEPT]

@@ -66,7 +66,7 @@ class Run:
     path: Path
     clock: Callable[[], float] = time.time
     rows: Rows = field(init=False)
-    config: dict[str, Any] = field(init=False, default_factory=dict)
+    settings: dict[str, Any] = field(init=False, default_factory=dict)
     starts: list[dict[str, Any]] = field(init=False, default_factory=list)
     saved: Saved = field(init=False, default=Saved([], [], []))
     _looked: tuple = field(init=False, default=())
@@ -80,7 +80,7 @@ class Run:
     def refresh(self) -> None:
         """Read what the run has written since."""
         self.rows.read()
-        self.config = _json(self.files.config) or self.config
+        self.settings = _json(self.files.config) or self.settings
         starts = _json(self.files.metadata).get("starts")
         self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
         self._look_at_checkpoints()
@@ -93,7 +93,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps done."""
-        return self.rows.steps[-1] if self.rows.steps else int(self._started.get("start") or 0)
+        return self.rows.steps[-1] if self.rows.steps else self._first_step - 1
 
     @property
     def steps(self) -> int | None:
@@ -172,10 +172,11 @@ class Run:
     @property
     def _first_step(self) -> int:
         """The first step of the latest start, which compiles."""
-        return int(self._started.get("start") or 0) + 1
+        start = self._started.get("start")
+        return (start if type(start) is int else 0) + 1
 
     def _setting(self, section: str, key: str) -> Any:
-        keys = self.config.get(section)
+        keys = self.settings.get(section)
         return keys.get(key) if isinstance(keys, dict) else None
 
     def _last(self, key: str) -> float | None:
