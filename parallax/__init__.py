@@ -5,16 +5,27 @@ from typing import Any
 
 # Imported when first asked for, so that commands which need no JAX, as those on data, start without it.
 HOME = {
-    "MeshConfig": "mesh",
-    "make_mesh": "mesh",
-    "simulate_devices": "mesh",
     "Layout": "notation",
-    "ShardedModel": "sharded_model",
+    "MeshConfig": "mesh",
+    "Run": "run",
     "Settings": "settings",
+    "ShardedModel": "sharded_model",
+    "as_batch": "data",
+    "collectives": "collectives",
+    "load": "run",
+    "look_inside": "inside",
+    "make_mesh": "mesh",
+    "mesh_of": "mesh",
     "model_of": "assembly",
+    "named_leaves": "notation",
+    "plan": "plan",
     "read_settings": "settings",
     "report": "report",
     "schedules": "schedules",
+    "sent_by": "report.local",
+    "simulate_devices": "mesh",
+    "step_of": "assembly",
+    "train": "loop",
 }
 
 

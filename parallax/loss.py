@@ -38,6 +38,14 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
         forward   all_reduce of the largest logit, the sum and the label's logit over tp if the vocab is cut over tp
         backward  nothing
     """
+    return token_losses(logits_CV, labels_C, table, z_coefficient).sum(axis=1)
+
+
+def token_losses(logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float) -> Array:
+    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is ignored.
+
+    Its communication is that of `cross_entropy`, which adds these up.
+    """
     axes = table.cut_of("vocab")
     top_C = max_over(lax.stop_gradient(logits_CV).max(axis=-1), axes)
     exp_sum_C = sum_over(jnp.exp(logits_CV - top_C[:, None]).sum(axis=-1), axes)
@@ -46,7 +54,7 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
     is_label_CV = columns_V[None, :] == labels_C[:, None]
     label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
     losses_2C = jnp.stack([logsumexp_C - label_logit_C, z_coefficient * jnp.square(logsumexp_C)])
-    return jnp.where(labels_C[None] == IGNORED, 0, losses_2C).sum(axis=1)
+    return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
 
 
 def chunked_loss(config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array) -> Array:

@@ -59,7 +59,8 @@ class MeshConfig:
 def simulate_devices(count: int, processes: int = 1) -> None:
     """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
 
-    Of several processes each simulates its equal share.
+    `import jax` may come first, an array may not. Where JAX already runs with so many CPU devices nothing happens.
+    Of several processes each simulates its equal share. Raises ConfigError with both numbers where it comes too late.
     """
     if count % processes:
         raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
@@ -73,7 +74,8 @@ def simulate_devices(count: int, processes: int = 1) -> None:
             return
         raise ConfigError(
             f"mesh.simulate={count} comes too late: JAX already runs with {present} {jax.default_backend()} "
-            f"device(s); call simulate_devices({count}) before any other JAX call, or in a fresh process"
+            f"device(s); restart the kernel, or start a fresh process, and call simulate_devices({count}) there before "
+            "any other JAX call"
         ) from error
 
 
@@ -105,6 +107,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
     return Mesh(place_devices(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> Mesh:
+    """The mesh of the first pp * dp * tp devices that are here; ConfigError where there are fewer.
+
+    >>> dict(mesh_of(dp=1).shape)
+    {'pp': 1, 'dp': 1, 'tp': 1}
+    """
+    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
+    devices = jax.devices()
+    whole = INFERRED in config.sizes.values()
+    return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])
 
 
 def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:

@@ -38,12 +38,18 @@ DIMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+# Of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.
+AXIS_COLOURS = {"pp": "#e69f00", "dp": "#0072b2", "tp": "#009e73"}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
     """Dims in order, the axes that cut each (major first), and the axes that hold partial sums.
 
     >>> Layout.parse("d_model/tp/dp d_ff").axes
     (('tp', 'dp'), ())
+    >>> Layout.parse("batch/dp seq d_model +tp")
+    Layout.parse('batch/dp seq d_model +tp')
     """
 
     names: tuple[str, ...]
@@ -58,6 +64,13 @@ class Layout:
     def __str__(self) -> str:
         dims = ["/".join((name, *axes)) for name, axes in zip(self.names, self.axes, strict=True)]
         return " ".join(dims + [f"+{axis}" for axis in self.partial])
+
+    def __repr__(self) -> str:
+        return f"Layout.parse({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        dims = [name + "".join(_coloured("/", axis) for axis in axes) for name, axes in zip(self.names, self.axes)]
+        return f"<code>{' '.join([*dims, *(_coloured('+', axis) for axis in self.partial)])}</code>"
 
     def spec(self) -> PartitionSpec:
         """The PartitionSpec of an array with this layout.
@@ -143,6 +156,10 @@ def _refuse_repeats(text: str, kind: str, words: list[str]) -> None:
             raise NotationError(f"{text!r}: {kind} {word!r} stands {words.count(word)} times; {advice}.")
 
 
+def _coloured(sign: str, axis: str) -> str:
+    return f'<b style="color:{AXIS_COLOURS[axis]}">{sign}{axis}</b>'
+
+
 def _spec_entry(axes: tuple[str, ...]):
     if not axes:
         return None
@@ -174,6 +191,16 @@ def map_layouts(function: Callable, layouts: Any, *trees: Any) -> Any:
     {'kernel': 'd_model/dp d_ff/tp'}
     """
     return jax.tree.map(function, layouts, *trees, is_leaf=lambda leaf: isinstance(leaf, Layout))
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name, as "blocks/mlp/gate/kernel"; a layout is a leaf.
+
+    >>> named_leaves({"mlp": {"gate": Layout.parse("d_model/dp d_ff/tp")}})
+    {'mlp/gate': Layout.parse('d_model/dp d_ff/tp')}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def parse_move(pattern: str) -> tuple[Layout, Layout]:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -95,9 +96,9 @@ class TrainConfig:
         return range(first, last + 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Settings:
-    """All sections of a config."""
+    """All sections of a config; it prints as a section a line."""
 
     mesh: MeshConfig
     model: ModelConfig
@@ -124,13 +125,38 @@ class Settings:
         """Nested dicts that JSON can hold; `read_settings` reads them back."""
         return dataclasses.asdict(self)
 
+    def __repr__(self) -> str:
+        width = max(map(len, SECTIONS))
+        sections = self.to_dict().items()
+        return "\n".join(
+            f"{name:{width}}  {'  '.join(f'{k}={v!r}' for k, v in keys.items())}" for name, keys in sections
+        )
+
+    def _repr_html_(self) -> str:
+        key = '<span style="white-space:nowrap">{}=<b>{}</b></span>'
+        row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
+        sections = self.to_dict().items()
+        cells = ((name, [key.format(k, escape(repr(v))) for k, v in keys.items()]) for name, keys in sections)
+        return f"<table>{''.join(row.format(name, ' &ensp; '.join(keys)) for name, keys in cells)}</table>"
+
 
 SECTIONS: dict[str, type] = get_type_hints(Settings)
 
 
-def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Make the dataclasses of nested dicts; ConfigError names unknown, missing and mistyped keys."""
+def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
+    """Make the dataclasses of a config: nested dicts, or what has them by `to_dict()`, as a ConfigDict or Settings.
+
+    `changes` are keys of sections that differ, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped keys.
+
+    >>> from configs.base import get_config
+    >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
+    8
+    """
+    config = dict(config if isinstance(config, Mapping) else config.to_dict())
     _check_names("", config, SECTIONS)
+    _check_names("", {**config, **changes}, SECTIONS)
+    for section, values in changes.items():
+        config[section] = {**config[section], **values} if isinstance(values, Mapping) else values
     return Settings(**{name: _read_section(name, config[name]) for name in SECTIONS})
 
 

@@ -21,6 +21,7 @@ from parallax.loss import LossConfig
 from parallax.mesh import AXES
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
+from parallax.overview import Overview
 from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import Tokens, Work
@@ -37,7 +38,7 @@ DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the ini
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
-class ShardedModel:
+class ShardedModel(Overview):
     """Parameters, loss, gradients and logits of a model on a mesh.
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.

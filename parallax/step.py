@@ -76,6 +76,13 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         return self._jitted(state, batch)
 
+    def __repr__(self) -> str:
+        return f"TrainStep of {repr(self.model).splitlines()[0]}"
+
+    def init(self) -> TrainState:
+        """The state before the first step; its parameters are those of the seed."""
+        return init_state(self.model, self.tx, self.seed)
+
     def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
         """The step for batches of this shape, ready to be compiled."""
         array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)

@@ -18,9 +18,9 @@ ROWS = [
     {"collectives", "contraction", "compiler"},
     {"layers", "loss", "optimizer", "guard"},
     {"model"},
-    {"pipeline", "checks"},
+    {"pipeline", "checks", "overview"},
     {"sharded_model", "decoding"},
-    {"step", "diagnosis"},
+    {"step", "diagnosis", "inside"},
     {"settings"},
     {"assembly", "vocabulary"},
     {"budget", "trained", "convert", "watch"},
@@ -29,7 +29,7 @@ ROWS = [
     {"report"},
     {"plan"},
     {"loop"},
-    {"replay", "evaluate"},
+    {"replay", "evaluate", "run"},
     {"__init__"},
 ]
 ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}

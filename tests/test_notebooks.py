@@ -10,10 +10,15 @@ from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+QUICK = "02_the_notation"  # the others compile training steps
 LARGEST_BYTES = 500_000
 FORMATS = {"image/png", "image/svg+xml"}
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_in_its_time = pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != QUICK)) for path in NOTEBOOKS],
+)
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def pictures(notebook: nbformat.NotebookNode) -> list[int]:
     return [sum(bool(FORMATS & {*output.get("data", {})}) for output in cell) for cell in outputs]
 
 
-@each_notebook
+@each_in_its_time
 def test_notebook_runs_and_shows_the_pictures_that_are_committed(path, kernel):
     committed = nbformat.read(path, as_version=4)
     fresh = nbformat.read(path, as_version=4)
@@ -47,3 +52,20 @@ def test_notebook_runs_and_shows_the_pictures_that_are_committed(path, kernel):
 @each_notebook
 def test_notebook_is_small(path):
     assert path.stat().st_size < LARGEST_BYTES
+
+
+@each_notebook
+def test_notebook_was_saved_as_it_ran_and_says_what_it_shows(path):
+    """Executed once, from top to bottom, without an error; the first cell is its title and how long it takes."""
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert not any(home in json.dumps(outputs) for home in ("/home/", "/root/", str(FOLDER.parent), "/tmp/"))
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown" and first.source.startswith("# ") and "It takes" in first.source
+
+
+def test_notebooks_are_numbered_in_reading_order():
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, len(NOTEBOOKS) + 1)]

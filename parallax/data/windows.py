@@ -38,6 +38,15 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
     return arrays
 
 
+def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
+    """The arrays of rows of token ids [rows, seq + 1], all real; without an `end` each row is one document.
+
+    >>> as_batch(np.array([[5, 6, 7]]))["labels"].tolist()
+    [[6, 7]]
+    """
+    return batch_arrays(ids, np.full(len(ids), ids.shape[1]), end=end)
+
+
 def _pad(arrays: dict[str, np.ndarray], place: np.ndarray, counts: np.ndarray) -> None:
     arrays["labels"][place >= counts - 1] = IGNORED
     for name in ("tokens", "segments", "positions"):

@@ -16,6 +16,8 @@ from parallax.layers.kernels import causal_attention
 from parallax.layers.rope import rotate
 from parallax.notation import Layout
 
+SHOWN = "intermediates"  # Flax's collection of what is no result
+
 
 def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str) -> Array:
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
@@ -29,6 +31,20 @@ def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, sca
     mask = context.mask_B1ST
     out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale, implementation=kernel)
     return keep(out[..., : v_BTGK.shape[-1]], of="attention")
+
+
+def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
+    """What `attend` weighs the values with: float32 [B, H, S, T], each query's row adds up to 1. No communication."""
+    k_BTHJ = jnp.repeat(k_BTGJ, q_BSHJ.shape[2] // k_BTGJ.shape[2], axis=2)
+    scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(jnp.where(context.mask_B1ST, scores_BHST, -jnp.inf), axis=-1)
+
+
+def show(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
+    """Leave what a layer reads and caches to those who look inside; to others nothing is computed."""
+    if layer.is_mutable_collection(SHOWN):
+        seen = {"weights": attention_weights(q, k, context, scale=scale), "cache": cache}
+        layer.sow(SHOWN, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def remember(cache_BT: Array, new_BS: Array, context: Context) -> Array:
@@ -75,6 +91,7 @@ class GQA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
+        show(self, context, q, k, scale=self._scale, cache={"k": k, "v": v})
         return self.out(self._attend(q, k, v, context))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -94,8 +111,11 @@ class GQA(nn.Module):
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
-        scale = self.temperature * self.sizes["d_head"] ** -0.5
-        return attend(q, k, v, context, scale=scale, kernel=self.kernel)
+        return attend(q, k, v, context, scale=self._scale, kernel=self.kernel)
+
+    @property
+    def _scale(self) -> float:
+        return self.temperature * self.sizes["d_head"] ** -0.5
 
     def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
         """The key or value heads that this rank's query heads read: all of them where they are cut alike."""

@@ -11,7 +11,7 @@ from jax import Array
 
 from parallax.collectives import all_gather, reshard
 from parallax.contraction import einsum
-from parallax.layers.attention import attend, remember
+from parallax.layers.attention import attend, remember, show
 from parallax.layers.context import Context
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
@@ -72,6 +72,7 @@ class MLA(nn.Module):
         k, v = (keep(up(latent), of="attention") for up in (self.up_k, self.up_v))
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
+        show(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
         return self.out(attend(q, k, v, context, scale=self._scale, kernel=self.kernel))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:

@@ -7,9 +7,14 @@ from ml_collections import ConfigDict
 from parallax.settings import Settings, load_json, read_settings
 
 
-def settings_of(config: ConfigDict) -> Settings:
-    """The checked settings of a config; ConfigError names what is wrong."""
-    return read_settings(config.to_dict())
+def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
+    """The checked settings of a config, which can then be locked; ConfigError names what is wrong."""
+    if isinstance(config, Settings):
+        return config
+    settings = read_settings(config)
+    if lock:
+        config.lock()
+    return settings
 
 
 def load_config(path: Path | str) -> ConfigDict:
@@ -19,6 +24,4 @@ def load_config(path: Path | str) -> ConfigDict:
 
 def lines_of(settings: Settings) -> list[str]:
     """A section a line, as it is printed when a run starts."""
-    sections = settings.to_dict().items()
-    width = max(len(name) for name, _ in sections)
-    return [f"{name:{width}}  {'  '.join(f'{k}={v!r}' for k, v in keys.items())}" for name, keys in sections]
+    return repr(settings).splitlines()

@@ -65,15 +65,14 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+    config: ConfigDict | Settings, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
 ) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
     """
-    settings = settings_of(config)
-    config.lock()
+    settings = settings_of(config, lock=True)
     if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     folder = RunFolder(workdir)

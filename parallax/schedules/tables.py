@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallax.schedules.order import KINDS, Action, Orders, grid_text
-from parallax.schedules.pricing import figures
+from parallax.schedules.pricing import Costs, figures
 
 
 class Segment(NamedTuple):
@@ -40,6 +40,12 @@ class Schedule(Orders):
     `message["F"]` is the one that F reads, and `arrival["F", 1]` where one that comes from the rank before is put
     at the end of the tick.
     """
+
+    def _repr_svg_(self) -> str:
+        # Drawing reads schedules: it cannot be imported above.
+        from parallax.schedules.draw import gantt
+
+        return gantt(self, Costs())
 
     def _table(self, cells: Iterable[tuple[int, Action, int]]) -> np.ndarray:
         """A table with these values, each at a tick and at the rank of an action."""
@@ -203,6 +209,9 @@ class Schedule(Orders):
                 kinds = "".join(kind for kind in KINDS if kind in before + kinds)
             segments.append(Segment(start, stop, kinds))
         return segments
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         sizes = f"ranks={self.ranks} stages={self.stages} microbatches={self.microbatches} ticks={self.ticks}"
