@@ -6,9 +6,12 @@ Needs the extra hf-tests; the table in docs/convert.md is made of the same check
 import contextlib
 import dataclasses
 import io
-import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from elsewhere
 
 import jax
 import numpy as np
@@ -26,6 +29,9 @@ from parallax.optimizer import make_optimizer
 from parallax.settings import load_settings
 from parallax.step import abstract_state, make_train_step
 from parallax.tokenizer import Bytes
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 CONTEXT, FACTOR = 32, 4.0
 SIZES = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
@@ -107,9 +113,11 @@ def random_model(name: str) -> transformers.PreTrainedModel:
     return model.float().eval()
 
 
-def ours_on(pair: Pair, mesh: tuple[int, int, int]):
-    """(model, parameters) of the run on a mesh, with two microbatches where it has a pipeline."""
+def ours_on(pair: Pair, mesh: tuple[int, int, int], **changes):
+    """(model, parameters) of the run on a mesh, with two microbatches where it has a pipeline; `changes` are keys of
+    its model."""
     settings = load_settings(pair.run)
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
     schedule = dict(schedule="one_f_one_b", microbatches=2) if mesh[0] > 1 else {}
     settings = dataclasses.replace(settings, pipeline=dataclasses.replace(settings.pipeline, **schedule))
     laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: int(np.prod(mesh))])
@@ -142,10 +150,10 @@ def their_logits(model, batch):
     return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
-def logits_difference(pair: Pair, model, params) -> float:
+def logits_difference(pair: Pair, model, params, lengths: Sequence[int] = LENGTHS) -> float:
     """The largest, over all lengths, packed and not."""
     run, found = jax.jit(model.logits), []
-    for length in LENGTHS:
+    for length in lengths:
         for packed in (False, True):
             batch = windows(length, packed=packed)
             ours = run(params, batch["tokens"], batch["segments"], batch["positions"])
@@ -217,15 +225,3 @@ def equal_tokens(pair: Pair, model, params) -> tuple[int, int]:
         theirs = pair.theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].numpy()
         equal += int((theirs == written).sum())
     return equal, NEW_TOKENS * len(prompts)
-
-
-def tensors_of(folder: Path) -> dict[str, bytes]:
-    """The bytes of each tensor of a folder, by name, as another library reads them."""
-    from safetensors import safe_open
-
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    found = {}
-    for name, file in index.items():
-        with safe_open(folder / file, "pt") as opened:
-            found[name] = opened.get_tensor(name).view(torch.uint8).numpy().tobytes()
-    return found

@@ -26,8 +26,8 @@ SIZES = {
     "attention_dropout": 0.0,
 }
 LATENT = {
-    "kv_lora_rank": 12,
-    "q_lora_rank": 10,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 8,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
