@@ -31,10 +31,15 @@ def get_config() -> ConfigDict:
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
     config.model.rope_theta = 10_000.0
-    config.model.rope_scaling = "none"  # "none" | "linear" | "yarn"
+    config.model.rope_scaling = "none"  # "none" | "linear" | "yarn" | "llama3"
     config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
-    config.model.rope_original_seq = 2048  # tokens; yarn: the context that was trained before
+    config.model.rope_original_seq = 2048  # tokens; yarn, llama3: the context that was trained before
+    config.model.rope_fast_turns = 32.0  # yarn, llama3 (its own: 4): pairs that turn more often there are kept
+    config.model.rope_slow_turns = 1.0  # yarn, llama3: pairs that turn less often there are stretched by rope_factor
+    config.model.rope_temperature = 0.0  # times attention's logits; 0: yarn's (0.1 ln rope_factor + 1)^2, others' 1
+    config.model.rope_magnitude = 1.0  # times the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: of q, k and v; in mla of q alone
+    config.model.qk_norm = False  # gqa: an RMSNorm over d_head of each query and key head, before it is rotated
     config.model.norm_eps = 1e-6
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches

@@ -46,7 +46,12 @@ class ModelConfig:
     rope_scaling: str
     rope_factor: float
     rope_original_seq: int
+    rope_fast_turns: float
+    rope_slow_turns: float
+    rope_temperature: float
+    rope_magnitude: float
     qkv_bias: bool
+    qk_norm: bool
     norm_eps: float
     tied: bool
     dropout: float
@@ -55,7 +60,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_choice("model.attention", self.attention, ["mla", "gqa"])
-        check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn"])
+        check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn", "llama3"])
         check_choice("model.dtype", self.dtype, ["float32", "bfloat16"])
         check_choice("model.kernel", self.kernel, ["xla", "cudnn", "splash"])
         for key in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
@@ -85,7 +90,9 @@ class ModelConfig:
     @property
     def rope(self) -> Rope:
         width = self.d_rope if self.attention == "mla" else self.d_head
-        return Rope(width, self.rope_theta, self.rope_scaling, self.rope_factor, self.rope_original_seq)
+        turns = self.rope_fast_turns, self.rope_slow_turns
+        scaling = self.rope_scaling, self.rope_factor, self.rope_original_seq, *turns
+        return Rope(width, self.rope_theta, *scaling, self.rope_temperature, self.rope_magnitude)
 
     def kv(self, tp: int) -> str:
         """How so many tensor-parallel ranks cut key-value heads: each has all of them where they are too few."""
@@ -98,6 +105,9 @@ class ModelConfig:
         ranges = {
             "rope_theta": (1 + 1e-6, math.inf),
             "rope_factor": (1, math.inf),
+            "rope_slow_turns": (1e-6, self.rope_fast_turns),
+            "rope_temperature": (0, math.inf),
+            "rope_magnitude": (1e-6, math.inf),
             "norm_eps": (1e-30, 1),  # well above float32's least: the norm of zeros divides by its root
             "dropout": (0, 1),
         }
@@ -108,13 +118,18 @@ class ModelConfig:
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise ConfigError(
                 f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
-                "use rope_factor=1, or rope_scaling='linear' or 'yarn'."
+                "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
             )
 
     def _check_mla(self) -> None:
         self._check_at_least("d_latent", 1)
         self._check_at_least("d_rope", 1)
         self._check_even("d_rope")
+        if self.qk_norm:
+            raise ConfigError(
+                "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
+                "use qk_norm=False, or attention='gqa'."
+            )
 
     def _check_gqa(self) -> None:
         self._check_even("d_head")
@@ -197,7 +212,8 @@ class Block(nn.Module):
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         shared |= {"temperature": m.rope.temperature(), "out_scale": self._out_scale}
-        return MLA(norm_eps=m.norm_eps, **shared) if m.attention == "mla" else GQA(kv=self.kv, **shared)
+        shared |= {"norm_eps": m.norm_eps}
+        return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
 
 
 class Parts(NamedTuple):

@@ -15,7 +15,7 @@ from parallax.errors import ConfigError, DataError
 FILE_NAME = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 # What other projects call the token that ends a document, for tokenizers that are loaded from their files.
-END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 
 

@@ -26,7 +26,8 @@ def attention_layer(kind, residual, family, *, kv="kv_heads/tp", **changes):
     model = model_config(attention=kind, **changes)
     shared = dict(residual=residual, family=family, sizes=model.sizes, dtype=model.dtype, kernel=model.kernel)
     shared |= dict(bias=model.qkv_bias, temperature=model.rope.temperature(), out_scale=0.5)
-    return MLA(norm_eps=model.norm_eps, **shared) if kind == "mla" else GQA(kv=kv, **shared)
+    shared |= dict(norm_eps=model.norm_eps)
+    return MLA(**shared) if kind == "mla" else GQA(kv=kv, qk_norm=model.qk_norm, **shared)
 
 
 def residual_layers(residual, family, *, kv="kv_heads/tp"):
@@ -40,6 +41,7 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),
         "gqa": attention("gqa", kv=kv),
         "gqa_bias": attention("gqa", kv=kv, qkv_bias=True),
+        "gqa_qk_norm": attention("gqa", kv=kv, qk_norm=True),
         "mla": attention("mla"),
         "mla_latent_queries": attention("mla", d_latent_q=16, qkv_bias=True, **YARN),
         "embedding_vocab_parallel": embedding("vocab_parallel"),

@@ -40,6 +40,21 @@ def yarn_frequencies(width, theta, factor, original_seq):
     return np.array(result)
 
 
+def llama3_frequencies(width, theta, factor, original_seq, slow_turns, fast_turns):
+    """As the authors' code does it, by the length of each wave in positions."""
+    result = []
+    for frequency in frequencies(width, theta):
+        wave = 2 * math.pi / frequency
+        if wave < original_seq / fast_turns:
+            result.append(frequency)
+        elif wave > original_seq / slow_turns:
+            result.append(frequency / factor)
+        else:
+            smooth = (original_seq / wave - slow_turns) / (fast_turns - slow_turns)
+            result.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return np.array(result)
+
+
 def attention(q_BSHJ, k_BTGJ, v_BTGK, segments_BS, scale):
     """One softmax for each row, head and query; query head h reads key head h // (H / G)."""
     out = np.zeros((*q_BSHJ.shape[:3], v_BTGK.shape[-1]))
@@ -55,6 +70,8 @@ def attention(q_BSHJ, k_BTGJ, v_BTGK, segments_BS, scale):
 def gqa(params, x, positions, segments, angles, temperature=1.0):
     """Grouped-query attention; `params` as the layer names them, `angles` the frequencies."""
     q, k, v = (project(x, params[name]) for name in "qkv")
+    if "q_norm" in params:
+        q, k = rms_norm(q, params["q_norm"]["scale"], 1e-6), rms_norm(k, params["k_norm"]["scale"], 1e-6)
     q, k = rotated(q, positions, angles), rotated(k, positions, angles)
     seen = attention(q, k, v, segments, temperature / math.sqrt(q.shape[-1]))
     return np.einsum("BSHK,HKD->BSD", seen, params["out"]["kernel"])

@@ -23,6 +23,7 @@ KINDS = {
     "gqa": dict(attention="gqa"),
     "mqa": dict(attention="gqa", kv_heads=1),
     "gqa_bias": dict(attention="gqa", qkv_bias=True),
+    "gqa_qk_norm": dict(attention="gqa", qk_norm=True),
 }
 
 

@@ -49,7 +49,8 @@ def test_the_gated_mlp_is_swiglu():
 
 
 def rope(**changes):
-    return Rope(**(dict(width=8, theta=100.0, scaling="none", factor=1.0, original_seq=64) | changes))
+    plain = dict(width=8, theta=100.0, scaling="none", factor=1.0, original_seq=64)
+    return Rope(**(plain | dict(fast_turns=32.0, slow_turns=1.0, sharpness=0.0, magnitude=1.0) | changes))
 
 
 def test_rope_turns_pairs_by_position_times_frequency():
@@ -87,6 +88,23 @@ def test_yarn_sharpens_attention_by_the_papers_temperature():
     assert rope(scaling="yarn", factor=1.0).temperature() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("width", "theta", "original_seq"), [(8, 100.0, 64), (64, 10_000.0, 4096), (128, 500_000.0, 8192)]
+)
+def test_llama3_goes_from_kept_to_stretched_by_turns(width, theta, original_seq):
+    settings = dict(width=width, theta=theta, original_seq=original_seq, factor=8.0, fast_turns=4.0)
+    expected = oracles.llama3_frequencies(width, theta, 8.0, original_seq, 1.0, 4.0)
+    np.testing.assert_allclose(rope(scaling="llama3", **settings).frequencies(), expected, rtol=1e-12)
+    assert rope(scaling="llama3", **settings).temperature() == 1.0
+
+
+def test_a_temperature_that_is_given_is_taken_and_a_magnitude_multiplies_what_is_rotated():
+    assert rope(scaling="yarn", factor=4.0, sharpness=1.25).temperature() == rope(sharpness=1.25).temperature() == 1.25
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    turned = [rotate(x, rope(magnitude=m).tables(jnp.arange(10).reshape(2, 5))) for m in (1.0, 1.5)]
+    np.testing.assert_allclose(turned[1], 1.5 * turned[0], **CLOSE)
+
+
 def test_scores_depend_on_the_distance_of_positions_alone():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
@@ -106,7 +124,9 @@ def test_every_head_gets_the_same_angles():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
-@pytest.mark.parametrize("changes", [{}, YARN | {"qkv_bias": True}], ids=["plain", "yarn and bias"])
+@pytest.mark.parametrize(
+    "changes", [{}, YARN | {"qkv_bias": True}, {"qk_norm": True}], ids=["plain", "yarn and bias", "qk norm"]
+)
 def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
     model = model_config(attention="gqa", kv_heads=kv_heads, **changes)
     gqa = attention_layer("gqa", HIDDEN_CUT, FAMILIES["column_row"], kv_heads=kv_heads, **changes)

@@ -15,7 +15,7 @@ from parallax.notation import Layout
 # Sums over 4 to 64 float32 terms in another order.
 ERROR = 1e-5
 MESHES = [(2, 2, 2), (1, 1, 4)]
-IN_FAMILIES = ["mlp", "gqa", "gqa_bias", "mla", "mla_latent_queries"]
+IN_FAMILIES = ["mlp", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
 OTHERS = ["norm", "embedding_vocab_parallel", "embedding_all_to_all", "head_vocab_parallel", "head_all_to_all"]
 LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(name, "column_row") for name in OTHERS]
 
@@ -58,7 +58,7 @@ def test_a_layer_is_the_same_on_every_mesh(name, family, residual, mesh):
     check_cut(name, mesh, residual, family)
 
 
-@pytest.mark.parametrize("name", ["gqa", "gqa_bias"])
+@pytest.mark.parametrize("name", ["gqa", "gqa_bias", "gqa_qk_norm"])
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_ranks_than_key_heads_read_the_right_ones(name, family, residual):

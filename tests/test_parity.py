@@ -28,6 +28,10 @@ COSTS = {
     "reduce": ["float32", "compute"],
     "tied": [True, False],
 }
+# What models of other projects have besides.
+IMPORTED = dict(qk_norm=True, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_fast_turns=4.0) | dict(
+    rope_original_seq=8, rope_temperature=1.2, rope_magnitude=0.9
+)
 Z_COEFFICIENT = 1e-3
 
 # Adam's first step is learning_rate * g / (|g| + eps), of slope learning_rate / eps at most: with the usual eps it is
@@ -86,10 +90,13 @@ def one_update(tx, params, grads):
     return optax.apply_updates(params, updates)
 
 
+OF_MODEL = ("attention", "tied", *IMPORTED)
+
+
 @functools.cache
-def reference(attention, tied, layers):
+def reference(**changes):
     """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
-    model = build((1, 1, 1), attention=attention, tied=tied, layers=layers)
+    model = build((1, 1, 1), **changes)
     params = params_of(model)
     losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
     update = functools.partial(one_update, optimizer(model.layouts))
@@ -107,7 +114,7 @@ def check_parity(case, record_property):
         return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
 
     actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
-    expected = reference(case["attention"], case["tied"], model.model.layers)
+    expected = reference(layers=model.model.layers, **{key: case[key] for key in OF_MODEL if key in case})
     np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
     errors = leaf_errors(actual[1], expected[1])
     record_property("largest relative gradient error", float(max(errors.values())))
@@ -142,6 +149,13 @@ def test_what_stands_between_products_made_again_gives_the_same(attention, recor
     cut = dict(mesh=(2, 2, 2), residual=SEQ_CUT, tensor_parallel="column_row", embedding="vocab_parallel", tied=True)
     cost = dict(microbatches=4, remat="elementwise", gather="microbatch", prefetch=0, reduce="compute")
     check_parity(cut | cost | dict(attention=attention, schedule="zero_bubble"), record_property)
+
+
+@pytest.mark.parametrize(("mesh", "family"), [((2, 2, 2), "column_row"), ((1, 1, 8), "scatter")])
+def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, record_property):
+    cut = dict(mesh=mesh, residual=SEQ_CUT, tensor_parallel=family, embedding="vocab_parallel", tied=False)
+    cost = dict(microbatches=4, remat="layer", gather="microbatch", prefetch=0, reduce="float32")
+    check_parity(cut | cost | IMPORTED | dict(attention="gqa"), record_property)
 
 
 @pytest.mark.slow

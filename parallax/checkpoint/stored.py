@@ -78,6 +78,7 @@ class Written:
         spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
         self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
         self._running, self._about = Running(), about
+        self.shape, self.dtype = tuple(about.shape), about.dtype
 
     def write(self, index: tuple[Any, ...], piece: np.ndarray) -> None:
         """Put a piece where an index of NumPy's says; pieces come in order."""

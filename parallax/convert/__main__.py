@@ -1,9 +1,11 @@
-"""Parameters of a run as safetensors files, and back.
+"""Parameters of a run as safetensors files, and back; models of Hugging Face's transformers into a run, and out of one.
 
     python -m parallax.convert export runs/mine exported/mine
     python -m parallax.convert import exported/mine runs/other
+    python -m parallax.convert from-hf models/theirs --workdir runs/theirs --config.mesh.tp=2
+    python -m parallax.convert to-hf runs/theirs models/ours
 
-An imported run is what train.init_from and `python -m parallax.generate` take.
+A run that was imported is what train.init_from and `python -m parallax.generate` take.
 """
 
 import os
@@ -19,10 +21,16 @@ from pathlib import Path
 import absl.logging
 
 from parallax.arguments import Parser
+from parallax.command import CONFIGS, read_line, written
+from parallax.convert.architectures import check_own_keys
+from parallax.convert.huggingface import DTYPES, from_hf, to_hf
 from parallax.convert.move import export_params, import_params
-from parallax.errors import check_whole, exit_status
+from parallax.errors import ConfigError, check_whole, exit_status
+from parallax.settings import Settings, read_settings
 
 SHARD_MBYTES = 4096
+BASE = str(CONFIGS / "base.py")
+CONFIG_PREFIX = "--config."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,13 +41,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(flags: argparse.Namespace) -> None:
     """Do what the command line says, and say so."""
-    if flags.act == "import":
-        import_params(flags.source, flags.workdir)
-        print(f"the parameters in {flags.source} are step 0 of {flags.workdir}: train.init_from={flags.workdir}")
-        return
-    check_whole("--shard-mbytes", flags.shard_mbytes, least=1)
-    step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=flags.shard_mbytes << 20)
+    {"import": _import, "export": _export, "from-hf": _from_hf, "to-hf": _to_hf}[flags.act](flags)
+
+
+def _import(flags: argparse.Namespace) -> None:
+    import_params(flags.source, flags.workdir)
+    print(f"the parameters in {flags.source} are step 0 of {flags.workdir}: train.init_from={flags.workdir}")
+
+
+def _export(flags: argparse.Namespace) -> None:
+    step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
+
+
+def _from_hf(flags: argparse.Namespace) -> None:
+    found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+    print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
+
+
+def _to_hf(flags: argparse.Namespace) -> None:
+    step, what = to_hf(
+        flags.workdir, flags.out, step=flags.step, like=flags.like, dtype=flags.dtype, shard_bytes=_shard_bytes(flags)
+    )
+    print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
+
+
+def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
+    """The settings of an imported run, but for its model; its tokenizer is the one that comes along.
+
+    Raises:
+        ConfigError: a flag is no setting, or one that the imported model says.
+    """
+    argv = [__name__, *written_settings]
+    if written(argv, "config") is None:
+        argv.insert(1, f"--config={BASE}")
+    line = read_line(argv, {})
+    overrides = [word[len(CONFIG_PREFIX) :].partition("=")[0] for word in argv if word.startswith(CONFIG_PREFIX)]
+    check_own_keys(overrides)
+    config = line.config.to_dict()
+    if "data.tokenizer" not in overrides:
+        config["data"]["tokenizer"] = str(workdir / "tokenizer.json")
+    return read_settings(config)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,16 +89,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m parallax.convert", description=__doc__, formatter_class=style, allow_abbrev=False)
     acts = parser.add_subparsers(dest="act", required=True)
-    out = acts.add_parser("export", help="write a checkpoint's parameters", allow_abbrev=False)
-    out.add_argument("workdir", type=Path, help="the folder of the run")
-    out.add_argument("out", type=Path, help="a new folder")
-    out.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
-    size = f"MiB in a file at most; default: {SHARD_MBYTES}"
-    out.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)
-    back = acts.add_parser("import", help="make a run folder of such files", allow_abbrev=False)
+    add = lambda act, text: acts.add_parser(act, help=text, allow_abbrev=False)  # noqa: E731
+    _out_of_run(add("export", "write a checkpoint's parameters"))
+    back = add("import", "make a run folder of such files")
     back.add_argument("source", type=Path, help="a folder with safetensors files, config.json and tokenizer.json")
     back.add_argument("workdir", type=Path, help="a new folder")
-    return parser.parse_args(arguments)
+    theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; more flags: --config and --config.KEY")
+    theirs.add_argument("source", type=Path, help="a folder with config.json, safetensors files and tokenizer.json")
+    theirs.add_argument("--workdir", type=Path, required=True, help="a new folder")
+    ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")
+    _out_of_run(ours)
+    ours.add_argument("--like", type=Path, help="the run that from-hf made and this one began as")
+    ours.add_argument("--dtype", choices=list(DTYPES), help="of all tensors; default: as imported, else float32")
+    flags, rest = parser.parse_known_args(arguments)
+    if rest and flags.act != "from-hf":
+        raise ConfigError(f"unrecognized arguments: {' '.join(rest)}")
+    flags.settings = rest
+    return flags
+
+
+def _out_of_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workdir", type=Path, help="the folder of the run")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
+    size = f"MiB in a file at most; default: {SHARD_MBYTES}"
+    parser.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)
+
+
+def _shard_bytes(flags: argparse.Namespace) -> int:
+    check_whole("--shard-mbytes", flags.shard_mbytes, least=1)
+    return flags.shard_mbytes << 20
 
 
 if __name__ == "__main__":

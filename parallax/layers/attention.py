@@ -13,6 +13,7 @@ from parallax.layers.dense import Dense
 from parallax.layers.families import Family
 from parallax.layers.kept import keep
 from parallax.layers.kernels import causal_attention
+from parallax.layers.norm import RMSNorm
 from parallax.layers.rope import rotate
 from parallax.notation import Layout
 
@@ -56,7 +57,8 @@ class GQA(nn.Module):
     """Queries in `heads` heads, keys and values in `kv_heads`; all cut over `tp` by heads.
 
     Where `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones
-    that its query heads read.
+    that its query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one
+    scale for all of them (Henry et al. 2020, as Qwen3 has it): heads are whole, so it sends nothing.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -74,7 +76,9 @@ class GQA(nn.Module):
     sizes: Mapping[str, int]
     dtype: str
     kernel: str
+    norm_eps: float
     bias: bool
+    qk_norm: bool
     temperature: float
     out_scale: float
 
@@ -88,6 +92,8 @@ class GQA(nn.Module):
         self.out = Dense(
             self.family.back("heads/tp d_head"), out, self.residual, self.sizes, dtype, scale=self.out_scale
         )
+        norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
+        self.q_norm, self.k_norm = norm(out), norm(wide)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
@@ -106,7 +112,8 @@ class GQA(nn.Module):
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        heads = rotate(self.q(x), context.rope), rotate(self.k(x), context.rope), self.v(x)
+        q, k = self.q_norm(self.q(x)), self.k_norm(self.k(x))
+        heads = rotate(q, context.rope), rotate(k, context.rope), self.v(x)
         return tuple(keep(x, of="attention") for x in heads)
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
@@ -125,3 +132,7 @@ class GQA(nn.Module):
             return kv_BTGK
         first = offset(Layout.parse("batch/dp seq heads/tp d_head"), "heads", local_heads) // group
         return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
+
+
+def _as_it_is(x: Array) -> Array:
+    return x

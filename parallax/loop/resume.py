@@ -32,6 +32,10 @@ FREE_KEYS = (
     "model.rope_scaling",
     "model.rope_factor",
     "model.rope_original_seq",
+    "model.rope_fast_turns",
+    "model.rope_slow_turns",
+    "model.rope_temperature",
+    "model.rope_magnitude",
 )
 
 

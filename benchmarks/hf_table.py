@@ -1,0 +1,73 @@
+"""What models of Hugging Face's `transformers` compute beside what Parallax computes of them, in one table.
+
+    pip install -e ".[hf-tests]" -c constraints.txt
+    python benchmarks/hf_table.py --write
+
+Each row is a tiny random model that `transformers` makes on the CPU, in float32, its norms and biases random too; it is
+saved, imported by `parallax.convert from-hf`, and run on one device and on eight simulated ones, pp·dp·tp 2·2·2 with
+1F1B. Printed are the largest difference of logits, over windows of one document and of several, of documents of one
+token up to three times the original context; of the losses of ten steps of AdamW; and how many tokens of greedy
+generation are equal. --write puts the table into docs/convert.md.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs" / "convert.md"
+BEGIN, END = "<!-- benchmarks/hf_table.py -->", "<!-- end -->"
+HEAD = ["family", "mesh", "logits", "losses of 10 steps", "greedy tokens equal"]
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="also into docs/convert.md")
+    write = parser.parse_args().write
+
+    import parallax as px
+
+    px.simulate_devices(8)
+    table = as_text([HEAD, *measure()])
+    print(table)
+    if write:
+        put(table)
+
+
+def measure() -> list[list[str]]:
+    """A row for each family and mesh."""
+    import hf_families as families
+
+    rows = []
+    for name in families.FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            pair = families.make_pair(name, Path(folder))
+            for mesh in families.MESHES:
+                model, params = families.ours_on(pair, mesh)
+                logits = families.logits_difference(pair, model, params)
+                losses = families.loss_difference(name, pair, model, params)
+                equal, total = families.equal_tokens(pair, model, params)
+                rows.append([name, "·".join(map(str, mesh)), f"{logits:.1e}", f"{losses:.1e}", f"{equal} of {total}"])
+                print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    return rows
+
+
+def as_text(rows: list[list[str]]) -> str:
+    """Markdown; the first row is the head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
+
+
+def put(table: str) -> None:
+    """Between the marks in the docs."""
+    before, rest = DOCS.read_text().split(BEGIN)
+    DOCS.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from parallax.checkpoint.manifest import shortened
+from parallax.checkpoint.stored import PIECE_BYTES, Written
+from parallax.convert.architectures import (
+    Described,
+    describe,
+    differing_keys,
+    same_rope,
+    write_config,
+)
+from parallax.convert.folders import RECORD, Arrays, Step, as_json, made_whole, make_run, open_step
+from parallax.convert.names import plain_names
+from parallax.convert.rope_fields import write_rope
+from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
+from parallax.convert.shards import read_shards, write_shards
+from parallax.convert.weights import HEAD, TABLE, Place, places
+from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.model import ModelConfig
+from parallax.settings import Settings, load_json, read_settings
+from parallax.tokenizer import FILE_NAME, load
+
+CONFIG = "config.json"
+# What users of such a folder want to find in it again, and no run needs: texts, and small.
+BESIDE = "generation_config.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja"
+BESIDE_LIMIT_BYTES = 1 << 24
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+# Tables of rotary angles, which follow from the config and which old files hold.
+FOLLOWS = ".rotary_emb.inv_freq"
+
+
+# ---- in
+
+
+def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
+    """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, but for its model.
+
+    Parameters are float32, as all runs have them: of bfloat16 and float16 every bit is kept.
+
+    Raises:
+        ConfigError: the model is none that is computed here, by the name of the field that says so.
+        CheckpointError: the folder cannot be trusted, or has not the parameters of its config.
+        DataError: its tokenizer is missing, damaged, or has more entries than the model.
+    """
+    content = load_json(source / CONFIG)
+    described = describe(content)
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **described.model))
+    tokenizer = load(source)
+    if tokenizer.vocab > settings.model.vocab:
+        raise DataError(
+            f"{source / FILE_NAME} has {tokenizer.vocab} entries, but vocab_size={settings.model.vocab}; "
+            "put the model's own tokenizer there"
+        )
+    tensors = read_shards(source)
+    at = places(settings.model, interleaved=described.interleaved)
+    tensors = _wanted(source, tensors, _theirs(settings.model, at))
+    beside = {name: (source / name).read_text("utf-8") for name in BESIDE.split() if _is_small(source / name)}
+    record = {"config": content, "dtypes": {name: str(tensor.dtype) for name, (_, tensor) in tensors.items()}}
+
+    def write(arrays: Mapping[str, Written]) -> None:
+        for here in plain_names(arrays).values():
+            place = at[here.name]
+            ours = place.ours(open_tensor(*tensors[_tensor_of(place, here.index)]))
+            row = 0
+            for piece in in_pieces(ours, PIECE_BYTES // 2):  # half: bfloat16 becomes float32
+                values = np.ascontiguousarray(place.take(piece), np.float32)
+                arrays[here.name].write((*here.index, slice(row, row + len(values))), values)
+                row += len(values)
+
+    carried = {CONFIG: as_json(settings), FILE_NAME: source / FILE_NAME, RECORD: json.dumps(record | {"files": beside})}
+    with made_whole(workdir) as unfinished:
+        make_run(unfinished, settings, tokenizer, carried, write)
+    return described
+
+
+def _tensor_of(place: Place, index: tuple[int, ...]) -> str:
+    return place.tensor.format(layer=index[0]) if index else place.tensor
+
+
+def _theirs(model: ModelConfig, at: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of their tensors."""
+    layers = range(model.layers)
+    return {place.tensor.format(layer=layer): place.shape for place in at.values() for layer in layers}
+
+
+def _wanted(
+    source: Path, tensors: Mapping[str, tuple[Path, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Path, Tensor]]:
+    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
+    tensors = {name: found for name, found in tensors.items() if not name.endswith(FOLLOWS)}
+    if HEAD in tensors and HEAD not in shapes and TABLE in tensors and _equal(tensors[HEAD], tensors[TABLE]):
+        del tensors[HEAD]  # a tied table that is there twice
+    differences = [f"{name} is missing" for name in shapes if name not in tensors]
+    differences += [f"{name} is of no use" for name in tensors if name not in shapes]
+    for name in shapes.keys() & tensors.keys():
+        tensor = tensors[name][1]
+        if tensor.shape != shapes[name]:
+            differences.append(f"{name} is {list(tensor.shape)} there and {list(shapes[name])} here")
+        if tensor.dtype not in DTYPES.values():
+            differences.append(f"{name} is {tensor.dtype} and none of {', '.join(DTYPES)}")
+    if differences:
+        raise CheckpointError(f"{source} has not the parameters of its config.json: {shortened(sorted(differences))}")
+    return tensors
+
+
+def _equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
+    if one[1][:2] != other[1][:2]:
+        return False
+    pairs = zip(*(in_pieces(open_tensor(*found), PIECE_BYTES) for found in (one, other)))
+    return all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def _is_small(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size <= BESIDE_LIMIT_BYTES
+
+
+# ---- out
+
+
+class Target(NamedTuple):
+    """What is written: a config.json, which it describes, the dtype of each tensor, and texts beside it."""
+
+    config: dict[str, Any]
+    described: Described
+    dtypes: Mapping[str, np.dtype]
+    files: Mapping[str, str]
+
+
+class Theirs(NamedTuple):
+    """A tensor of theirs, of the arrays that lie in it: name and index of each, and its place."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[tuple[str, tuple[int, ...], Place]]
+
+
+def to_hf(
+    workdir: Path, out: Path, *, step: int | None, like: Path | None, dtype: str | None, shard_bytes: int
+) -> tuple[int, str]:
+    """Write a step of a run, the newest where `step` is None, as a folder that `transformers` reads.
+
+    What was imported is written as it came: config.json, names, dtypes. So is a run that was trained from an import
+    where `like` is that import's run. Any other becomes the plainest architecture that computes it, in float32.
+    `dtype` overrules. Returns the step, and what was written in words.
+
+    Raises:
+        DamagedError: a parameter, its config or its tokenizer is damaged.
+        CheckpointError: there is no such checkpoint, or `out` cannot be written.
+        ConfigError: no architecture computes the model, or `like` is another one.
+    """
+    source = open_step(workdir, step)
+    settings = load_model(source)
+    record = _record(open_step(like, None) if like else source)
+    if like and record is None:
+        raise ConfigError(f"--like={like} was not made by from-hf; name the folder of a run that was")
+    target = _target(settings, record, dtype)
+    at = places(settings, interleaved=target.described.interleaved)
+    with made_whole(out) as unfinished:
+        arrays = Arrays(source)
+        theirs: dict[str, Theirs] = {}
+        for here in plain_names(arrays.stored).values():
+            place = at[here.name]
+            name = _tensor_of(place, here.index)
+            theirs.setdefault(name, Theirs(place.shape, target.dtypes[name], []))
+            theirs[name].parts.append((here.name, here.index, place))
+        write_shards(unfinished, theirs, lambda name: _pieces(arrays, theirs[name]), shard_bytes=shard_bytes)
+        arrays.check()
+        texts = {CONFIG: json.dumps(target.config, indent=2) + "\n", **target.files}
+        texts[FILE_NAME] = (source.folder / FILE_NAME).read_text("utf-8")
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, "utf-8")
+    kinds = " and ".join(sorted({str(tensor.dtype) for tensor in theirs.values()}))
+    return source.number, f"{target.described.architecture}, {kinds}"
+
+
+def load_model(source: Step) -> ModelConfig:
+    """The model of a step."""
+    return read_settings(load_json(source.folder / CONFIG)).model
+
+
+def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
+    """A tensor as it is written: in pieces where it is one array of ours, else whole."""
+    (name, index, place), *more = tensor.parts
+    if not more and place.view is None:
+        yield from (piece.astype(tensor.dtype) for piece in arrays.pieces(name, index))
+        return
+    whole = np.empty(tensor.shape, tensor.dtype)
+    for name, index, place in tensor.parts:
+        ours, row = place.ours(whole), 0
+        for piece in arrays.pieces(name, index):
+            place.put(ours[row : row + len(piece)], piece.astype(tensor.dtype))
+            row += len(piece)
+    yield whole
+
+
+def _record(source: Step) -> dict[str, Any] | None:
+    """What an import kept of the folder that it read."""
+    return load_json(source.folder / RECORD) if RECORD in source.files else None
+
+
+def _target(model: ModelConfig, record: dict[str, Any] | None, dtype: str | None) -> Target:
+    if record is None:
+        config = write_config(model) | {"torch_dtype": dtype or "float32"}
+        names = _theirs(model, places(model, interleaved=False))
+        return Target(config, describe(config), dict.fromkeys(names, DTYPES[dtype or "float32"]), {})
+    config, files = record["config"], record["files"]
+    described = describe(config)
+    differing = differing_keys(described, model)
+    if differing:
+        there = ", ".join(f"model.{key}={described.model[key]!r}" for key in differing)
+        here = ", ".join(f"{getattr(model, key)!r}" for key in differing)
+        raise ConfigError(f"the model is not the one that was imported: {there} there, {here} here")
+    if not same_rope(described, model):  # trained on with another context
+        old = ("rope_parameters", "rope_scaling", "rope_theta")
+        config = {key: value for key, value in config.items() if key not in old} | write_rope(model)
+        config["max_position_embeddings"] = round(model.rope_original_seq * model.rope_factor)
+    dtypes = {name: np.dtype(DTYPES[kind]) for name, kind in record["dtypes"].items()}
+    if dtype:
+        dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
+        config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
+    return Target(config, described, dtypes, files)

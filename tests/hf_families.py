@@ -1,0 +1,227 @@
+"""Tiny random models made by Hugging Face's `transformers`, and what they and ours say of the same tokens.
+
+Needs the extra hf-tests; the table in docs/convert.md is made of the same checks, by benchmarks/hf_table.py.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from elsewhere
+
+import jax
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from parallax.assembly import model_of
+from parallax.convert.__main__ import main
+from parallax.generate import SampleConfig, generate
+from parallax.generate.__main__ import restore_params
+from parallax.loss import IGNORED
+from parallax.mesh import MeshConfig, make_mesh
+from parallax.optimizer import make_optimizer
+from parallax.settings import load_settings
+from parallax.step import abstract_state, make_train_step
+from parallax.tokenizer import Bytes
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+CONTEXT, FACTOR = 32, 4.0
+SIZES = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+GROUPED = SIZES | dict(num_key_value_heads=2, max_position_embeddings=CONTEXT)
+LATENT = SIZES | dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    first_k_dense_replace=4,
+    max_position_embeddings=CONTEXT,
+)
+
+
+def scaled(kind, **more):
+    """Fields of a model whose context was extended."""
+    rope = dict(rope_type=kind, rope_theta=1000.0, factor=FACTOR, **more)
+    if kind != "linear":
+        rope["original_max_position_embeddings"] = CONTEXT
+    return dict(rope_parameters=rope, max_position_embeddings=int(CONTEXT * FACTOR))
+
+
+LLAMA3 = scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+FAMILIES = {
+    "Llama 2": ("Llama", GROUPED | dict(num_key_value_heads=4, rms_norm_eps=1e-5)),
+    "Llama 2, linear": ("Llama", GROUPED | scaled("linear")),
+    "Llama 3, llama3, tied": ("Llama", GROUPED | LLAMA3 | dict(tie_word_embeddings=True, rms_norm_eps=1e-5)),
+    "Mistral, wide heads": ("Mistral", GROUPED | dict(sliding_window=None, head_dim=16)),
+    "Qwen2, tied": ("Qwen2", GROUPED | dict(tie_word_embeddings=True)),
+    "Qwen2, yarn": ("Qwen2", GROUPED | scaled("yarn")),
+    "Qwen3": ("Qwen3", GROUPED | dict(head_dim=16)),
+    "DeepSeek-V2, yarn": ("DeepseekV2", LATENT | scaled("yarn", mscale=0.707, mscale_all_dim=0.707)),
+    "DeepSeek-V2, whole queries": ("DeepseekV2", LATENT | dict(q_lora_rank=None)),
+    "DeepSeek-V3, yarn": ("DeepseekV3", LATENT | scaled("yarn", mscale=1.0, mscale_all_dim=1.0)),
+    "DeepSeek-V3, yarn on what is rotated": ("DeepseekV3", LATENT | scaled("yarn")),
+    "DeepSeek-V3, halves": ("DeepseekV3", LATENT | dict(rope_interleave=False)),
+}
+MESHES = [(1, 1, 1), (2, 2, 2)]
+LENGTHS = [2, CONTEXT, 3 * CONTEXT]  # tokens of a window; tp cuts it, so that a document of one token is one of two
+ROWS = 4
+STEPS = 10
+ADAMW = dict(learning_rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+NEW_TOKENS = 24
+
+
+class Pair(NamedTuple):
+    """A model of `transformers`, and the run that was made of its folder."""
+
+    theirs: transformers.PreTrainedModel
+    run: Path
+
+
+def make_pair(name: str, folder: Path) -> Pair:
+    """A model with random values, norms' scales and biases too, saved in shards, and imported."""
+    source, run = folder / "theirs", folder / "run"
+    theirs = random_model(name)
+    theirs.save_pretrained(source, max_shard_size="100KB")
+    Bytes().save(source)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["from-hf", str(source), "--workdir", str(run)]) == 0
+    return Pair(theirs, run)
+
+
+def random_model(name: str) -> transformers.PreTrainedModel:
+    """In float32, logits of size 1; the same for the same name."""
+    kind, fields = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for which, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.ndim == 1:
+                parameter.copy_(0.2 * noise + (0.0 if which.endswith("bias") else 1.0))
+            else:
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+    return model.float().eval()
+
+
+def ours_on(pair: Pair, mesh: tuple[int, int, int], **changes):
+    """(model, parameters) of the run on a mesh, with two microbatches where it has a pipeline; `changes` are keys of
+    its model."""
+    settings = load_settings(pair.run)
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
+    schedule = dict(schedule="one_f_one_b", microbatches=2) if mesh[0] > 1 else {}
+    settings = dataclasses.replace(settings, pipeline=dataclasses.replace(settings.pipeline, **schedule))
+    laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: int(np.prod(mesh))])
+    model = model_of(settings, laid_out)
+    _, params = restore_params(pair.run / "checkpoints", None, model)
+    return model, params
+
+
+def windows(length: int, *, packed: bool, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tokens in one document a row, or in several; a window of 2 that is packed holds documents of one token."""
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, SIZES["vocab_size"], (ROWS, length)).astype(np.int32)
+    starts = draw.random((ROWS, length)) < 0.1 if packed else np.zeros((ROWS, length), bool)
+    starts[:, length // 2] |= packed
+    starts[:, 0] = True
+    segments = np.cumsum(starts, axis=1).astype(np.int32)
+    order = np.broadcast_to(np.arange(length), tokens.shape)
+    positions = order - np.maximum.accumulate(np.where(starts, order, 0), axis=1)
+    follows = np.roll(segments, -1, 1) == segments
+    follows[:, -1] = False
+    labels = np.where(follows, np.roll(tokens, -1, 1), IGNORED).astype(np.int32)
+    return dict(tokens=tokens, labels=labels, segments=segments, positions=positions.astype(np.int32))
+
+
+def their_logits(model, batch):
+    order = np.arange(batch["tokens"].shape[1])
+    seen = (batch["segments"][:, :, None] == batch["segments"][:, None]) & (order[:, None] >= order[None])[None]
+    mask = torch.where(torch.from_numpy(seen)[:, None], 0.0, torch.finfo(torch.float32).min)
+    tokens, positions = (torch.from_numpy(batch[name]).long() for name in ("tokens", "positions"))
+    return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+def logits_difference(pair: Pair, model, params, lengths: Sequence[int] = LENGTHS) -> float:
+    """The largest, over all lengths, packed and not."""
+    run, found = jax.jit(model.logits), []
+    for length in lengths:
+        for packed in (False, True):
+            batch = windows(length, packed=packed)
+            ours = run(params, batch["tokens"], batch["segments"], batch["positions"])
+            with torch.no_grad():
+                theirs = their_logits(pair.theirs, batch).numpy()
+            assert theirs.std() > 0.5  # of a size at which the difference means something
+            found.append(np.abs(np.asarray(ours) - theirs).max())
+    return float(max(found))
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Two in turns: random tokens teach nothing but themselves."""
+    return [windows(2 * CONTEXT, packed=True, seed=step % 2) for step in range(STEPS)]
+
+
+def their_losses(name: str) -> list[float]:
+    """Of ten steps of PyTorch's AdamW; decay on matrices alone, and a gradient as long as it may be at most."""
+    model = random_model(name).train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=ADAMW["weight_decay"]), dict(params=rest, weight_decay=0.0)]
+    adamw = torch.optim.AdamW(groups, lr=ADAMW["learning_rate"], betas=(ADAMW["b1"], ADAMW["b2"]), eps=ADAMW["eps"])
+    losses = []
+    for batch in batches():
+        labels = torch.from_numpy(batch["labels"]).long().flatten()
+        loss = cross_entropy(their_logits(model, batch).flatten(0, 1), labels, ignore_index=IGNORED)
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW["clip_norm"])
+        adamw.step()
+        losses.append(loss.item())
+    return losses
+
+
+def our_losses(pair: Pair, model, params) -> list[float]:
+    """As train.init_from would begin: with the imported parameters, and an optimizer that has seen nothing."""
+    settings = load_settings(pair.run)
+    config = dataclasses.replace(settings.optimizer, schedule="constant", warmup_steps=0, **ADAMW)
+    tx = make_optimizer(config, STEPS, model.layouts)
+    step = make_train_step(model, tx, settings.train.seed, settings.guard)
+    zeros = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract_state(model, tx)
+    )
+    state, losses = zeros._replace(params=jax.tree.map(lambda leaf: leaf.copy(), params)), []
+    for batch in batches():
+        state, metrics = step(state, jax.device_put(batch, model.batch_sharding))
+        assert not metrics["skipped"]
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def loss_difference(name: str, pair: Pair, model, params) -> float:
+    """The largest of ten fine-tuning steps."""
+    theirs = their_losses(name)
+    assert theirs[-1] < theirs[0] - 0.1
+    return float(np.abs(np.subtract(theirs, our_losses(pair, model, params))).max())
+
+
+def equal_tokens(pair: Pair, model, params) -> tuple[int, int]:
+    """(tokens that greedy generation writes alike, of how many), behind prompts of several lengths."""
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, SIZES["vocab_size"], length) for length in (1, 9, CONTEXT)]
+    greedy = SampleConfig(prompt="", tokens=NEW_TOKENS, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    ours = generate(model, params, prompts, greedy)
+    equal = 0
+    for prompt, written in zip(prompts, ours, strict=True):
+        ids = torch.from_numpy(prompt)[None]
+        how = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0)
+        theirs = pair.theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].numpy()
+        equal += int((theirs == written).sum())
+    return equal, NEW_TOKENS * len(prompts)

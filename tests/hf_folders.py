@@ -1,0 +1,153 @@
+"""Folders as Hugging Face's `transformers` saves them, written by hand: no library of theirs, and none of ours."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+
+KINDS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.44.0",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 8,
+}
+CONFIGS = {
+    "LlamaForCausalLM": {"model_type": "llama", "num_key_value_heads": 2, "attention_bias": False, "mlp_bias": False},
+    "MistralForCausalLM": {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": None},
+    "Qwen2ForCausalLM": {"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": False},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False},
+    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "num_key_value_heads": 4, **LATENT, "q_lora_rank": None},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "num_key_value_heads": 4, **LATENT},
+}
+
+
+def config_of(architecture, **changes):
+    """A config.json; None as a change writes null."""
+    return {"architectures": [architecture], **SIZES, **CONFIGS[architecture], **changes}
+
+
+def without(config, *names):
+    return {key: value for key, value in config.items() if key not in names}
+
+
+def shapes_of(config):
+    """Every tensor of a model, in the order of its layers."""
+    c, (architecture,) = config, config["architectures"]
+    d, f, h = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    table = {"model.embed_tokens.weight": (c["vocab_size"], d)}
+    layers = {}
+    for layer in range(c["num_hidden_layers"]):
+        parts = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
+        parts |= {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d), "mlp.down_proj.weight": (d, f)}
+        attention = latent_shapes(c, d, h) if "kv_lora_rank" in c else grouped_shapes(c, d, h, architecture)
+        parts |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+        layers |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    head = {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], d)}
+    return {**table, **layers, "model.norm.weight": (d,), **head}
+
+
+def grouped_shapes(c, d, h, architecture):
+    width = c.get("head_dim") or d // h
+    wide = {"q": h * width, "k": c["num_key_value_heads"] * width, "v": c["num_key_value_heads"] * width}
+    shapes = {f"{name}_proj.weight": (rows, d) for name, rows in wide.items()} | {"o_proj.weight": (d, h * width)}
+    if architecture.startswith("Qwen2"):
+        shapes |= {f"{name}_proj.bias": (rows,) for name, rows in wide.items()}
+    if architecture.startswith("Qwen3"):
+        shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+    return shapes
+
+
+def latent_shapes(c, d, h):
+    nope, rope, value, rank = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["kv_lora_rank"]
+    shapes = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, d),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (h * (nope + value), rank),
+        "o_proj.weight": (d, h * value),
+    }
+    if c["q_lora_rank"] is None:
+        return shapes | {"q_proj.weight": (h * (nope + rope), d)}
+    narrow = c["q_lora_rank"]
+    return shapes | {
+        "q_a_proj.weight": (narrow, d),
+        "q_a_layernorm.weight": (narrow,),
+        "q_b_proj.weight": (h * (nope + rope), narrow),
+    }
+
+
+def random_tensors(shapes, kind="F32", seed=0):
+    """Values of every size that the dtype has, but no NaN."""
+    draw = np.random.default_rng(seed)
+    return {
+        name: (draw.normal(size=shape) * 8.0 ** draw.integers(-2, 2)).astype(KINDS[kind])
+        for name, shape in shapes.items()
+    }
+
+
+def write_file(path, tensors):
+    """One safetensors file."""
+    names, header, at = {dtype: name for name, dtype in KINDS.items()}, {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in tensors.values()))
+
+
+def write_folder(folder, config, tensors, *, shards=1):
+    """config.json, the tensors in so many files, with an index if there are several, and a tokenizer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"parallax": "bytes"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    if shards == 1:
+        write_file(folder / "model.safetensors", tensors)
+        return folder
+    files = [f"model-{at + 1:05}-of-{shards:05}.safetensors" for at in range(shards)]
+    homes = {name: files[at % shards] for at, name in enumerate(tensors)}
+    for file in files:
+        write_file(folder / file, {name: tensors[name] for name in tensors if homes[name] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+    return folder
+
+
+def read_folder(folder):
+    """Every tensor of a folder, by name."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        for name, about in header.items():
+            if name != "__metadata__":
+                bits = data[slice(*about["data_offsets"])]
+                found[name] = np.frombuffer(bits, KINDS[about["dtype"]]).reshape(about["shape"])
+    return found

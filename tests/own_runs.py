@@ -1,0 +1,43 @@
+"""Runs of our own, as if they had trained, of every kind that has an architecture elsewhere."""
+
+import numpy as np
+from run_examples import tiny_config
+
+from parallax.convert.folders import as_json, make_run
+from parallax.loop import settings_of
+from parallax.tokenizer import Bytes
+
+LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
+SIZES = dict(vocab=384, d_rope=4, d_latent=16)
+OWN = {
+    "gqa": (dict(attention="gqa"), LLAMA),
+    "biases": (dict(attention="gqa", qkv_bias=True), "Qwen2ForCausalLM"),
+    "norms": (dict(attention="gqa", qk_norm=True), QWEN3),
+    "mla": (dict(attention="mla", d_latent_q=16), V3),
+    "mla, yarn": (dict(attention="mla", rope_scaling="yarn", rope_factor=4.0), V3),
+    "mla, a part": (dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=1.0), V3),
+    "gqa, yarn": (dict(attention="gqa", rope_scaling="yarn", rope_factor=4.0), LLAMA),
+    "gqa, llama3": (dict(attention="gqa", rope_scaling="llama3", rope_factor=4.0, rope_fast_turns=4.0), LLAMA),
+    "gqa, linear": (dict(attention="gqa", rope_scaling="linear", rope_factor=4.0), LLAMA),
+}
+
+
+def own_settings(corpus, **changes):
+    return settings_of(tiny_config(corpus, **{f"model.{key}": value for key, value in (SIZES | changes).items()}))
+
+
+def own_run(folder, settings):
+    """A run of random parameters, as if it had trained."""
+    draw, made = np.random.default_rng(0), {}
+
+    def write(arrays):
+        for name, array in arrays.items():
+            around = 1.0 if name.endswith("scale") else 0.0
+            made[name] = (around + 0.2 * draw.normal(size=array.shape)).astype(np.float32)
+            array.write((...,), made[name])
+
+    folder.mkdir()
+    Bytes().save(folder)
+    texts = {"config.json": as_json(settings), "tokenizer.json": (folder / "tokenizer.json").read_text()}
+    make_run(folder, settings, Bytes(), texts, write)
+    return made
