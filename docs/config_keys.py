@@ -74,6 +74,10 @@ def marked(comment: str) -> str:
     return re.sub(r'("[^"]*")', r"`\1`", comment).replace("|", "\\|").replace("*", "\\*")
 
 
-if __name__ == "__main__":
+def main() -> None:
     PAGE.write_text(page((ROOT / "configs" / "base.py").read_text()))
     print(PAGE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from parallax.command import read_command
-from parallax.report import Report
-from parallax.report.whole import abstract_mesh, report_settings
+from parallax.report.whole import Report, abstract_mesh, report_settings
 from parallax.schedules import Costs, Schedule, by_name
 from parallax.schedules.pricing import lockstep_starts, tick_times
 from parallax.settings import Settings
@@ -182,12 +181,15 @@ def _held(report: Report) -> Iterator[str]:
     yield _rect(x, top + 10, max(WIDTH - 20 - x, 0), 16, "#dfe2e3")
 
 
-def main() -> None:
-    settings, _ = read_command(["step_picture", f"--config={CONFIG}"], {})
-    report = report_settings(settings, abstract_mesh(settings.mesh.sizes), name=CONFIG.stem)
-    PICTURE.write_text(draw(settings, report))
-    print(PICTURE.relative_to(ROOT))
+def picture(report: Report) -> str:
+    """The picture of the quickstart's report."""
+    return draw(settings(), report)
+
+
+def settings() -> Settings:
+    return read_command(["step_picture", f"--config={CONFIG}"], {})[0]
 
 
 if __name__ == "__main__":
-    main()
+    PICTURE.write_text(picture(report_settings(settings(), abstract_mesh(settings().mesh.sizes), name=CONFIG.stem)))
+    print(PICTURE.relative_to(ROOT))

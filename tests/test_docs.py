@@ -1,6 +1,7 @@
 """The documentation is held to the code: its commands and blocks run, its equations are JAX's, its names are there."""
 
 import ast
+import doctest
 import importlib.util
 import json
 import os
@@ -234,6 +235,13 @@ def check_transposed(forward, backward, layouts):
         assert np.abs(e - a).max() <= ERROR * np.abs(e).max()
 
 
+def test_an_equation_without_its_sum_is_found():
+    *_, scale = equations(ROOT / "docs" / "dp.md")
+    wrong = lambda x, scale, dy: (dy * scale[None, None], (x * dy).sum(axis=(0, 1)))  # noqa: E731
+    with pytest.raises((AssertionError, ValueError)):
+        check_transposed(scale["forward"], wrong, dict(scale["LAYOUTS"]))
+
+
 # ---- names
 
 DOTTED = re.compile(r"`(parallax(?:\.\w+)+)`")
@@ -291,6 +299,12 @@ def test_the_reference_of_configs_is_that_of_the_base_config():
     assert config_keys.PAGE.read_text() == expected, "`python docs/config_keys.py` writes it anew"
 
 
+def test_examples_of_what_makes_pages_are_right():
+    tried = doctest.testmod(config_keys)
+    assert tried.attempted
+    assert not tried.failed
+
+
 def test_the_reference_of_configs_has_every_key_with_its_meaning():
     found = {section.name: section.keys for section in config_keys.sections((ROOT / "configs" / "base.py").read_text())}
     assert {name: {key.name for key in keys} for name, keys in found.items()} == {
@@ -343,6 +357,9 @@ def test_every_page_is_in_the_navigation_once():
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs the extra docs: pip install -e '.[docs]'")
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    from docs import docstrings
+
+    assert doctest.testmod(docstrings).failed == 0
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     written = [*(tmp_path / "site").glob("*.html")]
