@@ -291,6 +291,17 @@ def test_links_lead_to_files(page):
     assert not lost, name_of(page)
 
 
+def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## What it does") : text.index("## The code")]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| **")]
+    assert len(rows) >= 5
+    pages = "".join(page.read_text() for page in PAGES if page.name not in ("README.md", "CHANGELOG.md"))
+    pages += (ROOT / "benchmarks" / "README.md").read_text()
+    for figure in re.findall(r"\d[\d.,]*(?:e-\d+)?(?: %)?", "".join(rows)):
+        assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('.,'))}(?!\d)", pages), f"{figure} is measured nowhere"
+
+
 # ---- what is made from the code
 
 
