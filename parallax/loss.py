@@ -57,9 +57,17 @@ def chunked_loss(config: LossConfig, table: Layout, table_VD: Array, hidden_ND: 
 
 
 def chunked_loss_and_grads(
-    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, weight: Array
+    config: LossConfig,
+    table: Layout,
+    table_VD: Array,
+    hidden_ND: Array,
+    labels_N: Array,
+    weight: Array,
+    earlier_VD: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """The sums [2], and `weight` times the gradients of both in table (float32) and hidden, chunk by chunk.
+
+    The table's gradient is added to `earlier_VD`, if that is given: apart it would take a second table's room.
 
     Forward and backward of a chunk run together, so that no logits are kept or made twice. `table_VD` must vary
     over every bound axis: its gradient is this device's share, for the caller to sum once.
@@ -72,7 +80,7 @@ def chunked_loss_and_grads(
         table_grad, hidden_grad = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         return grad_VD + table_grad.astype(jnp.float32), (loss, hidden_grad)
 
-    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32))
+    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
     return losses.sum(axis=0), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
 

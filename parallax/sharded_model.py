@@ -284,7 +284,7 @@ class ShardedModel:
         parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
         moves = {part: self.storage.end_moves(part) for part in ENDS}
         gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
-        return Work(parts, self.loss_config, gathers, scatters, self.storage.ends(weights), key)
+        return Work(parts, self.loss_config, gathers, scatters, self.storage.once, self.storage.ends(weights), key)
 
     def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

@@ -84,6 +84,17 @@ def test_the_vocab_can_be_cut(table):
     check(on_mesh(LossConfig(z_coefficient=1e-2, chunk_tokens=7), TABLES[table]), z_coefficient=1e-2)
 
 
+def test_the_gradient_of_the_table_is_added_to_an_earlier_one():
+    table, hidden, labels = map(jnp.asarray, arrays())
+    arguments = LossConfig(1e-2, 7), Layout.parse("vocab d_model"), table, hidden, labels, jnp.float32(WEIGHT)
+    (loss, apart, d_hidden), (again, total, d_again) = (
+        chunked_loss_and_grads(*arguments, earlier) for earlier in (None, 3 * table)
+    )
+    np.testing.assert_allclose(total, 3 * table + apart, rtol=0, atol=1e-6 * np.abs(total).max())
+    np.testing.assert_array_equal(loss, again)
+    np.testing.assert_array_equal(d_hidden, d_again)
+
+
 def test_large_logits_do_not_overflow():
     table, hidden, labels = map(jnp.asarray, arrays())
     config, layout = LossConfig(0.0, 7), Layout.parse("vocab d_model")

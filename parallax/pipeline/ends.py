@@ -41,13 +41,15 @@ class Tokens:
 class Work:
     """Embedding and head of a model for rows of the batch cut one way, on weights stored with FSDP.
 
-    `gather` and `scatters` are as those of Stage. Gradients are this device's share, scaled by `weight`.
+    `gather` and `scatters` are as those of Stage, and `once` as that of Storage. Gradients are this device's share,
+    scaled by `weight`.
     """
 
     parts: Parts
     loss: LossConfig
     gather: dict[str, Callable[[Any], Any]]
     scatters: dict[str, list[Callable[[Array], Array]]]  # for each leaf
+    once: bool
     weights: Any  # {"embedding": ..., "head": ...}
     key: Array | None
 
@@ -66,19 +68,22 @@ class Work:
         hidden = self._hidden(weights, y)
         return chunked_loss(self.loss, self._form.gathered, self._table(weights), *self._tokens(hidden, labels_BS))
 
-    def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array) -> tuple[Array, Any, Array]:
-        """The losses summed over this device's tokens, the gradients of what is stored, and that of y."""
-        weights = self._gathered("head")
+    def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
+        """The losses summed over this device's tokens, `totals` with the gradients of what is stored added, and the
+        gradient in y."""
+        weights, home = self._gathered("head"), "embedding" if self.parts.head.tied else "head"
         hidden, pull = jax.vjp(self._hidden, weights, y)
-        tokens = self._tokens(hidden, labels_BS)
-        table = as_varying(self._table(weights))
-        loss, d_table, d_hidden = chunked_loss_and_grads(self.loss, self._form.gathered, table, *tokens, weight)
-        grads, dy = pull(d_hidden.reshape(hidden.shape))
-        if "table" in grads:
-            grads = grads | {"table": d_table}
-            return loss, {"head": self._scattered("head", grads)}, dy
-        embedding = self._scattered("embedding", {"table": d_table})
-        return loss, {"embedding": embedding, "head": self._scattered("head", grads)}, dy
+        arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
+        earlier = totals[home]["table"] if self.once else None
+        loss, d_table, d_hidden = chunked_loss_and_grads(self.loss, self._form.gathered, *arrays, earlier)
+        found, dy = pull(d_hidden.reshape(hidden.shape))
+        shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
+        if self.once:  # nothing is left to scatter
+            totals = totals | {home: totals[home] | {"table": d_table}}
+        else:
+            shares.setdefault(home, {})["table"] = d_table
+            shares = {part: self._scattered(part, share) for part, share in shares.items()}
+        return loss, add(totals, shares), dy
 
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, cut as the embedding's form says."""
@@ -141,6 +146,10 @@ def take(stacked: Array, at: Array) -> Array:
 
 
 def add(total: Any, share: Any) -> Any:
-    """Gradients by part of the model; a part that has no share stays as it is."""
-    added = {part: jax.tree.map(lambda a, b: a + as_varying(b), total[part], share[part]) for part in share}
-    return total | added
+    """Gradients by part of the model; what has no share stays as it is."""
+
+    def added(part: str) -> Any:
+        own = {name: total[part][name] for name in share[part]}
+        return total[part] | jax.tree.map(lambda a, b: a + as_varying(b), own, share[part])
+
+    return total | {part: added(part) for part in share}

@@ -43,10 +43,10 @@ class InsideEnds:
 
     def leave(self, state, microbatch, slot, y):
         whole, own = residuals(self.work)
-        loss, grads, d_share = self.work.head_loss_and_grads(*self._share(y, microbatch), self.weight)
+        loss, grads, d_share = self.work.head_loss_and_grads(*self._share(y, microbatch), self.weight, state.grads)
         dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
-        return InsideState(exits, state.loss + loss, add(state.grads, grads))
+        return InsideState(exits, state.loss + loss, grads)
 
     def between(self, state):
         return state

@@ -47,8 +47,9 @@ class SpreadEnds:
 
     def between(self, state):
         y = self.from_last(state.exits)
-        loss, grads, dy = self.work.head_loss_and_grads(y, self._own_rows(self.tokens.labels), self.weight)
-        return SpreadState(state.entries, self._to_first(dy), state.loss + loss, add(state.grads, grads))
+        labels = self._own_rows(self.tokens.labels)
+        loss, grads, dy = self.work.head_loss_and_grads(y, labels, self.weight, state.grads)
+        return SpreadState(state.entries, self._to_first(dy), state.loss + loss, grads)
 
     def enter_backward(self, state, microbatch, slot):
         return take(state.exits, microbatch)
