@@ -12,7 +12,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
 )
 EXTEND = ROOT / "docs" / "extend.md"  # makes changes: its blocks run in a copy of the repository
-FENCED = re.compile(r"^```(\S*)(?: title=\"(.+)\")?\n(.*?)^```$", re.M | re.S)
+FENCED = re.compile(r"^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S)
 
 
 INLINE = re.compile(r"`((?:python|make|pip) [^`]+)`")
@@ -78,7 +78,10 @@ CHEAPER = {
         f"{FIRST} --config.data.source=text --config.data.path='corpus/**/*.txt'"
     ),
     "python train.py --config=configs/quickstart.py --config.data.source=prepared --config.data.path=prepared "
-    "--config.data.cache=": f"{FIRST} --config.data.source=prepared --config.data.path=prepared --config.data.cache=",
+    "--config.data.cache=": (
+        f"python train.py --config=configs/quickstart.py {TINY} --config.data.source=prepared "
+        "--config.data.path=prepared --config.data.cache="
+    ),
     **{
         f"{RUN} {mesh}": f"{RUN} {TINY} {mesh}"
         for mesh in (
