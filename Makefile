@@ -10,8 +10,9 @@ WORKERS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: setup train test test-all soak golden lint format clean
+.PHONY: setup train test test-all soak golden docs lint format clean
 
 setup: $(STAMP)
 
@@ -30,6 +31,10 @@ soak: $(STAMP)
 
 golden: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python tests/goldens.py
+
+# The site, in build/site; a page that nobody lists and a link that leads nowhere are errors.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,3 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV), once; this takes a few minutes.'
 	$(BIN)/python -m pip install -q -e '.[tests]' -c constraints.txt
 	@touch $(STAMP)
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[docs]' -c constraints.txt
+	@touch $(DOCS_STAMP)

@@ -20,17 +20,17 @@ def get_config() -> ConfigDict:
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
     config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
-    config.model.layers = 4
-    config.model.d_model = 256
+    config.model.layers = 4  # blocks of attention and MLP
+    config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP
     config.model.attention = "mla"  # "mla" | "gqa" (kv_heads = heads is MHA, kv_heads = 1 is MQA)
-    config.model.heads = 8
+    config.model.heads = 8  # query heads
     config.model.kv_heads = 8  # gqa only
     config.model.d_head = 32  # per head; in mla the part of q and k without position, and v
     config.model.d_latent = 64  # mla: width of the compressed keys and values
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
-    config.model.rope_theta = 10_000.0
+    config.model.rope_theta = 10_000.0  # base of the wavelengths of rotary positions
     config.model.rope_scaling = "none"  # "none" | "linear" | "yarn" | "llama3"
     config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
     config.model.rope_original_seq = 2048  # tokens; yarn, llama3: the context that was trained before
@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     config.model.rope_magnitude = 1.0  # times the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: of q, k and v; in mla of q alone
     config.model.qk_norm = False  # gqa: an RMSNorm over d_head of each query and key head, before it is rotated
-    config.model.norm_eps = 1e-6
+    config.model.norm_eps = 1e-6  # added to the mean square in RMSNorm
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     config.model.dtype = "float32"  # of compute: "float32" | "bfloat16"; parameters are float32
@@ -80,15 +80,15 @@ def get_config() -> ConfigDict:
     config.optimizer.name = "adamw"  # "adamw" | "muon"
     config.optimizer.learning_rate = 3e-4  # peak
     config.optimizer.schedule = "cosine"  # after warm-up: "cosine" | "linear" | "wsd" | "constant"
-    config.optimizer.warmup_steps = 100
+    config.optimizer.warmup_steps = 100  # in which the rate rises to its peak, linearly
     config.optimizer.decay_fraction = 0.2  # wsd: last share of train.steps in which the rate falls
     config.optimizer.final_ratio = 0.1  # last learning rate / peak
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.95
-    config.optimizer.eps = 1e-8
+    config.optimizer.b1 = 0.9  # Adam's decay of the gradient's mean, also for what muon leaves to Adam
+    config.optimizer.b2 = 0.95  # Adam's decay of the square's mean
+    config.optimizer.eps = 1e-8  # Adam's, added to the root of that mean
     config.optimizer.weight_decay = 0.1  # decoupled; norms and biases are left out
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
-    config.optimizer.muon_momentum = 0.95
+    config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean
 
     # parallax.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()
@@ -114,7 +114,7 @@ def get_config() -> ConfigDict:
 
     # parallax.loop.TrainConfig
     config.train = ConfigDict()
-    config.train.steps = 1000
+    config.train.steps = 1000  # of the whole run, those before a resume too
     config.train.seed = 0  # of initial values and dropout
     config.train.init_from = ""  # a run folder whose weights, and nothing else of it, a fresh run starts from
     config.train.log_every_steps = 10  # console lines; metrics.jsonl has every step
@@ -129,7 +129,7 @@ def get_config() -> ConfigDict:
     # parallax.checkpoint.CheckpointConfig
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 500  # 0: only at the end
-    config.checkpoint.keep_last = 2
+    config.checkpoint.keep_last = 2  # newest checkpoints that stay
     config.checkpoint.keep_best = 1  # by eval/loss
 
     # parallax.distributed.DistributedConfig: how long the processes of a job wait for each other; in seconds.
@@ -144,10 +144,10 @@ def get_config() -> ConfigDict:
     # parallax.generate.SampleConfig: the text that a finished run writes.
     config.sample = ConfigDict()
     config.sample.prompt = ""  # empty: no sample
-    config.sample.tokens = 200
+    config.sample.tokens = 200  # behind the prompt
     config.sample.temperature = 0.8  # 0 is greedy
     config.sample.top_k = 0  # 0 is off
     config.sample.top_p = 0.95  # 1 is off
-    config.sample.seed = 0
+    config.sample.seed = 0  # of the draw
 
     return config

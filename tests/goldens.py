@@ -1,10 +1,11 @@
-"""The reports in tests/golden, one for each config, and those in docs/report.md: `make golden` writes them anew.
+"""The reports in tests/golden, one for each config, and what docs/ has of the code: `make golden` writes them anew.
 
 They are of traced programs, but for the end of the docs' second one, which shows what the compiler made: nothing in
 them depends on a machine, and no line number changes with an edit.
 """
 
 import dataclasses
+import functools
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs import config_keys, step_picture
 from parallax.command import read_command
 from parallax.mesh import INFERRED, resolve_sizes
 from parallax.report.text import text
@@ -25,6 +27,7 @@ NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.ste
 DEVICES = 8  # of configs that take what the machine has
 
 
+@functools.cache
 def report_of(name):
     """The traced report of a config."""
     settings, _ = read_command(["golden", f"--config={ROOT / 'configs' / name}.py"], {})
@@ -63,3 +66,6 @@ if __name__ == "__main__":
         print(f"tests/golden/{name}.txt")
     DOCS.write_text(documented())
     print("docs/report.md")
+    config_keys.main()
+    step_picture.PICTURE.write_text(step_picture.picture(report_of("quickstart")))
+    print("docs/step.svg")

@@ -14,5 +14,10 @@ def test_a_config_sends_what_it_did(name):
     assert not diff, f"if this is meant, `make golden` writes it down:\n{diff}"
 
 
+def test_the_picture_of_a_step_is_that_of_the_quickstart():
+    step = goldens.step_picture
+    assert step.PICTURE.read_text() == step.picture(goldens.report_of("quickstart")), "`make golden` draws it anew"
+
+
 def test_no_golden_is_of_a_config_that_is_gone():
     assert sorted(path.stem for path in goldens.FOLDER.glob("*.txt")) == goldens.NAMES

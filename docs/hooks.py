@@ -1,0 +1,57 @@
+"""What the site adds to the pages of docs/: those from elsewhere in the repository, and the names of the package."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where a page of the site lies in the repository.
+ELSEWHERE = {
+    "index.md": "README.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+PAGE_OF = {source: page for page, source in ELSEWHERE.items()}
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+NAMES = "<!-- every name of px -->"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Pages from elsewhere in the repository."""
+    for page, source in ELSEWHERE.items():
+        files.append(
+            File.generated(config, page, content=relinked((ROOT / source).read_text(), (ROOT / source).parent))
+        )
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links that lead out of docs/, as the site has them; the names of the package where a page asks for them."""
+    if page.file.generated_by is None:
+        markdown = relinked(markdown, ROOT / "docs")
+    return markdown.replace(NAMES, "\n\n".join(f"::: {name}" for name in public_names()))
+
+
+def relinked(markdown: str, folder: Path) -> str:
+    """A text of the repository with its links as the site has them; `folder` is where the text lies."""
+
+    def moved(found: re.Match[str]) -> str:
+        target, anchor = found[1], found[2] or ""
+        if not target:
+            return found[0]
+        path = (folder / target).resolve().relative_to(ROOT).as_posix()
+        return f"]({PAGE_OF.get(path, path.removeprefix('docs/'))}{anchor})"
+
+    return LINK.sub(moved, markdown)
+
+
+def public_names() -> list[str]:
+    """What `import parallax as px` offers, by full name."""
+    tree = ast.parse((ROOT / "parallax" / "__init__.py").read_text())
+    values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    home = ast.literal_eval(values["HOME"])
+    return [f"parallax.{module}" + ("" if name == module else f".{name}") for name, module in home.items()]

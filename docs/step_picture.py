@@ -1,0 +1,195 @@
+"""Draws docs/step.svg, one step of the quickstart on its mesh: `python docs/step_picture.py`, or `make golden`.
+
+When each pipeline rank works is its schedule's table; what a device holds and sends is the report of the traced step.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from parallax.command import read_command
+from parallax.report.whole import Report, abstract_mesh, report_settings
+from parallax.schedules import Costs, Schedule, by_name
+from parallax.schedules.pricing import lockstep_starts, tick_times
+from parallax.settings import Settings
+from parallax.units import in_bytes
+
+PICTURE = ROOT / "docs" / "step.svg"
+CONFIG = ROOT / "configs" / "quickstart.py"
+
+# The palette of Okabe and Ito, which colour-blind people can tell apart.
+PASS = {"F": "#0072b2", "B": "#e69f00"}
+AXIS = {"pp": "#cc79a7", "dp": "#009e73", "tp": "#d55e00"}
+SENDS = {
+    "pp": "activations to the next stage, gradients to the one before; shares of embedding and head",
+    "dp": "weights gathered for each layer, gradients summed and scattered (FSDP)",
+    "tp": "activations gathered before the matrices of a layer, partial sums scattered behind them",
+}
+HELD = {
+    "saved_activations": ("saved activations", "#56b4e9"),
+    "working_activations": ("those of the layer at work", "#a9d8f3"),
+    "optimizer": ("optimizer", "#999999"),
+    "parameters": ("parameters", "#555555"),
+    "gradients": ("gradients", "#e69f00"),
+    "pipeline_buffers": ("messages", AXIS["pp"]),
+}
+INK, SOFT, LINE, PAPER = "#1d2126", "#5c6670", "#c9ced1", "#ffffff"
+WIDTH, HEIGHT, LEFT, RIGHT = 960, 640, 110, 20
+ROW, GANTT_TOP = 32, 84
+BOX_WIDTH, BOX_HEIGHT, BOXES_TOP = 184, 74, 262
+GAP_X, GAP_Y = 40, 40
+STAGE_LEFT = (20, 532)  # of the devices of each pipeline rank
+
+
+def draw(settings: Settings, report: Report) -> str:
+    """SVG of a step on a mesh of 2·2·2."""
+    assert list(settings.mesh.sizes.values()) == [2, 2, 2], "the picture has room for eight devices"
+    schedule = by_name(settings.pipeline.schedule, settings.mesh.pp, settings.pipeline.microbatches)
+    parts = [*_heading(report), *_gantt(schedule), *_devices(settings), *_sent(report), *_held(report)]
+    body = "\n".join(parts)
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' "
+        f"font-family='Helvetica, Arial, sans-serif' font-size='12'>\n"
+        f"<rect width='100%' height='100%' fill='{PAPER}'/>\n{body}\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, *, size: int = 12, fill: str = INK, anchor: str = "start", more="") -> str:
+    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'"
+    return f"<text {place} fill='{fill}' {more}>{escape(text)}</text>"
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
+    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' {more}/>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.5) -> str:
+    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{stroke}' stroke-width='{width}'/>"
+
+
+def _heading(report: Report) -> Iterator[str]:
+    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    title = f"One training step of configs/{report.name}.py on {report.devices} devices"
+    yield _text(20, 30, title, size=17, more="font-weight='bold'")
+    tokens = f"{report.rows} rows of {report.seq} tokens in {report.microbatches} microbatches"
+    yield _text(20, 51, f"mesh {mesh}; {tokens}; schedule {report.schedule}", size=13, fill=SOFT)
+
+
+def _gantt(schedule: Schedule) -> Iterator[str]:
+    """The schedule's table: each cell a microbatch in a stage, with what is sent where a tick ends."""
+    costs = Costs()
+    time_of, starts = costs.of(schedule), lockstep_starts(schedule, costs)
+    scale = (WIDTH - LEFT - RIGHT) / float(sum(tick_times(schedule, costs)))
+    for rank in range(schedule.ranks):
+        y = GANTT_TOP + rank * (ROW + 14)
+        yield _text(LEFT - 12, y + 21, f"pp rank {rank}", anchor="end")
+        yield _rect(LEFT, y, WIDTH - LEFT - RIGHT, ROW, "#f1f3f4")
+    for action, start in starts.items():
+        rank = schedule.rank_of(action.stage)
+        x, y = LEFT + float(start) * scale, GANTT_TOP + rank * (ROW + 14)
+        width = float(time_of[action.kind]) * scale
+        yield _rect(x, y, width, ROW, PASS[action.kind], f"stroke='{PAPER}'")
+        ink = PAPER if action.kind == "F" else INK
+        yield _text(x + width / 2, y + 21, str(action), anchor="middle", fill=ink)
+        step = 1 if action.kind == "F" else -1
+        if 0 <= action.stage + step < schedule.stages:
+            end, below = x + width, y + ROW if step > 0 else y
+            yield _line(end, below, end, below + step * 14, AXIS["pp"], 3)
+    y = GANTT_TOP + schedule.ranks * (ROW + 14) + 12
+    yield _rect(LEFT, y - 11, 12, 12, PASS["F"])
+    yield _text(LEFT + 18, y, "1F0: forward, microbatch 0 in stage 1")
+    yield _rect(LEFT + 262, y - 11, 12, 12, PASS["B"])
+    yield _text(LEFT + 280, y, "1B0: its backward pass")
+    yield _line(LEFT + 446, y - 11, LEFT + 446, y + 1, AXIS["pp"], 3)
+    yield _text(LEFT + 456, y, "sent to the other rank where a tick ends; grey: nothing to do")
+
+
+def _devices(settings: Settings) -> Iterator[str]:
+    """A box for each device with its share of layers, rows and heads, and lines for the axes along which it sends."""
+    yield _text(20, BOXES_TOP - 20, "What each device does", size=14, more="font-weight='bold'")
+    yield _text(200, BOXES_TOP - 20, "a line: it sends to those whose rank along this axis alone is another", fill=SOFT)
+    for dp in range(2):
+        top = BOXES_TOP + dp * (BOX_HEIGHT + GAP_Y)
+        yield from _across(STAGE_LEFT[0] + 2 * BOX_WIDTH + GAP_X, STAGE_LEFT[1], top, "pp")
+        for pp, left in enumerate(STAGE_LEFT):
+            yield from _across(left + BOX_WIDTH, left + BOX_WIDTH + GAP_X, top, "tp")
+            for tp in range(2):
+                x = left + tp * (BOX_WIDTH + GAP_X)
+                if dp == 0:
+                    middle, bottom = x + BOX_WIDTH / 2, top + BOX_HEIGHT
+                    yield _line(middle, bottom, middle, bottom + GAP_Y, AXIS["dp"], 3)
+                    yield _text(middle + 7, bottom + GAP_Y / 2 + 4, "dp")
+                yield from _box(settings, {"pp": pp, "dp": dp, "tp": tp}, x, top)
+
+
+def _across(left: float, right: float, top: float, axis: str) -> Iterator[str]:
+    yield _line(left, top + BOX_HEIGHT / 2, right, top + BOX_HEIGHT / 2, AXIS[axis], 3)
+    yield _text((left + right) / 2, top + BOX_HEIGHT / 2 - 6, axis, anchor="middle")
+
+
+def _box(settings: Settings, rank: dict[str, int], x: float, top: float) -> Iterator[str]:
+    layers, heads, rows = settings.model.layers // 2, settings.model.heads // 2, settings.data.global_batch // 2
+    lines = (
+        f"layers {_span(rank['pp'], layers)}, a quarter stored",
+        f"heads {_span(rank['tp'], heads)}, half of d_ff",
+        f"rows {_span(rank['dp'], rows)} of the batch",
+    )
+    yield _rect(x, top, BOX_WIDTH, BOX_HEIGHT, "#f7f8f8", f"stroke='{LINE}' rx='5'")
+    yield _text(x + 10, top + 19, "  ".join(f"{axis} {at}" for axis, at in rank.items()), more="font-weight='bold'")
+    for at, line in enumerate(lines):
+        yield _text(x + 10, top + 36 + 15 * at, line)
+
+
+def _span(rank: int, count: int) -> str:
+    return f"{rank * count} to {(rank + 1) * count - 1}"
+
+
+def _sent(report: Report) -> Iterator[str]:
+    """What a device sends in a step over each axis."""
+    totals: dict[str, int] = defaultdict(int)
+    for one in report.sent:
+        if len(one.axes) == 1:
+            totals[one.axes[0]] += one.total_bytes
+    top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 34
+    yield _text(20, top, "What it sends in a step", size=14, more="font-weight='bold'")
+    for at, (axis, what) in enumerate(SENDS.items()):
+        y = top + 22 + at * 19
+        yield _line(20, y - 4, 44, y - 4, AXIS[axis], 3)
+        yield _text(52, y, axis, more="font-weight='bold'")
+        yield _text(150, y, in_bytes(totals[axis]), anchor="end")
+        yield _text(166, y, what, fill=SOFT)
+
+
+def _held(report: Report) -> Iterator[str]:
+    """What a device holds when it holds most, as one bar."""
+    top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 128
+    yield _text(20, top, f"What it holds at most: {in_bytes(report.peak)}", size=14, more="font-weight='bold'")
+    scale, x, label = (WIDTH - 40) / report.peak, 20.0, 20.0
+    for name, (words, fill) in HELD.items():
+        width = report.memory[name] * scale
+        yield _rect(x, top + 10, width, 16, fill)
+        x += width
+        said = f"{words} {in_bytes(report.memory[name])}"
+        yield _rect(label, top + 35, 10, 10, fill)
+        yield _text(label + 15, top + 44, said, size=11, fill=SOFT)
+        label += 26 + 5.4 * len(said)
+    yield _rect(x, top + 10, max(WIDTH - 20 - x, 0), 16, "#dfe2e3")
+
+
+def picture(report: Report) -> str:
+    """The picture of the quickstart's report."""
+    return draw(settings(), report)
+
+
+def settings() -> Settings:
+    return read_command(["step_picture", f"--config={CONFIG}"], {})[0]
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture(report_settings(settings(), abstract_mesh(settings().mesh.sizes), name=CONFIG.stem)))
+    print(PICTURE.relative_to(ROOT))

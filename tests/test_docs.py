@@ -1,0 +1,430 @@
+"""The documentation is held to the code: its commands and blocks run, its equations are JAX's, its names are there."""
+
+import ast
+import doctest
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from docs_commands import (
+    BEFORE,
+    CHEAPER,
+    COMMAND,
+    EXTEND,
+    FILES,
+    PAGES,
+    PARSED,
+    ROOT,
+    SLOW,
+    STATUS,
+    blocks,
+    commands,
+    named_in_text,
+    without_fences,
+)
+from tiny import mesh_of
+
+from docs import config_keys
+from parallax.collectives import as_varying, varying_axes
+from parallax.notation import Layout
+from parallax.settings import SECTIONS
+
+AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
+LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
+MESH = (2, 2, 2)
+SIZES = {"batch": 4, "seq": 4, "d_model": 8, "d_ff": 16, "microbatches": 2}
+ERROR = 1e-5  # of float32 sums in another order, over the largest entry
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+pages_with = lambda language: pytest.mark.parametrize(  # noqa: E731
+    "page",
+    [p for p in PAGES if any(b.language == language for b in blocks(p.read_text())) and p != EXTEND],
+    ids=name_of,
+)
+
+
+# ---- commands
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The repository without what was built in it, and the files that commands read."""
+    folder = tmp_path / "parallax"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(command, folder):
+    """What a command prints, stderr too; it must end as it says."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(folder)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=env, text=True, timeout=540, **streams)
+    assert done.returncode == STATUS.get(command, 0), f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+@each_page
+def test_every_command_is_run_or_named_with_a_reason(page):
+    hidden = COMMAND.findall(without_fences(page.read_text()))
+    assert not hidden, f"{name_of(page)}: fence these as bash, or write them behind `$ ` with what they print"
+    assert not {block.language for block in blocks(page.read_text())} - {"bash", "python", "diff"}
+    assert all(subprocess.run(["bash", "-n", "-c", command]).returncode == 0 for command in commands(page))
+
+
+def test_tables_of_commands_have_no_others():
+    known = {command for page in PAGES for command in commands(page)}
+    assert not {*CHEAPER, *PARSED, *STATUS} - known
+    assert not {*CHEAPER} & {*PARSED}
+    assert {*BEFORE} <= {name_of(page) for page in PAGES}
+
+
+def quick(page):
+    return [command for command in commands(page) if command not in PARSED and not SLOW.search(command)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if quick(page) and page != EXTEND], ids=name_of)
+def test_commands_that_take_no_time_do_what_the_page_shows(page, copy):
+    for command in quick(page):
+        printed = run(command, copy)
+        shown = transcript(page.read_text(), command)
+        assert shown is None or printed.split() == shown.split(), command
+
+
+def transcript(text, command):
+    """What a page shows that a command prints, None where it shows nothing."""
+    found = re.search(rf"(?m)^    \$ {re.escape(command)}\n((?:    .*\n|\n)*)", text)
+    return found and found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if {*commands(page)} - {*PARSED} and page != EXTEND], ids=name_of
+)
+def test_all_commands_of_a_page_run_in_their_order(page, copy):
+    for command in BEFORE.get(name_of(page), []):
+        run(command, copy)
+    for command in commands(page):
+        if command not in PARSED:
+            run(CHEAPER.get(command, command), copy)
+
+
+def read_by_programs(lines):
+    """What is wrong with each command line of the project's programs, where anything is."""
+    reader = [sys.executable, str(ROOT / "tests" / "docs_parsing.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(reader, cwd=ROOT, env=env, input=json.dumps(lines), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return {line: why for line, why in zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True) if why}
+
+
+def is_whole(command):
+    """Whether a command that a text names is one to be typed."""
+    return "…" not in command and ("--" in command or command.startswith("python benchmarks/"))
+
+
+def test_commands_that_are_not_run_are_read():
+    """Programs of the project read their line, make says what it would do, pip's extras and files are there."""
+    told = [command for page in PAGES for command in named_in_text(page)]
+    listed = [*PARSED, *filter(is_whole, told)]
+    programs = [line for line in listed if line.startswith("python ") and not re.search("pytest|http.server", line)]
+    assert not read_by_programs(sorted({*programs}))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command in [*PARSED, *told]:
+        words = [word for word in shlex.split(command) if "=" not in word]
+        if words and words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        assert {extra for listed in re.findall(r"\[([\w,]+)\]", command) for extra in listed.split(",")} <= {*extras}
+        files = re.findall(r"(?:launch|benchmarks|configs|tests|docs)/[\w/]+\.(?:py|sh)", command)
+        assert all((ROOT / file).is_file() for file in files), command
+
+
+def test_a_flag_that_is_not_there_is_found():
+    broken = [
+        "python benchmarks/step.py --gathre step",
+        "python -m parallax.plan --config=configs/tiny_gqa.py --analitic",
+        "python train.py --config=configs/tiny_gqa.py --config.train.stepz=3",
+        "python -m parallax.nothing",
+    ]
+    assert {*read_by_programs(broken)} == {*broken}
+
+
+# ---- blocks of Python
+
+
+@pages_with("python")
+def test_python_blocks_run_as_they_stand(page, capsys):
+    names = {}
+    for block in blocks(page.read_text()):
+        if block.language == "python":
+            exec(compile(block.text, name_of(page), "exec"), names)
+    printed = capsys.readouterr().out
+    if page.name == "README.md":
+        assert rounded(printed) == rounded(transcript_behind(page.read_text()))
+
+
+def transcript_behind(text):
+    """The first indented block behind the first block of Python."""
+    return re.search(r"(?s:```python\n.*?```\n.*?\n)((?:    .*\n)+)", text)[1]
+
+
+def rounded(text):
+    """Numbers as floats to five digits: their last ones differ from one version of JAX to another."""
+    return [f"{float(word):.5g}" for word in text.split()]
+
+
+def equations(page):
+    """The blocks of a page that have LAYOUTS, forward and backward, executed in their order."""
+    names, found = {}, []
+    for block in blocks(page.read_text()):
+        if block.language == "python":
+            exec(compile(block.text, name_of(page), "exec"), names)
+            if "LAYOUTS" in block.text:
+                found.append(dict(names))
+    return found
+
+
+@pytest.mark.parametrize("page", AXES_PAGES, ids=name_of)
+def test_a_pages_backward_pass_is_what_jax_makes_of_its_forward_pass(page):
+    found = equations(page)
+    assert len(found) >= 2
+    for names in found:
+        check_transposed(names["forward"], names["backward"], dict(names["LAYOUTS"]))
+
+
+def check_transposed(forward, backward, layouts):
+    y_layout = layouts.pop("y")
+    rng = np.random.default_rng(0)
+    shapes = [[SIZES[name] for name in Layout.parse(text).names] for text in (*layouts.values(), y_layout)]
+    *arrays, dy = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    def both(*arrays):
+        *inputs, dy = arrays
+        y, pull = jax.vjp(forward, *inputs)
+        dy = as_varying(dy, varying_axes(y))
+        return pull(dy), backward(*inputs, dy)
+
+    specs = [Layout.parse(text).spec() for text in layouts.values()]
+    mapped = jax.shard_map(
+        both,
+        mesh=mesh_of(*MESH),
+        in_specs=(*specs, Layout.parse(y_layout).spec()),
+        out_specs=(tuple(specs), tuple(specs)),
+        check_vma=True,
+    )
+    expected, actual = jax.tree.map(np.asarray, jax.jit(mapped)(*arrays, dy))
+    for e, a in zip(expected, actual, strict=True):
+        assert np.abs(e).max() > 0
+        assert np.abs(e - a).max() <= ERROR * np.abs(e).max()
+
+
+def test_an_equation_without_its_sum_is_found():
+    *_, scale = equations(ROOT / "docs" / "dp.md")
+    wrong = lambda x, scale, dy: (dy * scale[None, None], (x * dy).sum(axis=(0, 1)))  # noqa: E731
+    with pytest.raises((AssertionError, ValueError)):
+        check_transposed(scale["forward"], wrong, dict(scale["LAYOUTS"]))
+
+
+# ---- names
+
+DOTTED = re.compile(r"`(parallax(?:\.\w+)+)`")
+PATH = re.compile(r"`((?:parallax|tests|docs|configs|benchmarks|launch|notebooks)/[\w./]*)(?:::[\w]+)?`")
+KEY = re.compile(rf"`(?:--config\.)?((?:{'|'.join(SECTIONS)})\.(?!py\b|json)\w+)[=`]")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+@each_page
+def test_names_of_the_package_are_there(page):
+    for name in DOTTED.findall(page.read_text()):
+        assert resolves(name), f"{name_of(page)}: {name} is not there"
+
+
+def resolves(name):
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[end:]:
+            if not hasattr(found, attribute) and attribute not in getattr(found, "__dataclass_fields__", {}):
+                return False
+            found = getattr(found, attribute, None)
+        return True
+    return False
+
+
+# Pages name a file of the commands that they show, and of the change that they make.
+WRITTEN = {"parallax/layers/squared.py", "tests/test_squared.py"}
+
+
+@each_page
+def test_files_and_keys_that_a_page_names_are_there(page):
+    text = page.read_text()
+    files = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
+    assert not files - WRITTEN, name_of(page)
+    keys = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__dataclass_fields__}
+    assert not set(KEY.findall(text)) - keys - {"model.mlp"}, name_of(page)
+
+
+@each_page
+def test_links_lead_to_files(page):
+    text = re.sub(r"`[^`]*`", "", without_fences(page.read_text()))
+    lost = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    assert not lost, name_of(page)
+
+
+def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## What it does") : text.index("## The code")]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| **")]
+    assert len(rows) >= 5
+    pages = "".join(page.read_text() for page in PAGES if page.name not in ("README.md", "CHANGELOG.md"))
+    pages += (ROOT / "benchmarks" / "README.md").read_text()
+    for figure in re.findall(r"\d[\d.,]*(?:e-\d+)?(?: %)?", "".join(rows)):
+        assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('.,'))}(?!\d)", pages), f"{figure} is measured nowhere"
+
+
+# ---- what is made from the code
+
+
+def test_the_reference_of_configs_is_that_of_the_base_config():
+    expected = config_keys.page((ROOT / "configs" / "base.py").read_text())
+    assert config_keys.PAGE.read_text() == expected, "`python docs/config_keys.py` writes it anew"
+
+
+def test_examples_of_what_makes_pages_are_right():
+    tried = doctest.testmod(config_keys)
+    assert tried.attempted
+    assert not tried.failed
+
+
+def test_the_reference_of_configs_has_every_key_with_its_meaning():
+    found = {section.name: section.keys for section in config_keys.sections((ROOT / "configs" / "base.py").read_text())}
+    assert {name: {key.name for key in keys} for name, keys in found.items()} == {
+        name: {*kind.__dataclass_fields__} for name, kind in SECTIONS.items()
+    }
+    silent = [f"{name}.{key.name}" for name, keys in found.items() for key in keys if not key.meaning]
+    assert not silent, "a comment beside each key of configs/base.py says what it is"
+
+
+def test_a_key_of_the_reference_that_is_changed_is_seen():
+    source = (ROOT / "configs" / "base.py").read_text()
+    assert config_keys.page(source.replace("config.train.steps = 1000", "config.train.steps = 1001")) != (
+        config_keys.page(source)
+    )
+    with pytest.raises(AssertionError, match="no section, key or comment"):
+        config_keys.page(source.replace("    config.train.steps", "    config['train'].steps"))
+
+
+# ---- the site
+
+
+class Site(yaml.SafeLoader):
+    """mkdocs.yml, without the tags of its own that a YAML may have."""
+
+
+def navigation():
+    """The pages that mkdocs.yml lists."""
+
+    def walk(entries):
+        for entry in entries:
+            for value in entry.values():
+                yield from walk(value) if isinstance(value, list) else [value]
+
+    return [*walk(yaml.load((ROOT / "mkdocs.yml").read_text(), Site)["nav"])]
+
+
+def elsewhere():
+    """The pages of the site that do not lie in docs/: docs/hooks.py, which needs mkdocs, has them."""
+    tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
+    (found,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "ELSEWHERE")
+    return ast.literal_eval(found)
+
+
+def test_every_page_is_in_the_navigation_once():
+    pages = [page.name for page in ROOT.glob("docs/*.md")] + [*elsewhere()]
+    assert sorted(navigation()) == sorted(pages)
+    assert all((ROOT / source).is_file() for source in elsewhere().values())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs the extra docs: pip install -e '.[docs]'")
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    from docs import docstrings
+
+    assert doctest.testmod(docstrings).failed == 0
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    written = [*(tmp_path / "site").glob("*.html")]
+    assert {page.stem for page in written} >= {pathlib.Path(page).stem for page in navigation()}
+    loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    assert {page.name: found for page in written if (found := loads.findall(page.read_text()))} == {}
+
+
+# ---- the worked changes
+
+
+def changes():
+    """The sections of docs/extend.md, by title."""
+    _, *sections = re.split(r"(?m)^## ", EXTEND.read_text())
+    return {section.partition("\n")[0]: section for section in sections}
+
+
+def make_change(title, folder):
+    """Write the files of a section and apply its differences; returns its commands."""
+    todo = []
+    for block in blocks(changes()[title]):
+        if block.language == "python":
+            (folder / block.title).write_text(block.text)
+        elif block.language == "diff":
+            command = ["git", "apply", "-C1", "-"]
+            applied = subprocess.run(command, cwd=folder, input=block.text, text=True, capture_output=True)
+            assert applied.returncode == 0, f"docs/extend.md, {title}: its diff does not fit: {applied.stderr}"
+        else:
+            todo += block.text.splitlines()
+    return todo
+
+
+CHANGES = ["A layer", "A schedule", "A data source"]
+
+
+@pytest.mark.parametrize("title", CHANGES)
+def test_a_worked_change_fits_and_does_what_the_page_shows(title, copy):
+    printed = [run(command, copy) for command in make_change(title, copy) if not SLOW.search(command)]
+    shown = re.findall(r"(?m)^    (\S+ .*)$", re.sub(r"(?ms)^```.*?^```$", "", changes()[title]))
+    assert {*shown} <= {*"".join(printed).splitlines()}
+    for style in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *style, "parallax", "tests", "configs"]
+        checked = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", CHANGES)
+def test_a_worked_change_passes_its_tests(title, copy):
+    for command in make_change(title, copy):
+        run(command, copy)
+
+
+def test_no_worked_change_is_left_out():
+    assert [*changes()] == CHANGES
