@@ -82,7 +82,7 @@ def save(path: pathlib.Path, parts) -> dict[str, str]:
     folder = RunFolder(path)
     folder.path.mkdir(parents=True, exist_ok=True)
     state = stirred(init_state(parts.model, parts.tx, seed=0))
-    with Journal(folder, tensorboard=False) as journal, open_checkpoints(parts, folder, journal) as checkpoints:
+    with Journal(folder) as journal, open_checkpoints(parts, folder, journal) as checkpoints:
         checkpoints.save(STEP, parts_of(state))
     return digests(parts, state)
 

@@ -191,8 +191,9 @@ def open_reader(
         at = _prepare(config, Path(config.cache).expanduser() if config.cache else folder)
     tokenizer = _open_tokenizer(config, at)
     if vocab is not None and vocab < tokenizer.vocab:
+        written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
         raise ConfigError(
-            f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {config.tokenizer!r}; "
+            f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
     return Reader(config, at, tokenizer=tokenizer, split=split, rows=rows)

@@ -8,7 +8,8 @@ from parallax.report.hlo import COLLECTIVES, Computation, Instruction, Module, o
 from parallax.report.shares import Shares, name_of
 
 # Names that a stack has of how the program is run, and not of what it runs.
-RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "cond", "F", "B", "W", "Block", ""}
+RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
+RUNNING |= {"F", "B", "W", "Block", ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")
@@ -79,7 +80,8 @@ def module_of(op_name: str) -> str:
     """
     if of_update(op_name):
         return UPDATE
-    *stack, last = re.sub(r"\w+\(|\)", "", op_name).split("/")
+    # A function that is jitted by itself, as jit(_where), is no part of the model.
+    *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
     names = [name for name in stack if name not in RUNNING and not name.startswith("branch_")]
     if names:
         return names[0] if "->" in names[0] else names[0].lower()
