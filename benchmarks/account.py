@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="2,2,2", metavar="PP,DP,TP")
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
+    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
     parser.add_argument("--microbatches", type=int, default=8)
     args = parser.parse_args()
     import jax

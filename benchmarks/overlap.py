@@ -52,6 +52,7 @@ ROWS = {
         Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
         Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
         Row(FEW),
+        Row(FEW | {"pipeline.gather": "layers"}),
         Row(FEW | {"pipeline.gather": "microbatch"}),
     ],
     "llama2_7b_64": [

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
+    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

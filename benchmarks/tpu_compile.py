@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--remat", default="layer", choices=REMAT)
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "step"])
+    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")

@@ -72,7 +72,7 @@ class ShardedModel:
             model.dtype,
             fsdp.reduce,
             first_group(mesh, "dp"),
-            once=pipeline.gather == "step",
+            once=pipeline.gathered_once,
         )
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
@@ -284,7 +284,8 @@ class ShardedModel:
         parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
         moves = {part: self.storage.end_moves(part) for part in ENDS}
         gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
-        return Work(parts, self.loss_config, gathers, scatters, self.storage.once, self.storage.ends(weights), key)
+        once = self.storage.once.issuperset(ENDS)
+        return Work(parts, self.loss_config, gathers, scatters, once, self.storage.ends(weights), key)
 
     def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

@@ -177,14 +177,14 @@ class Step:
         """Two gathers in the compute dtype and one reduce-scatter in float32: 3 (dp-1)/dp of the parameters' bytes in
         float32; gathered once a step, one of each. The gradient of an embedding reads no table. Where gradients are
         exchanged in the compute dtype, pieces go to each rank that adds them: as many entries."""
-        once = self.gather == "step"
+        once = self.gather != "microbatch"
         for entries, over_tp in self.kernels:
             kernel, times = self.cut(entries, over_tp), self.layer_passes // (self.microbatches if once else 1)
             self.add("dp", "all-gather", "forward", kernel * self.bytes, times)
             self.add("dp", "all-gather", "recompute", kernel * self.bytes, 0 if once else times)
             self.add("dp", *self.sum_of_gradients(kernel), times)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
-        if once:
+        if self.gather == "step":
             uses = 1 if self.model.tied else 2
         self.add("dp", "all-gather", "forward", self.table * self.bytes, uses)
         self.add("dp", *self.sum_of_gradients(self.table), uses)

@@ -79,9 +79,9 @@ def test_every_embedding_and_head_sends_what_its_formula_says(residual, embeddin
 
 
 @meshes(MESHES, (2, 2, 2))
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_gathered_once_a_step_send_what_their_formula_says(tied, mesh):
-    measured, formula = both(mesh, gather="step", tied=tied, d_latent_q=16)
+@pytest.mark.parametrize(("gather", "tied"), [("step", True), ("step", False), ("layers", False)])
+def test_weights_gathered_once_a_step_send_what_their_formula_says(gather, tied, mesh):
+    measured, formula = both(mesh, gather=gather, tied=tied, d_latent_q=16)
     assert measured == formula
 
 

@@ -29,6 +29,7 @@ MORE = [
     *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
     *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),
     ((2, 2, 2), dict(gather="step")),
+    ((2, 2, 2), dict(gather="layers", schedule="one_f_one_b")),
     ((2, 2, 2), dict(vocab=8192, schedule="one_f_one_b")),
     ((4, 1, 2), dict(schedule="one_f_one_b", remat="stage")),
     ((1, 8, 1), dict(attention="gqa", remat="none")),

@@ -7,7 +7,12 @@ from parallax.layers.kept import KEPT
 from parallax.schedules import check_name, check_virtual
 
 REMAT = ("none", *KEPT, "layer", "stage")
-GATHER = ("microbatch", "step")
+GATHERED_ONCE = {  # parts of the model
+    "microbatch": frozenset[str](),
+    "layers": frozenset(["blocks"]),
+    "step": frozenset(["blocks", "embedding", "head"]),
+}
+GATHER = tuple(GATHERED_ONCE)
 REDUCE = ("float32", "compute")
 BRANCHES = ("skip", "mask")
 
@@ -36,7 +41,7 @@ class FsdpConfig:
 
     def check_gather(self, gather: str) -> None:
         """Raise ConfigError where nothing is gathered layer by layer."""
-        if self.prefetch and gather == "step":
+        if self.prefetch and "blocks" in GATHERED_ONCE[gather]:
             raise ConfigError(
                 f"fsdp.prefetch={self.prefetch} gathers a layer ahead, but pipeline.gather={gather!r} "
                 "gathers all before the first; use fsdp.prefetch=0, or pipeline.gather='microbatch'."
@@ -52,7 +57,8 @@ class PipelineConfig:
     and the MLP's wide products; "layer" each layer's input; "stage" the stage's input.
 
     Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the whole stage's exist all the
-    time, and their gradients too, but they are sent once.
+    time, and their gradients too, but they are sent once. "layers" gathers layers per step, and the tables of embedding
+    and head, which each rank of the pipeline would hold whole, per microbatch.
 
     `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
     collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
@@ -76,3 +82,8 @@ class PipelineConfig:
         for key in ("microbatches", "virtual"):
             check_whole(f"pipeline.{key}", getattr(self, key), least=1)
         check_virtual(self.schedule, self.virtual)
+
+    @property
+    def gathered_once(self) -> frozenset[str]:
+        """The parts whose weights are gathered once a step, of "blocks", "embedding" and "head"."""
+        return GATHERED_ONCE[self.gather]

@@ -41,7 +41,7 @@ class Tokens:
 class Work:
     """Embedding and head of a model for rows of the batch cut one way, on weights stored with FSDP.
 
-    `gather` and `scatters` are as those of Stage, and `once` as that of Storage. Gradients are this device's share,
+    `gather` and `scatters` are as those of Stage; `once` says that they do nothing. Gradients are this device's share,
     scaled by `weight`.
     """
 

@@ -23,9 +23,9 @@ SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
 class Storage:
     """Of a model's parameters, in local view. `layouts` are those that are stored, `used` those that the ticks find: a
     rank's layers in the order in which it runs them, and the tables of embedding and head, which all ranks use, not
-    cut over pp. With `once` all is gathered over dp before the ticks and scattered after them, else a layer's
-    weights, or the embedding's, when they are used. Weights are gathered in `dtype`; gradients are float32, and travel
-    over dp as `reduce` says: see FsdpConfig.
+    cut over pp. The parts in `once`, of "blocks", "embedding" and "head", are gathered over dp before the ticks and
+    scattered after them; of others a layer's weights, or a table, when they are used. Weights are gathered in `dtype`;
+    gradients are float32, and travel over dp as `reduce` says: see FsdpConfig.
     """
 
     layouts: Any
@@ -34,18 +34,18 @@ class Storage:
     dtype: str
     reduce: str
     gather_first: int  # see all_gather
-    once: bool
+    once: frozenset[str]
 
     def blocks(self, stored: Any) -> Any:
         """The weights of this rank's layers, as the ticks find them."""
         cast = map_layouts(self._cast, self.used["blocks"], stored)
         leaves, structure = jax.tree.flatten(cast)
         blocks = jax.tree.unflatten(structure, self.arrangement.to_stages(self._stored_blocks, leaves))
-        return self._gathered(self.used["blocks"], blocks) if self.once else blocks
+        return self._gathered(self.used["blocks"], blocks) if "blocks" in self.once else blocks
 
     def block_grads(self, grads: Any) -> Any:
         """The inverse, for gradients."""
-        if self.once:
+        if "blocks" in self.once:
             grads = self._scattered(self.used["blocks"], grads)
         leaves, structure = jax.tree.flatten(grads)
         return jax.tree.unflatten(structure, self.arrangement.to_model(self._stored_blocks, leaves))
@@ -53,21 +53,22 @@ class Storage:
     def ends(self, stored: Any) -> dict[str, Any]:
         """The weights of embedding and head, as the ticks find them."""
         ends = {part: self._from_ranks(part, stored[part]) for part in ENDS}
-        return {part: self._gathered(self.used[part], ends[part], part) for part in ENDS} if self.once else ends
+        return ends | {part: self._gathered(self.used[part], ends[part], part) for part in ENDS if part in self.once}
 
     def end_grads(self, grads: dict[str, Any]) -> dict[str, Any]:
         """The inverse, for gradients."""
-        if self.once:
-            grads = {part: self._scattered(self.used[part], grad, part) for part, grad in grads.items()}
+        grads = grads | {
+            part: self._scattered(self.used[part], grads[part], part) for part in ENDS if part in self.once
+        }
         return {part: self._to_ranks(part, grad) for part, grad in grads.items()}
 
     def layer_moves(self) -> tuple[Callable, list[Callable]]:
         """In the ticks: what gathers one layer's weights, and for each leaf what scatters its gradient."""
-        return self._moves(map_layouts(_of_one_layer, self.used["blocks"]))
+        return self._moves("blocks" in self.once, map_layouts(_of_one_layer, self.used["blocks"]))
 
     def end_moves(self, part: str) -> tuple[Callable, list[Callable]]:
         """The same for "embedding" or "head"."""
-        return self._moves(self.used[part], part)
+        return self._moves(part in self.once, self.used[part], part)
 
     def sum_grads(self, grads: Any) -> Any:
         """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
@@ -114,8 +115,8 @@ class Storage:
 
         return _each(moved, self.layouts[part], grads, part)
 
-    def _moves(self, layouts: Any, part: str = "") -> tuple[Callable, list[Callable]]:
-        if self.once:
+    def _moves(self, once: bool, layouts: Any, part: str = "") -> tuple[Callable, list[Callable]]:
+        if once:
             return _unchanged, [_unchanged for _ in jax.tree.leaves(layouts, is_leaf=_is_layout)]
         scatters = [partial(self._scatter, path, layout) for path, layout in _with_paths(layouts, part)]
         return partial(self._gathered, layouts, part=part), scatters

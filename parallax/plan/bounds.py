@@ -77,7 +77,7 @@ class Bounds:
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
         share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
         once = share * self._itemsize / self.place.bandwidth(sizes, ["dp"])
-        if choice.gather == "step":
+        if choice.gather != "microbatch":
             return 2 * once
         gathers, sums = 2 * choice.microbatches * once, choice.microbatches * once
         if choice.prefetch or self.settings.fsdp.reduce == "compute":
@@ -97,7 +97,7 @@ class Bounds:
     def _bytes(self, choice: Choice) -> float:
         """Parameters and gradients, cut as far as can be; whole layers if gathered once; what no pass makes again."""
         ranks = choice.pp * choice.tp
-        gathered = self._layers / ranks * (self._itemsize + PARAMETER_BYTES) * (choice.gather == "step")
+        gathered = self._layers / ranks * (self._itemsize + PARAMETER_BYTES) * (choice.gather != "microbatch")
         state = 2 * PARAMETER_BYTES * self._layers / self.place.devices
         return max(state, state / 2 + gathered) + self._kept_bytes(choice)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from parallax.pipeline.config import REMAT
 from parallax.plan.analytic import Estimate, predict_of
-from parallax.plan.layouts import GATHERS, Choice, build_if_legal
+from parallax.plan.layouts import Choice, build_if_legal, gathers
 from parallax.report.place import Place
 from parallax.settings import Settings
 
@@ -67,8 +67,8 @@ def _layouts(own: Choice) -> Iterator[Choice]:
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)
-    for gather, prefetch in GATHERS:
-        if own.dp > 1 and (gather, prefetch) != (own.gather, own.prefetch):
+    for gather, prefetch in gathers(own.pp, own.dp):
+        if (gather, prefetch) != (own.gather, own.prefetch):
             yield own._replace(gather=gather, prefetch=prefetch)
     for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
         if getattr(own, one) % 2 == 0:

@@ -14,8 +14,6 @@ from parallax.schedules import SCHEDULES
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 
-# How weights are gathered over dp, and how many layers ahead.
-GATHERS = (("microbatch", 0), ("microbatch", 1), ("step", 0))
 # Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
 VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
@@ -57,6 +55,15 @@ class Choice(NamedTuple):
         return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
 
 
+def gathers(pp: int, dp: int) -> list[tuple[str, int]]:
+    """How weights are gathered over dp, and how many layers ahead, as far as it makes a difference; tables are worth a
+    way of their own where each rank of a pipeline would hold them whole."""
+    ways = [("microbatch", 0)]
+    if dp > 1:
+        ways += [("microbatch", 1), ("step", 0), *[("layers", 0)] * (pp > 1)]
+    return ways
+
+
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
     """Every combination worth a try on so many devices, legal or not."""
     own = settings.pipeline.schedule, settings.pipeline.virtual
@@ -64,7 +71,7 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
         for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
             for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
                 for remat in REMAT:
-                    for gather, prefetch in GATHERS if dp > 1 else GATHERS[:1]:
+                    for gather, prefetch in gathers(pp, dp):
                         yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch)
 
 
