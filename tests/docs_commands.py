@@ -96,6 +96,17 @@ CHEAPER = {
         f"{FIRST} --config.model.layers=4 --config.mesh.pp=4 --config.mesh.dp=-1 --config.mesh.tp=1 "
         "--config.pipeline.schedule=one_f_one_b --config.pipeline.microbatches=8"
     ),
+    "python train.py --config=runs/theirs/config.json --workdir=runs/tuned --config.train.init_from=runs/theirs "
+    '--config.data.source=text --config.data.path="corpus/*.txt" --config.data.seq=1024': (
+        "python train.py --config=runs/theirs/config.json --workdir=runs/tuned --config.train.init_from=runs/theirs "
+        '--config.data.source=text --config.data.path="corpus/*.txt" --config.data.seq=16 '
+        "--config.mesh.simulate=1 --config.train.steps=2 --config.train.eval_batches=1 "
+        "--config.optimizer.warmup_steps=1"
+    ),
+    "python -m parallax.watch runs/first": "python -m parallax.watch runs/first --once",  # else it shows on
+    "python train.py --config=configs/quickstart.py --workdir=runs/first --config.train.profile_steps=50:52": (
+        f"{FIRST} --workdir=runs/first --config.train.steps=4 --config.train.profile_steps=3:4"
+    ),
     "python -m parallax.launch --processes 2 --devices-per-process 4 -- train.py --config=configs/quickstart.py": (
         "python -m parallax.launch --processes 2 --devices-per-process 4 -- "
         f"{FIRST.removeprefix('python ')} --workdir=runs/two"
@@ -125,6 +136,8 @@ PARSED = {
     'pip install -e ".[tests]" -c constraints.txt': NETWORK,
     'pip install -e ".[data,tpu]" -c constraints.txt': NETWORK,
     'pip install -e ".[data,gpu]" -c constraints.txt': NETWORK,
+    'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
+    "python benchmarks/hf_table.py --write": LONG,
     "pip install 'parallax[tpu]'": NETWORK,
     "python -m pytest": SETUP,
     "make setup": SETUP,
@@ -166,7 +179,7 @@ PARSED = {
     },
 }
 # What compiles, or traces for seconds: run with the slow tests.
-SLOW = re.compile(r"train\.py|parallax\.(report|plan|generate|convert|evaluate|launch)|pytest|benchmarks/")
+SLOW = re.compile(r"train\.py|parallax\.(watch|report|plan|generate|convert|evaluate|launch)|pytest|benchmarks/")
 # A command that is in no block, and that nobody would run here.
 COMMAND = re.compile(r"(?m)^    (?:python3?|make|pip|git|gcloud|bash|sbatch) .+")
 # Files that commands read.
@@ -174,6 +187,17 @@ CORPUS = {f"corpus/{name}.txt": f"{name} is a document. " * 40 for name in "abcd
 SCHEDULE = {"mine.csv": "0F0,0F1+0B0,,0B1\n,1F0+1B0,1F1+1B1,\n"}
 FILES = CORPUS | SCHEDULE
 # Runs that a page takes for granted.
-BEFORE = {"docs/reliability.md": [f"{FIRST} --workdir=runs/mine"]}
+THEIRS = """python -c '
+import pathlib, sys
+sys.path.insert(0, "tests")
+from hf_folders import config_of, random_tensors, shapes_of, write_folder
+config = config_of("LlamaForCausalLM")
+write_folder(pathlib.Path("models/theirs"), config, random_tensors(shapes_of(config)))
+'"""
+BEFORE = {
+    "docs/reliability.md": [f"{FIRST} --workdir=runs/mine"],
+    "docs/convert.md": [THEIRS],
+    "docs/watching.md": [f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")],
+}
 # Commands that show an error, with their status.
 STATUS = {"python -m parallax.schedules mine.csv": 2}

@@ -7,8 +7,9 @@ from parallax.tokenizer import SMALLEST_BPE_VOCAB
 
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
-AUTO = "auto"  # a tokenizer that follows from what else is asked for
 SOURCES = ("stdlib", "moby", "text", "jsonl", "parquet", "prepared", "synthetic")
+
+AUTO = "auto"  # a tokenizer that follows from what else is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
