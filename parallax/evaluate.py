@@ -73,10 +73,11 @@ class Evaluation(NamedTuple):
 
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
         return (
             f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, "
             f"{self.bits_per_byte:.4f} bits a byte\n"
-            f"{self.tokens:,} tokens of {self.documents:,} documents, {self.text_bytes:,} bytes{about}, "
+            f"{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, "
             f"in windows of {self.seq:,}"
         )
 

@@ -213,6 +213,7 @@ def test_the_processes_of_a_job_are_put_together_and_the_newest_steps_are_taken(
     assert found.devices[0][2:] == pytest.approx(found.devices[1][2:])
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_keeps_what_is_traced_and_goes_on_with_the_rest(corpus, tmp_path, monkeypatch):
     changes = {"train.profile_steps": "2:7", "checkpoint.every_steps": 0, "train.eval_every_steps": 0}
     stop_at(monkeypatch, 3)

@@ -80,9 +80,9 @@ def module_of(op_name: str) -> str:
     """
     if of_update(op_name):
         return UPDATE
-    # A function that is jitted by itself, as jit(_where), is no part of the model.
+    # A function that is jitted by itself, or is private, as jit(_where), is no part of the model.
     *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
-    names = [name for name in stack if name not in RUNNING and not name.startswith("branch_")]
+    names = [name for name in stack if name not in RUNNING and not name.startswith(("branch_", "_"))]
     if names:
         return names[0] if "->" in names[0] else names[0].lower()
     return SLOTS if last in SLICES else ELSEWHERE

@@ -72,7 +72,7 @@ def _rest(parts: Sequence[Any], found: Any, steps: int) -> list[list[str]]:
     if not secs:
         return []
     calls = sum(part.calls for part in parts)
-    name = f"{len(parts)} more parts"
+    name = f"{len(parts)} more parts" if len(parts) > 1 else parts[0].name
     return [[name, f"{calls / steps:,.0f}", _ms(secs / steps), percent(secs / found.secs), ""]]
 
 
