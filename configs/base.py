@@ -60,7 +60,8 @@ def get_config() -> ConfigDict:
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
     config.pipeline.remat = "layer"  # backward recomputes "none" | "elementwise" | "attention" | "layer" | "stage"
-    config.pipeline.gather = "microbatch"  # FSDP gathers per "microbatch" (least memory) | all per "step" | "layers"
+    # FSDP all-gather: per "microbatch" (least memory) | "layers" per step, tables per microbatch | all per "step".
+    config.pipeline.gather = "microbatch"
     config.pipeline.branches = "skip"  # what a rank does in an idle tick: "skip" | "mask" computes and throws away
 
     # parallax.pipeline.FsdpConfig

@@ -20,13 +20,8 @@ class Blocks(griffe.Extension):
 def as_markdown(text: str) -> str:
     """A docstring with its literal parts fenced.
 
-    >>> print(as_markdown("Adds.\\n\\n>>> 1 + 1\\n2"))
-    Adds.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> as_markdown("Adds.\\n\\n>>> 1 + 1\\n2").splitlines()
+    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
     text = SENDS.sub(lambda m: f"\n**{m[1]}**\n\n```text\n{_dedented(m[2])}\n```\n", text)
     return EXAMPLE.sub(lambda m: f"```pycon\n{_dedented(m[0])}\n```", text)
