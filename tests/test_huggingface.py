@@ -48,8 +48,11 @@ def same_bytes(there, here):
     assert {name: x.dtype for name, x in there.items()} == {name: x.dtype for name, x in here.items()}
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "F16"])
-@pytest.mark.parametrize("architecture", CONFIGS)
+FROM = [(architecture, "F32") for architecture in CONFIGS]
+FROM += [("MistralForCausalLM", "BF16"), ("DeepseekV3ForCausalLM", "BF16"), ("Qwen3ForCausalLM", "F16")]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), FROM)
 def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, architecture, kind):
     config = config_of(architecture)
     tensors = random_tensors(shapes_of(config), kind)
@@ -229,6 +232,8 @@ REFUSED = {
     "no size": (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
     "a size of text": (LLAMA, {"hidden_size": "16"}, "hidden_size='16' is not supported; supported: a whole number"),
     "a flag of text": (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not supported"),
+    "rotation by picture": ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope=True is not supported"),
+    "absurd layers": (LLAMA, {"num_hidden_layers": 10**9}, "model.layers=1000000000 is too large"),
     "odd groups": (LLAMA, {"num_key_value_heads": 3}, "model.heads=4 does not divide over model.kv_heads=3"),
 }
 
@@ -277,6 +282,21 @@ def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, capsys, wh
     with pytest.raises(ValueError, match=f"has not the parameters of its config.json: .*{message}"):
         raise ValueError(capsys.readouterr().err)
     assert not list(tmp_path.glob("run*"))
+
+
+def test_a_folder_without_a_config_or_with_one_that_is_no_json_is_refused(tmp_path, capsys):
+    flags = ["from-hf", str(tmp_path), "--workdir", str(tmp_path / "run")]
+    assert main(flags) == 3 and f"{tmp_path} has no config.json; name a folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(flags) == 3 and "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_text_that_is_none_is_refused(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    (folder / "tokenizer_config.json").write_bytes(b"\xff\xfe")
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 3
+    assert "tokenizer_config.json cannot be read: " in capsys.readouterr().err and not list(tmp_path.glob("run*"))
 
 
 def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused(tmp_path, capsys):

@@ -16,12 +16,14 @@ from parallax.model import ModelConfig
 # How a model is computed, and not which: what no config.json says.
 OWN_KEYS = ("dtype", "kernel", "dropout")
 LATENT_NORM_EPS = 1e-6  # of the norms inside DeepSeek's attention, which rms_norm_eps does not reach
-# What files say of themselves, of texts, of initial values and of caches.
+# What files say of themselves, of texts and how they are written, of initial values, of caches and of kernels.
 HARMLESS = (
     "_name_or_path name_or_path transformers_version torch_dtype dtype auto_map use_cache initializer_range "
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class "
     "pretraining_tp return_dict output_attentions output_hidden_states torchscript is_decoder is_encoder_decoder "
-    "id2label label2id problem_type chunk_size_feed_forward task_specific_params"
+    "id2label label2id problem_type chunk_size_feed_forward task_specific_params attn_implementation "
+    "_attn_implementation_autoset _flash_attn_2_enabled unsloth_version max_length min_length do_sample temperature "
+    "top_k top_p repetition_penalty num_beams"
 )
 # Of experts, where no layer has any; of predictions of more than one token, whose layers are no part of the model.
 OF_EXPERTS = (
@@ -112,6 +114,7 @@ def _mistral(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
+    fields.only("use_mrope", False, absent=False)
     _check_no_window(fields)
     return {**_heads(fields, model), "qkv_bias": True}
 

@@ -1,6 +1,5 @@
 """Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,9 +50,13 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
         CheckpointError: the folder cannot be trusted, or has not the parameters of its config.
         DataError: its tokenizer is missing, damaged, or has more entries than the model.
     """
+    if not (source / CONFIG).is_file():
+        raise CheckpointError(f"{source} has no {CONFIG}; name a folder with {CONFIG}, {FILE_NAME} and safetensors")
     content = load_json(source / CONFIG)
     described = describe(content)
-    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **described.model))
+    # As a config that somebody wrote, for the checks of sizes that no machine has.
+    written = settings.to_dict()
+    settings = read_settings(written | {"model": written["model"] | described.model})
     tokenizer = load(source)
     if tokenizer.vocab > settings.model.vocab:
         raise DataError(
@@ -63,7 +66,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     tensors = read_shards(source)
     at = places(settings.model, interleaved=described.interleaved)
     tensors = _wanted(source, tensors, _theirs(settings.model, at))
-    beside = {name: (source / name).read_text("utf-8") for name in BESIDE.split() if _is_small(source / name)}
+    beside = {name: _text_of(source / name) for name in BESIDE.split() if _is_small(source / name)}
     record = {"config": content, "dtypes": {name: str(tensor.dtype) for name, (_, tensor) in tensors.items()}}
 
     def write(arrays: Mapping[str, Written]) -> None:
@@ -117,6 +120,13 @@ def _equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
         return False
     pairs = zip(*(in_pieces(open_tensor(*found), PIECE_BYTES) for found in (one, other)))
     return all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _is_small(path: Path) -> bool:
