@@ -105,7 +105,8 @@ class ModelConfig:
         ranges = {
             "rope_theta": (1 + 1e-6, math.inf),
             "rope_factor": (1, math.inf),
-            "rope_slow_turns": (1e-6, self.rope_fast_turns),
+            "rope_fast_turns": (1e-6, math.inf),
+            "rope_slow_turns": (1e-6, math.inf),
             "rope_temperature": (0, math.inf),
             "rope_magnitude": (1e-6, math.inf),
             "norm_eps": (1e-30, 1),  # well above float32's least: the norm of zeros divides by its root
@@ -115,6 +116,11 @@ class ModelConfig:
             value = getattr(self, key)
             if not least <= value < below:  # also refuses NaN
                 raise ConfigError(f"model.{key}={value!r} must be at least {least} and below {below}.")
+        if self.rope_slow_turns >= self.rope_fast_turns:
+            raise ConfigError(
+                f"model.rope_slow_turns={self.rope_slow_turns} must be below "
+                f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
+            )
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise ConfigError(
                 f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "

@@ -3,7 +3,9 @@
 import gc
 import os
 import pathlib
+import signal
 from importlib.metadata import version
+from importlib.util import find_spec
 
 # Before jax is imported, and in the environment, so that the processes which tests start share both.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,6 +33,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Traced programs are many objects that live long and form few cycles: looking for those is a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
+
+# A shell has its background jobs ignore Ctrl-C, and so would every process that a test starts and sends one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What needs the extra hf-tests cannot be looked at for doctests without it.
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["hf_families.py"]
 
 hypothesis.settings.register_profile("parallax", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("parallax")

@@ -22,7 +22,7 @@ TOKENS = sum(len(text.encode()) + 1 for text in TEXTS if text)
         ({"source": "stdlib", "path": "x"}, "data.path='x' is not read by data.source='stdlib'"),
         ({"source": "jsonl", "path": "x", "field": ""}, "data.field='' but data.source='jsonl' needs"),
         ({"source": "prepared", "path": "x", "cache": "y"}, "data.cache='y' is not used by data.source='prepared'"),
-        ({"tokenizer": "gpt2"}, r"data.tokenizer='gpt2' is unknown; use 'bytes', 'bpe' or .* tokenizer\.json"),
+        ({"tokenizer": "gpt2"}, r"data.tokenizer='gpt2' is unknown; use 'auto', 'bytes', 'bpe' or .* tokenizer\.json"),
         ({"tokenizer": "bpe", "bpe_vocab": 256}, "data.bpe_vocab=256 is too small; use 257 or more"),
         ({"seq": 0}, "data.seq=0 is too small; use 1 or more"),
         ({"global_batch": 0}, "data.global_batch=0 is too small; use 1 or more"),
@@ -173,7 +173,7 @@ def test_the_tokenizer_of_a_config_must_be_that_of_the_shards(folder, tmp_path):
     prepared_reader(bpe, tokenizer="bpe")
     prepared_reader(bpe, tokenizer=str(bpe / "tokenizer.json"))
     with pytest.raises(DataError, match=r"data.tokenizer='bytes' is not that of .*bpe: that is 'bpe' with \d+ ids"):
-        prepared_reader(bpe)
+        prepared_reader(bpe, tokenizer="bytes")
     with pytest.raises(DataError, match="data.tokenizer='bpe' is not that of .*: that is 'bytes' with 257 ids"):
         prepared_reader(folder, tokenizer="bpe")
     other = tmp_path / "other"

@@ -22,7 +22,8 @@ def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh
     >>> from parallax.collectives import all_gather
     >>> from parallax.mesh import mesh_of
     >>> gather = lambda w: all_gather("d_model/dp d_ff -> d_model d_ff", w)
-    >>> [(one.direction, one.kind) for one in sent_by(gather, ["d_model/dp d_ff"], [jnp.ones((8, 4))], mesh_of(dp=1))]
+    >>> sent = sent_by(gather, ["d_model/dp d_ff"], [jnp.ones((8, 4))], mesh_of(dp=1))
+    >>> sorted((one.direction, one.kind) for one in sent)
     [('backward', 'reduce-scatter'), ('forward', 'all-gather')]
     """
 
