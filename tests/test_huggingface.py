@@ -19,7 +19,9 @@ from parallax.checkpoint import complete_steps
 from parallax.checkpoint.manifest import flatten
 from parallax.convert.__main__ import main, parse, settings_of
 from parallax.convert.architectures import describe, write_config
-from parallax.errors import ConfigError
+from parallax.convert.folders import RECORD, Step
+from parallax.convert.huggingface import _record
+from parallax.errors import CheckpointError, ConfigError
 from parallax.generate.__main__ import main as generate
 from parallax.loop import load_config, train
 from parallax.loop.steps import Steps
@@ -234,6 +236,14 @@ REFUSED = {
     "a flag of text": (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not supported"),
     "rotation by picture": ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope=True is not supported"),
     "absurd layers": (LLAMA, {"num_hidden_layers": 10**9}, "model.layers=1000000000 is too large"),
+    "no name": (LLAMA, {"architectures": [{}]}, r"architectures=\[{}\] is not supported"),
+    "an absurd theta": (LLAMA, {"rope_theta": 10**400}, "rope_theta=1000.* supported: a number from 0 to"),
+    "an absurd context": (LLAMA, {"max_position_embeddings": 10**400}, "a whole number of 1 .* at most 2147483647"),
+    "an absurd strength": (
+        LLAMA,
+        {"rope_scaling": LINEAR | {"rope_type": "yarn", "attention_factor": 1e200}},
+        "attention_factor=1e.200 is not supported; supported: a number from 0 to 1e.30",
+    ),
     "odd groups": (LLAMA, {"num_key_value_heads": 3}, "model.heads=4 does not divide over model.kv_heads=3"),
 }
 
@@ -418,6 +428,40 @@ def test_a_record_that_is_damaged_is_not_believed(theirs, capsys):
     flip(theirs / "run" / "checkpoints" / "0" / "huggingface.json")
     assert main(["to-hf", str(theirs / "run"), str(theirs / "out")]) == 3
     assert "its file huggingface.json does not match its checksum" in capsys.readouterr().err
+
+
+FORGED = {
+    "a path": {"files": {"../stolen": "text"}},
+    "a place": {"files": {"/tmp/stolen": "text"}},
+    "a config": {"files": {"config.json": "{}"}},
+    "no text": {"files": {"generation_config.json": 1}},
+    "a dtype": {"dtypes": {"lm_head.weight": ["int8"]}},
+    "no config": {"config": []},
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
+    """Its checksum is right: who hands on a run may have written both. Its names must not lead out of the folder."""
+    record = {"config": config_of("LlamaForCausalLM"), "dtypes": {"lm_head.weight": "float32"}, "files": {}}
+    step = Step(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
+    step.folder.mkdir(parents=True)
+    (step.folder / RECORD).write_text(json.dumps(record))
+    assert _record(step) == record
+    (step.folder / RECORD).write_text(json.dumps(record | FORGED[what]))
+    with pytest.raises(CheckpointError, match="huggingface.json is none that an import writes"):
+        _record(step)
+
+
+def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
+    config = config_of("LlamaForCausalLM")
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    (folder / "chat_template.jinja").write_bytes(b"one\r\ntwo\r\n")
+    (folder / "tokenizer.json").write_bytes(b'{"parallax":\r\n"bytes"}\r\n')
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 
 # ---- memory

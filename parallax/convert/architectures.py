@@ -23,7 +23,7 @@ HARMLESS = (
     "pretraining_tp return_dict output_attentions output_hidden_states torchscript is_decoder is_encoder_decoder "
     "id2label label2id problem_type chunk_size_feed_forward task_specific_params attn_implementation "
     "_attn_implementation_autoset _flash_attn_2_enabled unsloth_version max_length min_length do_sample temperature "
-    "top_k top_p repetition_penalty num_beams"
+    "top_k top_p repetition_penalty num_beams max_sequence_length unsloth_fixed"
 )
 # Of experts, where no layer has any; of predictions of more than one token, whose layers are no part of the model.
 OF_EXPERTS = (
@@ -84,7 +84,7 @@ def describe(content: Mapping[str, Any]) -> Described:
 
 def _architecture(fields: Fields) -> str:
     names = fields.take("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         fields.refuse("architectures", names, ", ".join(f"['{name}']" for name in ARCHITECTURES))
     return names[0]
 

@@ -1,12 +1,12 @@
 """A JSON object read field by field: what is left at the end was not understood."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parallax.errors import ConfigError, nearest
+from parallax.errors import LARGEST_INT32, ConfigError, nearest
 
 NEEDED: Any = object()  # the default of a field that must be there
+LARGEST = 1e30  # far beyond what a model has; what is computed of it is still a float
 
 
 class Fields:
@@ -34,19 +34,21 @@ class Fields:
         return absent
 
     def whole(self, name: str, absent: Any = NEEDED, least: int = 1) -> Any:
-        """A whole number of at least `least`."""
-        value = self.take(name, absent)
-        if value is not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            self.refuse(name, value, f"a whole number of {least} or more")
-        return value
-
-    def number(self, name: str, absent: Any = NEEDED, *, zero: bool = False) -> Any:
-        """A finite number above 0, or from 0 on, as a float."""
+        """A whole number of at least `least`, and an int32."""
         value = self.take(name, absent)
         if value is absent:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            self.refuse(name, value, "a number")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_INT32:
+            self.refuse(name, value, f"a whole number of {least} or more, and at most {LARGEST_INT32}")
+        return value
+
+    def number(self, name: str, absent: Any = NEEDED, *, zero: bool = False) -> Any:
+        """A number above 0, or from 0 on, and at most LARGEST, as a float."""
+        value = self.take(name, absent)
+        if value is absent:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+            self.refuse(name, value, f"a number from 0 to {LARGEST}")
         if value == 0 and not zero:
             self.refuse(name, value, "a number above 0")
         return float(value)

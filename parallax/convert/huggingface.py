@@ -1,6 +1,7 @@
 """Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from parallax.convert.architectures import (
     same_rope,
     write_config,
 )
-from parallax.convert.folders import RECORD, Arrays, Step, as_json, made_whole, make_run, open_step
+from parallax.convert.folders import RECORD, Arrays, Step, as_json, damaged, made_whole, make_run, open_step
 from parallax.convert.names import plain_names
 from parallax.convert.rope_fields import write_rope
 from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
@@ -124,7 +125,7 @@ def _equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_bytes().decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -185,9 +186,9 @@ def to_hf(
         write_shards(unfinished, theirs, lambda name: _pieces(arrays, theirs[name]), shard_bytes=shard_bytes)
         arrays.check()
         texts = {CONFIG: json.dumps(target.config, indent=2) + "\n", **target.files}
-        texts[FILE_NAME] = (source.folder / FILE_NAME).read_text("utf-8")
+        shutil.copyfile(source.folder / FILE_NAME, unfinished / FILE_NAME)
         for name, text in texts.items():
-            (unfinished / name).write_text(text, "utf-8")
+            (unfinished / name).write_bytes(text.encode("utf-8"))
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in theirs.values()}))
     return source.number, f"{target.described.architecture}, {kinds}"
 
@@ -213,8 +214,16 @@ def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
 
 
 def _record(source: Step) -> dict[str, Any] | None:
-    """What an import kept of the folder that it read."""
-    return load_json(source.folder / RECORD) if RECORD in source.files else None
+    """What an import kept of the folder that it read. A run may be anybody's, and its names are files to write."""
+    if RECORD not in source.files:
+        return None
+    record = load_json(source.folder / RECORD)
+    config, dtypes, files = (record.get(part) for part in ("config", "dtypes", "files"))
+    known = all(isinstance(part, dict) for part in (config, dtypes, files))
+    known = known and all(kind in tuple(DTYPES) for kind in dtypes.values())
+    if not known or not all(name in BESIDE.split() and isinstance(text, str) for name, text in files.items()):
+        raise damaged(source.folder, f"its file {RECORD} is none that an import writes")
+    return record
 
 
 def _target(model: ModelConfig, record: dict[str, Any] | None, dtype: str | None) -> Target:
