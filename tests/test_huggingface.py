@@ -400,6 +400,18 @@ def test_a_dtype_that_is_asked_for_is_taken(theirs):
     assert json.loads((theirs / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
+def test_a_value_that_a_dtype_cannot_hold_is_not_written_as_infinite(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    tensors = random_tensors(shapes_of(config))
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 2] = -70000
+    imported(tmp_path, config, tensors)
+    flags = [str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main(["to-hf", *flags, "--dtype=float16"]) == 2
+    message = "blocks.attention.q.kernel has values beyond float16's largest; write it with --dtype=bfloat16"
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+    assert main(["to-hf", *flags, "--dtype=bfloat16"]) == 0
+
+
 def test_a_longer_context_is_written_into_the_config_that_was_imported(theirs):
     settings = load_settings(theirs / "tuned").to_dict()
     settings["model"] |= dict(rope_scaling="linear", rope_factor=2.0)

@@ -202,15 +202,26 @@ def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
     """A tensor as it is written: in pieces where it is one array of ours, else whole."""
     (name, index, place), *more = tensor.parts
     if not more and place.view is None:
-        yield from (piece.astype(tensor.dtype) for piece in arrays.pieces(name, index))
+        yield from (_narrowed(name, piece, tensor.dtype) for piece in arrays.pieces(name, index))
         return
     whole = np.empty(tensor.shape, tensor.dtype)
     for name, index, place in tensor.parts:
         ours, row = place.ours(whole), 0
         for piece in arrays.pieces(name, index):
-            place.put(ours[row : row + len(piece)], piece.astype(tensor.dtype))
+            place.put(ours[row : row + len(piece)], _narrowed(name, piece, tensor.dtype))
             row += len(piece)
     yield whole
+
+
+def _narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Values rounded to a dtype; ConfigError where one is beyond its range: it would become infinite."""
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(dtype)
+    if (np.isinf(narrow) & np.isfinite(values)).any():
+        raise ConfigError(f"{name} has values beyond {dtype}'s largest; write it with --dtype=bfloat16 or float32")
+    return narrow
 
 
 def _record(source: Step) -> dict[str, Any] | None:
