@@ -166,6 +166,11 @@ def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Pa
     vocab = trained.model.model.vocab
     rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
     reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
+    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
+        raise DataError(
+            f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
+            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(trained.folder / TOKENIZER)!r}"
+        )
     if not reader.batches:
         raise DataError(
             f"{data or HELD_OUT} has {reader.tokens} tokens: there is nothing to predict; give it more text"

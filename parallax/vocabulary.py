@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from parallax.checkpoint import complete_steps, read_manifest
+from parallax.checkpoint import complete_steps, examine, read_manifest
 from parallax.data.config import AUTO
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, DataError
 from parallax.runfiles import RunFiles
 from parallax.settings import Settings
 from parallax.tokenizer import FILE_NAME, Bytes, load
@@ -19,24 +19,28 @@ def with_tokenizer(settings: Settings, run: Path) -> Settings:
     origin = _origin(settings, run)
     if settings.data.tokenizer != AUTO or origin is None:
         return settings
-    file = origin.checkpoints / str(max(complete_steps(origin.checkpoints))) / FILE_NAME
-    name = Bytes.name if load(file).name == Bytes.name else str(file)
+    name = _tokenizer_of(origin.checkpoints)
     return dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer=name))
 
 
 def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Settings:
     """Settings whose model.vocab, if it is 0, is that of the weights in train.init_from.
 
+    A run that goes on has its own, whatever has become of those weights; whether it fits is judged when it is resumed.
+
     Raises:
         ConfigError: it is another.
     """
     source = settings.train.init_from
-    known = [at for at in (source, run) if source and at and complete_steps(RunFiles(at).checkpoints)]
-    if not known:
+    known = [at for at in (run, source) if source and at and complete_steps(RunFiles(at).checkpoints)]
+    here = settings.model.vocab
+    if not known or (here and known[0] == run):
         return settings
     folder = RunFiles(known[0]).checkpoints
-    there = read_manifest(folder, max(complete_steps(folder)))["settings"].get("model", {}).get("vocab")
-    here = settings.model.vocab
+    valid = examine(folder).valid
+    if not valid:
+        return settings  # loading says how all of them are damaged
+    there = read_manifest(folder, valid[0])["settings"].get("model", {}).get("vocab")
     if type(there) is not int or here == there:
         return settings
     if here:
@@ -51,3 +55,16 @@ def _origin(settings: Settings, run: Path) -> RunFiles | None:
     """The run that decides: this one if it has a checkpoint, or that of its first weights; None where neither is."""
     known = (RunFiles(at) for at in (run, settings.train.init_from) if at)
     return next((files for files in known if complete_steps(files.checkpoints)), None)
+
+
+def _tokenizer_of(checkpoints: Path) -> str:
+    """As data.tokenizer names it: that of the newest step which can be read, as loading passes over damaged ones."""
+    steps = sorted(complete_steps(checkpoints), reverse=True)
+    for step in steps:
+        file = checkpoints / str(step) / FILE_NAME
+        try:
+            return Bytes.name if load(file).name == Bytes.name else str(file)
+        except DataError:
+            if step == steps[-1]:
+                raise
+    raise DataError(f"{checkpoints} has no checkpoint")

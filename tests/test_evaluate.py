@@ -4,16 +4,18 @@ import json
 import math
 import shutil
 import zlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from run_examples import TEXT, tiny_config
 
+from parallax.checkpoint.steps import Standing
 from parallax.data import DataConfig, open_reader
 from parallax.data.split import documents_of_split
-from parallax.errors import CheckpointError, ConfigError
-from parallax.evaluate import evaluate, main
+from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.evaluate import evaluate, main, open_text
 from parallax.loop import train
 from parallax.loop.config import load_config, settings_of
 from parallax.loop.folder import RunFolder
@@ -21,8 +23,9 @@ from parallax.loop.journal import read_metrics
 from parallax.loop.run import build
 from parallax.mesh import MeshConfig
 from parallax.settings import load_settings
-from parallax.tokenizer import load
-from parallax.trained import load_trained
+from parallax.tokenizer import Bytes, load
+from parallax.trained import Trained, load_trained
+from parallax.vocabulary import with_tokenizer, with_vocab_of_source
 
 ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "across_slices": "dp"}
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -218,3 +221,48 @@ def test_the_vocabulary_of_the_weights_is_taken_where_the_tokenizer_has_fewer(ob
     config = tuned_config(source, one_batch(source, tmp_path))
     settings = build(settings_of(config), RunFolder(tmp_path / "run")).settings
     assert settings.model.vocab == 303 and settings.data.tokenizer == "auto"
+
+
+def test_a_damaged_newest_step_is_passed_over_for_its_tokenizer_and_vocabulary(tmp_path):
+    config = tiny_config(tmp_path, **{"data.tokenizer": "auto", "model.vocab": 0})
+    for step in ("4", "8"):
+        at = tmp_path / "run" / "checkpoints" / step
+        at.mkdir(parents=True)
+        Bytes().save(at)
+        (at / "manifest.json").write_text('{"format": 2, "con')
+    (at / "tokenizer.json").write_text('{"parall')
+    assert with_tokenizer(settings_of(config), tmp_path / "run").data.tokenizer == "bytes"
+    config.train.init_from = str(tmp_path / "run")
+    assert with_vocab_of_source(settings_of(config)).model.vocab == 0
+    (at.parent / "4" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        with_tokenizer(settings_of(config), tmp_path / "run")
+
+
+def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_path, monkeypatch):
+    sizes = {"run": 384, "source": 512}
+    for name in sizes:
+        (tmp_path / name / "checkpoints" / "8").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "8" / "manifest.json").touch()
+    manifest = lambda folder, step: {"settings": {"model": {"vocab": sizes[folder.parent.name]}}}  # noqa: E731
+    monkeypatch.setattr("parallax.vocabulary.examine", lambda folder: Standing([8], {}))
+    monkeypatch.setattr("parallax.vocabulary.read_manifest", manifest)
+    changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
+    settings = settings_of(tiny_config(tmp_path, **changes))
+    assert with_vocab_of_source(settings, tmp_path / "run").model.vocab == 384
+    assert with_vocab_of_source(settings, tmp_path / "new").model.vocab == 512
+    settings = settings_of(tiny_config(tmp_path, **{**changes, "model.vocab": 384}))
+    assert with_vocab_of_source(settings, tmp_path / "run") is settings
+    with pytest.raises(ConfigError, match="model.vocab=512"):
+        with_vocab_of_source(settings, tmp_path / "new")
+
+
+def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(tmp_path, monkeypatch):
+    config = settings_of(tiny_config(tmp_path, **{"data.tokenizer": "bytes"})).data
+    monkeypatch.setattr("parallax.evaluate.own_rows", lambda sharding, shape: np.arange(shape[0]))
+    sizes = SimpleNamespace(vocab=384)
+    model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=None)
+    trained = Trained(8, tmp_path, model, None, SimpleNamespace(fingerprint="of another corpus"))
+    monkeypatch.setattr("parallax.evaluate.open_reader", lambda config, **_: SimpleNamespace(tokenizer=Bytes()))
+    with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
+        open_text(trained, config, None, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from parallax.errors import CheckpointError
-from parallax.watch.__main__ import main
+from parallax.watch.__main__ import follow, main, write_svg
 from parallax.watch.plot import Points, plot
 from parallax.watch.rows import Rows
 from parallax.watch.run import Run
@@ -212,6 +212,21 @@ def test_a_pipe_gets_one_picture_and_an_svg_needs_nothing_else(tmp_path, capsys)
     assert capsys.readouterr().out.count("step 8/20") == 1
     svg = (tmp_path / "watch.svg").read_text()
     assert "running" in svg and "url(http" not in svg and "font-face" not in svg
+
+
+def test_a_run_that_was_followed_leaves_one_picture(tmp_path, monkeypatch):
+    runs, looks = [Run(write_run(tmp_path / "run", [row(1)], owner=os.getpid()))], iter([None, None])
+
+    def look(secs):
+        if next(looks, "ended") == "ended":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("parallax.watch.__main__.time.sleep", look)
+    console = Console(file=io.StringIO(), width=60, force_terminal=True)
+    follow(runs, console)
+    write_svg(runs, console.width, tmp_path / "watch.svg")
+    assert console.file.getvalue().count("train loss") > 1
+    assert (tmp_path / "watch.svg").read_text().count("data&#160;wait") == 1
 
 
 def test_a_terminal_is_drawn_anew_until_ctrl_c_and_jax_is_not_imported(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from parallax.errors import writing
+from parallax.distributed import at
+from parallax.errors import CheckpointError, writing
 from parallax.runfiles import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.settings import Settings
 from parallax.step import TrainStep
@@ -37,7 +38,9 @@ class Profile:
         return self
 
     def __exit__(self, *_) -> None:
-        self._end()
+        # A disk that takes no more hides no other error: whatever is written next says so.
+        with contextlib.suppress(CheckpointError):
+            self._end()
 
     def begins_after(self, done: int) -> bool:
         """Whether the step after `done` is the first one to trace: the first of all, or of those that are left."""
@@ -49,6 +52,8 @@ class Profile:
 
     def begin(self, done: int, state: Any) -> None:
         """Trace from here on, with idle devices: `state` is that after the steps done."""
+        # The step's text takes a compilation of its own, which may be longer than a step may.
+        at(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
         self._begin(done + 1)
 
@@ -63,15 +68,15 @@ class Profile:
 
     def _begin(self, first: int) -> None:
         name = f"steps-{first}-{self._steps[-1]}"
-        at = self._folder.profile / name / f"process-{jax.process_index()}"
+        folder = self._folder.profile / name / f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
         with writing(self._folder.path):
-            shutil.rmtree(at, ignore_errors=True)  # what an earlier start has traced from this step on
-            at.mkdir(parents=True)
-            self._write_about(at)
+            shutil.rmtree(folder, ignore_errors=True)  # what an earlier start has traced from this step on
+            folder.mkdir(parents=True)
+            self._write_about(folder)
         try:
-            jax.profiler.start_trace(at, profiler_options=options)
+            jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
             self._steps = range(0)
             self._say(f"steps are not traced: {str(error).splitlines()[0]}")
@@ -91,10 +96,10 @@ class Profile:
             return
         self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
 
-    def _write_about(self, at: Path) -> None:
+    def _write_about(self, folder: Path) -> None:
         data, mesh = self._settings.data, self._step.model.mesh
         text = self._step.lower(data.global_batch, data.seq).compile().as_text()
-        (at / PROGRAM).write_text(text)
+        (folder / PROGRAM).write_text(text)
         about = {
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
@@ -102,4 +107,4 @@ class Profile:
             "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
             "kind": mesh.devices.flat[0].device_kind,
         }
-        (at / TRACED).write_text(json.dumps(about, indent=1) + "\n")
+        (folder / TRACED).write_text(json.dumps(about, indent=1) + "\n")

@@ -8,6 +8,7 @@ ended, or with Ctrl-C, which no run hears. Where the output is no terminal, one 
 """
 
 import argparse
+import io
 import re
 import sys
 import time
@@ -34,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def watch(flags: argparse.Namespace) -> None:
     """Draw the runs, once or until they have ended."""
     runs = [Run(path) for path in flags.workdir]
-    console = Console(width=flags.width, record=flags.svg is not None)
+    console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
         console.print(View(runs))
     else:
         follow(runs, console)
     if flags.svg is not None:
-        write_svg(console, flags.svg)
+        write_svg(runs, console.width, flags.svg)
 
 
 def follow(runs: Sequence[Run], console: Console) -> None:
@@ -57,8 +58,10 @@ def follow(runs: Sequence[Run], console: Console) -> None:
     console.print(View(runs))
 
 
-def write_svg(console: Console, path: Path) -> None:
-    """Write the last picture; it names no font of another site."""
+def write_svg(runs: Sequence[Run], width: int, path: Path) -> None:
+    """Write the last picture alone, none of those before it; it names no font of another site."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(View(runs))
     svg = console.export_svg(title="python -m parallax.watch")
     try:
         path.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")
