@@ -21,7 +21,7 @@ from parallax.command import usage as usage_of
 from parallax.data import DataConfig, Reader, open_reader
 from parallax.data.manifest import FILE_NAME as MANIFEST
 from parallax.data.sources import SUFFIXES
-from parallax.errors import CheckpointError, DataError, tell
+from parallax.errors import CheckpointError, ConfigError, DataError, tell
 from parallax.loop.batches import own_rows, put_on
 from parallax.loop.config import settings_of
 from parallax.loop.evaluation import measure
@@ -97,7 +97,9 @@ def act(argv: Sequence[str]) -> None:
     """Read the command line, evaluate, and print the result to stdout, all else to stderr."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
-    if not workdir or not saved.is_file():
+    if not workdir:
+        raise ConfigError("--workdir is required: the folder of the run")
+    if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
     given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}

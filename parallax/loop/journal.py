@@ -59,7 +59,7 @@ class Journal:
             with contextlib.suppress(CheckpointError):
                 print(f"{kind.__name__}: {error}", file=self._log, flush=True)
         for curves in self._curves:
-            with contextlib.suppress(OSError, CheckpointError):
+            with contextlib.suppress(Exception):  # others' code: what it raises hides no error of the run
                 curves.close(failed=error is not None)
         for file in (self._log, self._metrics):
             if file is not None:
