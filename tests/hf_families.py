@@ -22,13 +22,13 @@ from torch.nn.functional import cross_entropy
 from parallax.assembly import model_of
 from parallax.convert.__main__ import main
 from parallax.generate import SampleConfig, generate
-from parallax.generate.__main__ import restore_params
 from parallax.loss import IGNORED
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.optimizer import make_optimizer
 from parallax.settings import load_settings
 from parallax.step import abstract_state, make_train_step
 from parallax.tokenizer import Bytes
+from parallax.trained import restore_params
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
