@@ -95,10 +95,10 @@ def usage() -> str:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, evaluate, and print the result to stdout, all else to stderr."""
-    workdir = written(argv, "workdir") or ""
-    saved = RunFiles(workdir).config
+    workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
+    saved = RunFiles(workdir).config
     if not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)

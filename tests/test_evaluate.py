@@ -133,6 +133,7 @@ def test_bytes_that_a_tokenizer_does_not_give_back_are_estimated_and_said(observ
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
+        ([], 2, "--workdir is required: the folder of the run"),
         (["--workdir=nowhere"], 3, "--workdir=nowhere is not the folder of a run: it has no config.json"),
         (["--workdir={run}", "--data=nowhere.txt"], 5, "data.path='nowhere.txt': a match of this file, folder or glob"),
         (["--workdir={run}", "--step=5"], 3, "there is no checkpoint of step 5 in"),
