@@ -4,6 +4,8 @@ Measured in programs that libtpu 0.0.42 compiles, by where their time goes: `pyt
 rows without the options.
 """
 
+import math
+
 import numpy as np
 from jax.sharding import Mesh
 
@@ -45,21 +47,28 @@ def relays_what_is_read(mesh: Mesh) -> bool:
     return _is_tpu(mesh)
 
 
-def first_group(mesh: Mesh, axis: str) -> int:
-    """Among how many neighbouring ranks of an axis a gather begins, before it goes on among all; 1: at once among all.
+def gather_hops(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """The hops of a gather along an axis, see `all_gather`; none: among all at once.
 
-    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. Two
-    gathers, along one dim and then along the others, stay what they are.
+    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. One
+    hop along each dim stays what it is, and the SparseCores can make it.
     """
     ranks = _along(mesh, axis)
     if getattr(ranks[0], "coords", None) is None:
-        return 1
-    moved = np.diff([device.coords for device in ranks], axis=0) != 0
+        return ()
+    places = np.array([device.coords for device in ranks])
+    moved = np.diff(places, axis=0) != 0
     if moved.any(axis=0).sum() < 3:
-        return 1
-    turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
-    near = int(turns[0]) + 1 if len(turns) else 1
-    return near if len(ranks) % near == 0 else 1
+        return ()
+    return _runs(places)
+
+
+def _runs(places: np.ndarray) -> tuple[int, ...]:
+    """How many ranks follow each other along each dim of a torus, the fastest first; () where they do not lie so."""
+    sizes = [len(np.unique(places[:, dim])) for dim in range(places.shape[1])]
+    order = sorted((dim for dim in range(len(sizes)) if sizes[dim] > 1), key=lambda dim: int(np.argmax(places[:, dim] != places[0, dim])))
+    hops = tuple(sizes[dim] for dim in order)
+    return hops if math.prod(hops) == len(places) else ()
 
 
 def _is_tpu(mesh: Mesh) -> bool:

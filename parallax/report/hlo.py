@@ -13,6 +13,7 @@ from parallax.step import UPDATE
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 NAME = re.compile(r"%([\w.\-]+)")
@@ -167,9 +168,10 @@ def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
     found, parts = None, []
     for line in lines:
         begins = LINE.match(line)
-        if found and (begins or line == "}"):
+        ends = CLOSE.fullmatch(line)
+        if found and (begins or ends):
             yield found, "\n".join(parts)
-        if line == "}":
+        if ends:
             return
         if begins:
             found, parts = begins, [line]

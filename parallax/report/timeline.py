@@ -113,7 +113,9 @@ class Reader:
                 yield from self.computation(one.called[0])
             elif one.kind in ("fusion", "async-start"):
                 yield from self._fused(one, computation)
-            elif one.kind.endswith("-done") and (base in COLLECTIVES or base == "async"):
+            elif one.kind in ("call-start", "call-update"):
+                yield from self._offloaded(one, computation)
+            elif one.kind.endswith("-done") and (base in COLLECTIVES or base in ("async", "call")):
                 yield End(self._start_of(one, computation))
             elif base in COLLECTIVES:
                 yield from self._collective(one, computation, one, computation)
@@ -124,7 +126,7 @@ class Reader:
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
-        while one.kind.endswith("-done") or one.kind == "async-update":
+        while one.kind.endswith("-done") or one.kind in ("async-update", "call-update"):
             one = computation.find(one.operands[0])
         return one.name
 
@@ -158,13 +160,34 @@ class Reader:
         if one.cycles:
             yield Compute(one.cycles)
 
+    def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
+        """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
+
+        It begins where its operands are there. In programs of newer compilers a start has none, and its update has.
+        """
+        start = caller.find(self._start_of(one, caller)) if one.kind == "call-update" else one
+        if one.kind == "call-start" and not one.operands:
+            return
+        pieces = [(home, inner) for home, inner in self._inside(start) if inner.kind in COLLECTIVES]
+        for home, piece in pieces:
+            call = self._call(piece, home, start, caller)
+            if call.axes:
+                yield Begin(call, True)
+        if not pieces:  # it reads what it writes, and says no cycles
+            result = shape_bytes(self._result(start, caller))
+            yield Kernel(start.name, start.op_name, result, result, 0)
+
+    def _result(self, start: Instruction, caller: Computation) -> str:
+        done = (one for one in caller.instructions if one.kind == "call-done")
+        return next((one.shape for one in done if self._start_of(one, caller) == start.name), "")
+
     def _inside(self, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """What a fusion holds, and in which computation."""
+        """What a fusion or a call holds, and in which computation."""
         for name in one.called:
             home = self.module.computations[name]
             for inner in home.instructions:
                 yield home, inner
-                if inner.kind == "fusion":
+                if inner.kind in ("fusion", "call", "call-start"):
                     yield from self._inside(inner)
 
     def _collective(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Iterator:
