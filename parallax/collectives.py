@@ -4,12 +4,11 @@ Inside `jax.shard_map` every function below sends what its pattern says, and its
 of JAX make of it. Outside, with no axis bound, all are the identity: that run is the reference.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from parallax.errors import NotationError
@@ -67,11 +66,11 @@ def _bound(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted and is_bound(axis))
 
 
-def all_gather(pattern: str, x: Array, *, hops: Sequence[int] = ()) -> Array:
+def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
     """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
 
-    With `hops`, one size after the other: among so many neighbouring ranks, then among so many of those groups, and
-    so on; their product is the axis' size. It is the same result, and as many bytes.
+    With `first`, each in two steps: among so many neighbouring ranks, then among those groups. It is the same result,
+    and as many bytes.
 
     Communication:
         forward   all_gather of x over each axis that goes
@@ -89,21 +88,21 @@ def all_gather(pattern: str, x: Array, *, hops: Sequence[int] = ()) -> Array:
             )
         for axis in reversed(old[len(new) :]):
             if is_bound(axis):
-                for groups in _gather_groups(lax.axis_size(axis), hops):
+                for groups in _gather_groups(lax.axis_size(axis), first):
                     x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
 
-def _gather_groups(ranks: int, hops: Sequence[int]) -> list[list[list[int]] | None]:
-    """Who gathers from whom, one hop after the other; None is all from all.
+def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
+    """Who gathers from whom, one step after the other; None is all from all.
 
-    >>> _gather_groups(6, ()), _gather_groups(6, (2, 3))
+    >>> _gather_groups(6, 1), _gather_groups(6, 2)
     ([None], [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]])
     """
-    if len(hops) < 2:
+    if first == 1 or first == ranks:
         return [None]
-    numbers = np.arange(ranks).reshape(hops[::-1])  # the first hop is among neighbours
-    return [np.moveaxis(numbers, -1 - at, -1).reshape(-1, hop).tolist() for at, hop in enumerate(hops)]
+    numbers = range(ranks)
+    return [[[*numbers[at : at + first]] for at in numbers[::first]], [[*numbers[at::first]] for at in range(first)]]
 
 
 def reduce_scatter(pattern: str, x: Array) -> Array:

@@ -1,41 +1,95 @@
 """What XLA is told for each kind of chip, and what it must be spared.
 
-Measured in programs that libtpu 0.0.42 compiles, by where their time goes: `python benchmarks/overlap.py`, which has
-rows without the options.
+Measured in programs that both libtpu generations compile (0.0.42 and 0.0.50), by where their time goes:
+`python benchmarks/overlap.py`, which has rows without the options.
 """
 
-import math
+import functools
+import importlib.metadata
+import sys
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from parallax.chips import chip
 from parallax.errors import ConfigError
 
 # Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
-EXCHANGE = ("xla_tpu_enable_async_all_to_all",)
-# On chips of two cores, gathers wait unless all of these are said, the last one too, whichever way.
-GATHER = (
-    "xla_enable_async_all_gather",
-    "xla_tpu_enable_async_collective_fusion",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps",
-    "xla_tpu_overlap_compute_collective_tc",
-)
-OPTIONS = {
-    "TPU v5e": dict.fromkeys(EXCHANGE, True),
-    "TPU v5p": dict.fromkeys((*EXCHANGE, *GATHER), True) | {"xla_tpu_megacore_fusion_allow_ags": False},
+EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
+# All-gathers and reductions made by the SparseCores, beside compute. The other way to have gathers wait for nobody,
+# fusing them into what computes, is for v5e alone: elsewhere newer compilers refuse it, since results may be wrong.
+SPARSE_CORES = {
+    "xla_tpu_enable_async_collective_fusion": False,
+    **dict.fromkeys(
+        (
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+            "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+            "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+            "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+            "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+            "xla_tpu_use_single_sparse_core_for_all_gather_offload",
+            "xla_tpu_enable_sparse_core_reduce_scatter_v2",
+            "xla_tpu_enable_sparse_core_collective_aggregator",
+            "xla_tpu_enable_concurrent_sparse_core_offloading",
+            "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
+        ),
+        True,
+    ),
 }
+OPTIONS = {"TPU v5e": EXCHANGE, "TPU v5p": EXCHANGE | SPARSE_CORES}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool]:
-    """What the compiler is told for the devices of this mesh; nothing for chips of which nothing was measured."""
+    """What the compiler is told for the devices of this mesh; nothing for chips of which nothing was measured.
+
+    What the installed compiler does not take is left out, and a line on stderr says so, once.
+    """
     if not _is_tpu(mesh):
         return {}
     try:
-        return OPTIONS.get(chip(mesh.devices.flat[0].device_kind).name, {})
+        name = chip(mesh.devices.flat[0].device_kind).name
     except ConfigError:
         return {}
+    return dict(_taken(name, _own_device(mesh), tuple(OPTIONS.get(name, {}).items())))
+
+
+@functools.cache
+def _taken(chip_name: str, device: jax.Device, options: tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
+    """Those of the options that the installed compiler takes: all at once or, where it refuses, one after the other."""
+    if not options or not refusal(device, dict(options)):
+        return options
+    taken: dict[str, bool] = {}
+    for name, value in options:
+        if why := refusal(device, taken | {name: value}):
+            print(f"{_compiler()} does not take {name}={value} for {chip_name}, left out: {why}", file=sys.stderr)
+        else:
+            taken[name] = value
+    return tuple(taken.items())
+
+
+def refusal(device: jax.Device, options: dict[str, bool]) -> str:
+    """Why the compiler takes no program with an all-gather with these options, in a line; "" where it does."""
+    mesh = Mesh(np.array([[device]]), ("dp", "tp"))
+    gather = jax.shard_map(
+        lambda x: lax.all_gather(x, "dp", tiled=True), mesh=mesh, in_specs=P("dp"), out_specs=P("dp")
+    )
+    x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=NamedSharding(mesh, P("dp")))
+    try:
+        jax.jit(gather).lower(x).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _compiler() -> str:
+    try:
+        return f"libtpu {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "the installed TPU compiler"
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:
@@ -47,28 +101,27 @@ def relays_what_is_read(mesh: Mesh) -> bool:
     return _is_tpu(mesh)
 
 
-def gather_hops(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """The hops of a gather along an axis, see `all_gather`; none: among all at once.
+def first_group(mesh: Mesh, axis: str) -> int:
+    """Among how many neighbouring ranks of an axis a gather begins, before it goes on among all; 1: at once among all.
 
-    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. One
-    hop along each dim stays what it is, and the SparseCores can make it.
+    Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. Two
+    gathers, along one dim and then along the others, stay what they are.
     """
     ranks = _along(mesh, axis)
     if getattr(ranks[0], "coords", None) is None:
-        return ()
-    places = np.array([device.coords for device in ranks])
-    moved = np.diff(places, axis=0) != 0
+        return 1
+    moved = np.diff([device.coords for device in ranks], axis=0) != 0
     if moved.any(axis=0).sum() < 3:
-        return ()
-    return _runs(places)
+        return 1
+    turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
+    near = int(turns[0]) + 1 if len(turns) else 1
+    return near if len(ranks) % near == 0 else 1
 
 
-def _runs(places: np.ndarray) -> tuple[int, ...]:
-    """How many ranks follow each other along each dim of a torus, the fastest first; () where they do not lie so."""
-    sizes = [len(np.unique(places[:, dim])) for dim in range(places.shape[1])]
-    order = sorted((dim for dim in range(len(sizes)) if sizes[dim] > 1), key=lambda dim: int(np.argmax(places[:, dim] != places[0, dim])))
-    hops = tuple(sizes[dim] for dim in order)
-    return hops if math.prod(hops) == len(places) else ()
+def _own_device(mesh: Mesh) -> jax.Device:
+    """A device that this process may compile for; of chips that are not here, any."""
+    here = (one for one in mesh.devices.flat if one.process_index == jax.process_index())
+    return next(here, mesh.devices.flat[0])
 
 
 def _is_tpu(mesh: Mesh) -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
 from parallax.collectives import as_varying, offset, sum_over
-from parallax.compiler import gather_hops, relays_what_is_read
+from parallax.compiler import first_group, relays_what_is_read
 from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
@@ -72,7 +72,7 @@ class ShardedModel(Overview):
             self.arrangement,
             model.dtype,
             fsdp.reduce,
-            gather_hops(mesh, "dp"),
+            first_group(mesh, "dp"),
             once=pipeline.gathered_once,
         )
         self.shapes = nn.meta.unbox(declared)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from tiny import build, mesh_of
 
+from parallax import compiler
 from parallax.compiler import compiler_options, first_group
 from parallax.report.traced import step_collectives
 
@@ -19,8 +20,18 @@ def mesh_on(shape, torus, kind="TPU v5p"):
     """A mesh of stand-ins for the chips of a torus, in the order of their places."""
     places = list(itertools.product(*map(range, torus)))
     chips = np.empty(len(places), object)
-    chips[:] = [SimpleNamespace(platform="tpu", device_kind=kind, coords=list(place)) for place in places]
+    chips[:] = [Chip(kind, list(place)) for place in places]
     return Stand(chips.reshape(shape))
+
+
+class Chip(SimpleNamespace):
+    """A stand-in for a TPU, which XLA does not compile for; equal to itself alone, as a device is."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __init__(self, kind, coords):
+        super().__init__(platform="tpu", device_kind=kind, coords=coords, process_index=0)
 
 
 class Stand(Mesh):
@@ -37,18 +48,38 @@ class Stand(Mesh):
     ("kind", "said"),
     [
         ("TPU v5 lite", {"xla_tpu_enable_async_all_to_all"}),
-        ("TPU v5p", {"xla_tpu_enable_async_all_to_all", "xla_enable_async_all_gather"}),
+        ("TPU v5p", {"xla_tpu_enable_async_all_to_all", "xla_tpu_enable_sparse_core_collective_offload_all_gather"}),
         ("TPU v6 lite", set()),  # of which nothing was measured
         ("TPU v99", set()),
     ],
 )
-def test_each_chip_is_told_what_was_measured_on_it(kind, said):
+def test_each_chip_is_told_what_was_measured_on_it(kind, said, monkeypatch):
+    monkeypatch.setattr(compiler, "refusal", lambda device, options: "")
     options = compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))
     assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
 
 
 def test_other_devices_are_told_nothing():
     assert compiler_options(mesh_of(2, 2, 2)) == {}
+
+
+def test_gathers_are_fused_into_compute_on_v5e_alone():
+    """The compiler's own words: elsewhere it "might lead to … incorrect results, hang, SDC"."""
+    for chip, options in compiler.OPTIONS.items():
+        fused = {name for name, value in options.items() if "async_collective_fusion" in name and value}
+        assert chip == "TPU v5e" or not fused, (chip, fused)
+
+
+def test_what_the_installed_compiler_does_not_take_is_left_out_with_a_line(monkeypatch, capsys):
+    def refusal(device, options):
+        return "No such compile option: 'new'" if "new" in options else ""
+
+    monkeypatch.setattr(compiler, "refusal", refusal)
+    monkeypatch.setattr(compiler, "OPTIONS", {"TPU v5p": {"old": True, "new": True, "last": False}})
+    mesh = mesh_on((1, 16, 1), (4, 4, 1))
+    assert compiler_options(mesh) == compiler_options(mesh) == {"old": True, "last": False}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "new=True for TPU v5p, left out: No such compile option: 'new'" in lines[0]
 
 
 @pytest.mark.parametrize(

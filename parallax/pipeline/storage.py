@@ -33,7 +33,7 @@ class Storage:
     arrangement: Arrangement
     dtype: str
     reduce: str
-    gather_hops: tuple[int, ...]  # see all_gather
+    gather_first: int  # see all_gather
     once: frozenset[str]
 
     def blocks(self, stored: Any) -> Any:
@@ -141,7 +141,7 @@ class Storage:
             with jax.named_scope(path):
                 if whole == layout:
                     return weight
-                return all_gather(f"{layout} -> {whole}", weight.astype(self.dtype), hops=self.gather_hops)
+                return all_gather(f"{layout} -> {whole}", weight.astype(self.dtype), first=self.gather_first)
 
         return _each(gathered, layouts, weights, part)
 
