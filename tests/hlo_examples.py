@@ -151,6 +151,53 @@ use_global_device_ids=true, to_apply=%sum
 """
 )
 
+# What the SparseCores of a v5p do beside compute: an all-gather whose operand its start has (libtpu 0.0.42), one whose
+# operand comes with an update, behind compute that does not hide it (0.0.50), and rows of a table that are gathered.
+SPARSE = (
+    HEADER
+    + """%called.1 (s.0: bf16[4,8]) -> bf16[16,8] {
+  %s.0 = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %all-gather.1 = bf16[16,8]{1,0:T(8,128)(2,1)} all-gather(%s.0), GATHER
+}, execution_thread="sparsecore"
+
+%rows (s.1: bf16[512,8], s.2: s32[16]) -> bf16[16,8] {
+  %s.1 = bf16[512,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %s.2 = s32[16]{0:T(1024)} parameter(1)
+  ROOT %gather.1 = bf16[16,8]{1,0:T(8,128)(2,1)} gather(%s.1, %s.2), offset_dims={1}
+}, execution_thread="sparsecore"
+
+%called.2 (s.3: bf16[512,8], s.4: s32[16]) -> bf16[16,8] {
+  %s.3 = bf16[512,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %s.4 = s32[16]{0:T(1024)} parameter(1)
+  ROOT %fusion.1 = bf16[16,8]{1,0} fusion(%s.3, %s.4), kind=kCustom, calls=%rows, CYCLES(9223372036854775807)
+}, execution_thread="sparsecore"
+
+%x (s.5: bf16[4,8]) -> bf16[4,8] {
+  ROOT %s.5 = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+}
+
+ENTRY %main (s.6: bf16[4,8], s.7: bf16[512,8], s.8: s32[16]) -> bf16[4,8] {
+  %s.6 = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %s.7 = bf16[512,8]{1,0:T(8,128)(2,1)} parameter(1)
+  %s.8 = s32[16]{0:T(1024)} parameter(2)
+  %old.call-start = ((bf16[4,8]{1,0}, token[]), bf16[16,8]{1,0}) call-start(%s.6), \
+async_execution_thread="sparsecore", to_apply=%called.1
+  %fusion.2 = bf16[4,8]{1,0} fusion(%s.6), kind=kLoop, calls=%x, CYCLES(1000)
+  %old.call-done = bf16[16,8]{1,0} call-done(%old.call-start)
+  %new.call-start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", \
+to_apply=%called.1
+  %fusion.3 = bf16[4,8]{1,0} fusion(%fusion.2), kind=kLoop, calls=%x, CYCLES(200)
+  %new.call-update = ((bf16[4,8]{1,0}), bf16[16,8]{1,0}) call-update(%new.call-start, %fusion.3)
+  %fusion.4 = bf16[4,8]{1,0} fusion(%fusion.3), kind=kLoop, calls=%x, CYCLES(30)
+  %new.call-done = bf16[16,8]{1,0} call-done(%new.call-update)
+  %rows.call-start = ((bf16[512,8]{1,0}, s32[16]{0}), bf16[16,8]{1,0}) call-start(%s.7, %s.8), \
+async_execution_thread="sparsecore", to_apply=%called.2, metadata={op_name="jit(step)/Embedding/gather"}
+  %rows.call-done = bf16[16,8]{1,0} call-done(%rows.call-start)
+  ROOT %fusion.5 = bf16[4,8]{1,0} fusion(%fusion.4), kind=kLoop, calls=%x, CYCLES(4)
+}
+"""
+).replace("GATHER", GATHER)
+
 
 def with_cycles(text: str) -> str:
     """CYCLES(n), as the compiler writes it."""

@@ -21,12 +21,13 @@ from parallax.mesh import MeshConfig, make_mesh
 from parallax.report.compiled import read_compiled, read_text
 from parallax.report.cycles import secs_by_module
 from parallax.report.groups import axes_of, groups_of
+from parallax.report.hlo import parse
 from parallax.report.links import one_way, route
 from parallax.report.shares import Share, name_of, shares_of
 from parallax.report.steptime import step_time
 from parallax.report.timeline import Branch, Loop
 from parallax.schedules.pricing import Costs, lockstep_time
-from tests.hlo_examples import CHAIN, PASS, with_cycles
+from tests.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
 from tests.tiny import build, make_batch, params_of
 
 TURNS, ROWS, WIDTH = 5, 4, 32
@@ -118,6 +119,22 @@ def test_a_gather_in_pieces_is_one_asynchronous_collective_with_the_compute_betw
     assert made[:6] == ("all-gather", ("dp",), 3 * 4 * 8 * 2, 6, 6, True)
     assert made.cycles_between == 3050 and read.cycles == 6 * (1000 + 3050 + 700)
     assert made.source.endswith("Block/mlp/up/all_gather") and made.line == "parallax/layers/dense.py:57"
+
+
+def test_what_sparse_cores_do_runs_beside_compute_from_where_its_operands_are():
+    read = read_text(with_cycles(SPARSE), small_mesh(2, 4, 1))
+    assert [made[:6] for made in read.collectives] == [("all-gather", ("dp",), 3 * 4 * 8 * 2, 1, 1, True)] * 2
+    assert [made.cycles_between for made in read.collectives] == [1000, 30]
+    assert read.cycles == 1000 + 200 + 30 + 4
+    (rows,) = read.pallas_calls
+    assert (rows.operand_bytes, rows.result_bytes) == (16 * 8 * 2, 16 * 8 * 2)
+
+
+def test_a_line_of_a_kernel_s_metadata_ends_no_computation():
+    """Newer compilers write `}}, metadata=…` at the beginning of one, and `}, execution_thread=…` where one ends."""
+    module = parse(with_cycles(PASS + SPARSE.replace("ENTRY %main", "%other").removeprefix(HEADER)))
+    assert {"active", "y", "main", "called.1", "rows", "called.2", "x", "other"} <= set(module.computations)
+    assert module.computations["active"].root.name == "fusion.9"
 
 
 def test_branches_messages_fused_and_merged_collectives_and_kernels_are_read():
