@@ -296,11 +296,16 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["column_row", "scatter"])
-@pytest.mark.parametrize("attention", ["gqa", "mla"])
-def test_bounds_are_never_above_what_is_found(family, attention):
-    four = read_topology("v5e:2x2")
-    settings = tiny(layout_tensor_parallel=family, model_attention=attention)
+@pytest.mark.parametrize(
+    ("family", "attention", "topology", "kernel"),
+    [
+        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"]),
+        ("column_row", "gqa", "H100:4", "cudnn"),
+    ],
+)
+def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel):
+    four = read_topology(topology)
+    settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
     bounds = Bounds(settings, four, build(settings, four))
     looked_at = 0
