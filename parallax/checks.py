@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.errors import ConfigError, divisors
-from parallax.layers.kernels import LANES
+from parallax.layers.kernels import KERNELS, LANES, widest_head
 from parallax.model import ModelConfig
 from parallax.schedules import Schedule
 
@@ -44,14 +44,37 @@ def check_stages(model: ModelConfig, schedule: Schedule) -> None:
 
 
 def check_kernel(model: ModelConfig, mesh: Any) -> None:
-    """Raise ConfigError where the mesh's devices do not have the attention kernel, or it not the model's dtype."""
-    if model.kernel == "xla":
-        return
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
-    if model.kernel == "splash":
-        _check_splash(model, platform)
-    if model.kernel == "cudnn":
-        _check_cudnn(model, platform)
+    """Raise ConfigError where the mesh's devices do not have the attention kernel, or it not the model's dtype or width
+    of heads. A mesh of no devices has them all: who knows what it stands for asks `check_kernel_on`."""
+    if model.kernel == "cudnn" and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
+        )
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+        check_kernel_on(model, device.platform, device.device_kind)
+    else:
+        check_kernel_on(model, KERNELS[model.kernel].native[0], "these devices")
+
+
+def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
+    """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide."""
+    runs = KERNELS[model.kernel]
+    if platform not in runs.native + runs.interpreted:
+        needs = " or ".join(f"{name.upper()}s" for name in runs.native)
+        tried = "".join(f", or {name.upper()}s to try it on" for name in runs.interpreted)
+        fit = ", ".join(repr(name) for name, other in KERNELS.items() if platform in other.native)
+        raise ConfigError(
+            f"model.kernel={model.kernel!r} needs {needs}{tried}, and these are {platform.upper()}s ({kind}); "
+            f"use kernel in {{{fit}}}."
+        )
+    width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
+    if model.kernel == "cudnn" and (width % 8 or width > widest):
+        raise ConfigError(
+            f"model.kernel='cudnn' on {kind} takes heads whose width is a multiple of 8, at most {widest}; these are "
+            f"{width} wide (model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
+            f"use kernel='xla'."
+        )
 
 
 def check_kernel_seq(model: ModelConfig, seq: int) -> None:
@@ -62,20 +85,3 @@ def check_kernel_seq(model: ModelConfig, seq: int) -> None:
             f"data.seq={seq} is not a multiple of {LANES}, the least block of model.kernel='splash'; "
             f"use seq={more}, or kernel='xla'."
         )
-
-
-def _check_splash(model: ModelConfig, platform: str | None) -> None:
-    if platform not in ("tpu", "cpu", None):
-        raise ConfigError(
-            f"model.kernel='splash' needs TPUs, or CPUs to try it on, the mesh has devices of {platform!r}; "
-            f"use kernel='xla'."
-        )
-
-
-def _check_cudnn(model: ModelConfig, platform: str | None) -> None:
-    if model.dtype != "bfloat16":
-        raise ConfigError(
-            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
-        )
-    if platform not in ("gpu", None):
-        raise ConfigError(f"model.kernel='cudnn' needs GPUs, the mesh has devices of {platform!r}; use kernel='xla'.")

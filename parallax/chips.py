@@ -23,11 +23,12 @@ class Chip(NamedTuple):
 
     `flops` is FLOP/s by dtype. `ici_links` of `ici_bandwidth` each lead to its neighbours: on TPU two for each torus
     dim, on NVIDIA into a switch (`torus_dims` is 0). `ring_multiple` is the length, or its multiples, at which a dim of
-    a slice closes to a ring; `cube` says that no dim does unless all are such multiples. `dcn_bandwidth` is the chip's
-    share of its host's network.
+    a slice closes to a ring; `cube` says that no dim does unless all are such multiples. `switched` is how many of one
+    host share a switch, 0 on a torus. `dcn_bandwidth` is the chip's share of its host's network.
     """
 
     name: str
+    platform: str  # as JAX calls it: "tpu", "gpu" or "cpu"
     flops: dict[str, float]
     usable_bytes: int
     hbm_bandwidth: float
@@ -36,6 +37,7 @@ class Chip(NamedTuple):
     torus_dims: int
     ring_multiple: int
     cube: bool
+    switched: int
     dcn_bandwidth: float
     clock_hz: float | None
     source: str
@@ -48,13 +50,14 @@ class Chip(NamedTuple):
 
 
 def _tpu(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
-    return Chip(name=name, flops={"bfloat16": bfloat16, "float32": bfloat16, **others}, **facts)
+    flops = {"bfloat16": bfloat16, "float32": bfloat16, **others}
+    return Chip(name=name, platform="tpu", flops=flops, switched=0, **facts)
 
 
 def _nvidia(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
     flops = {"bfloat16": bfloat16, "float16": bfloat16, **others}
-    switched = dict(torus_dims=0, ring_multiple=0, cube=False, clock_hz=None)
-    return Chip(name=name, flops=flops, **switched, **facts)
+    links = dict(torus_dims=0, ring_multiple=0, cube=False, switched=8)
+    return Chip(name=name, platform="gpu", flops=flops, clock_hz=None, **links, **facts)
 
 
 TABLE = [

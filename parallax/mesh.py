@@ -79,8 +79,9 @@ def simulate_devices(count: int, processes: int = 1) -> None:
         ) from error
 
 
-def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes.
+def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -> dict[str, int]:
+    """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes, and where devices may be
+    `simulated` instead says how.
 
     >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0, across_slices="dp"), 8)
     {'pp': 2, 'dp': 2, 'tp': 2}
@@ -89,7 +90,8 @@ def resolve_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     written = math.prod(size for size in sizes.values() if size != INFERRED)
     fits = devices % written == 0 if INFERRED in sizes.values() else devices == written
     if not fits:
-        raise ConfigError(_mismatch(sizes, written, devices))
+        instead = f" (or simulate {written} CPU devices: mesh.simulate={written})" if simulated else ""
+        raise ConfigError(_mismatch(sizes, written, devices) + instead)
     return {axis: devices // written if size == INFERRED else size for axis, size in sizes.items()}
 
 
@@ -162,8 +164,7 @@ def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
     rest = f" and {left_out} more" if left_out > 0 else ""
     return (
         f"{written} wants {multiple}{wanted} devices, but there are {devices}; "
-        f"legal pp·dp·tp for {devices}: {shown}{rest} "
-        f"(or simulate {wanted} CPU devices: mesh.simulate={wanted})"
+        f"legal pp·dp·tp for {devices}: {shown}{rest}"
     )
 
 

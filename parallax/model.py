@@ -17,6 +17,7 @@ from parallax.layers.dropout import Dropout
 from parallax.layers.embedding import EMBEDDINGS, Embedding, Head, TableForm
 from parallax.layers.families import FAMILIES, Family
 from parallax.layers.kept import keep
+from parallax.layers.kernels import KERNELS
 from parallax.layers.mla import MLA
 from parallax.layers.mlp import GatedMLP
 from parallax.layers.norm import RMSNorm
@@ -62,7 +63,7 @@ class ModelConfig:
         check_choice("model.attention", self.attention, ["mla", "gqa"])
         check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn", "llama3"])
         check_choice("model.dtype", self.dtype, ["float32", "bfloat16"])
-        check_choice("model.kernel", self.kernel, ["xla", "cudnn", "splash"])
+        check_choice("model.kernel", self.kernel, list(KERNELS))
         for key in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
             self._check_at_least(key, 1)
         for key in ("vocab", "d_latent_q"):

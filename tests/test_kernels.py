@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations, inside
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
-from parallax.checks import check_kernel, check_kernel_seq
+from parallax.checks import check_kernel, check_kernel_on, check_kernel_seq
 from parallax.errors import ConfigError
 from parallax.layers.attention import attend
 from parallax.layers.context import Context, causal_mask
-from parallax.layers.kernels import attention_flops, causal_attention, kernel_flops
+from parallax.layers.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.pipeline.saved import SplitVjp
+from parallax.report.executed import product_flops
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
 MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)
@@ -85,6 +86,18 @@ def test_values_and_gradients_are_those_of_attention_with_scores(shape):
         jax.jit(lambda *arrays, f=f: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays))(*arrays)
         for f in (causal_attention, with_scores)
     )
+    for actual, expected in zip(*both, strict=True):
+        assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(kv_heads=4, d_qk=24, d_v=24)])
+def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
+    """So its operands, results and products are those of attention; a plan traces it, and nothing else does."""
+    arrays, segments = heads(**shape)
+    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    described = lambda q, k, v: described_attention(q, k, v, bias, 0.1)  # noqa: E731
+    plain = lambda q, k, v: with_scores(q, k, v, segments, 0.1)  # noqa: E731
+    both = (jax.jit(functools.partial(value_and_pulled, f))(arrays) for f in (described, plain))
     for actual, expected in zip(*both, strict=True):
         assert error(actual, expected) < 1e-5
 
@@ -250,6 +263,18 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
     assert kernel_flops("another", []) is None
 
 
+def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it():
+    (q, k, v), segments = heads()
+    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
+    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
+    for equation in kernels:
+        a_call = sum(product_flops(e) for e in inside(equation.params["jaxpr"]) if e.primitive.name == "dot_general")
+        shapes = [var.aval.shape for var in equation.invars]
+        assert kernel_flops(equation.params["name"], shapes) == a_call
+
+
 def test_blocks_behind_the_diagonal_cost_nothing():
     whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
     cost = lambda seq: attention_flops("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
@@ -272,12 +297,32 @@ def test_windows_that_no_block_divides_are_refused():
 
 
 class GpuMesh:
-    devices = np.array([SimpleNamespace(platform="gpu")])
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
 
 
 def test_gpus_are_told_that_they_have_no_such_kernel(monkeypatch):
     monkeypatch.setattr("parallax.checks.Mesh", GpuMesh)
-    assert "needs TPUs" in refused(check_kernel, model_config(kernel="splash"), GpuMesh())
+    assert refused(check_kernel, model_config(kernel="splash"), GpuMesh()) == (
+        "model.kernel='splash' needs TPUs, or CPUs to try it on, and these are GPUs (NVIDIA H100 80GB HBM3); "
+        "use kernel in {'xla', 'cudnn'}."
+    )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_cudnn_is_for_gpus_alone(platform):
+    cudnn = model_config(kernel="cudnn", dtype="bfloat16")
+    assert "model.kernel='cudnn' needs GPUs, and these are " in refused(check_kernel_on, cudnn, platform, "a kind")
+
+
+def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole_width_on_all():
+    wide = model_config(kernel="cudnn", dtype="bfloat16", attention="mla", d_head=128, d_rope=64)
+    check_kernel_on(wide, "gpu", "NVIDIA H100")
+    assert (
+        "on NVIDIA A100 takes heads whose width is a multiple of 8, at most 128; these are 192 wide (model.d_head="
+        in (refused(check_kernel_on, wide, "gpu", "NVIDIA A100"))
+    )
+    odd = model_config(kernel="cudnn", dtype="bfloat16", attention="gqa", d_head=12)
+    assert "these are 12 wide (model.d_head=12)" in refused(check_kernel_on, odd, "gpu", "NVIDIA H100")
 
 
 # ---- the compiler for TPU

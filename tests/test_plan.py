@@ -74,12 +74,12 @@ def config(tmp_path_factory):
 
 @functools.cache
 def held_of(settings):
-    return predicted_memory(build(settings), settings)
+    return predicted_memory(build(settings, PAIR), settings)
 
 
 @functools.cache
 def traced_of(settings):
-    return trace(build(settings), settings)
+    return trace(build(settings, PAIR), settings)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_plan_in_one_call_fills_the_mesh_and_refuses_another_size():
 
 def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     settings = tiny()
-    model = build(settings)
+    model = build(settings, PAIR)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
     sizes = {"pp": 1, "dp": 2, "tp": 1}
     sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
@@ -142,7 +142,8 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(ga
             pipeline_microbatches=microbatches,
             pipeline_gather=gather,
         )
-        sent = messages(trace(build(settings), settings).sent, read_topology("v5e:2x4"), settings)
+        eight = read_topology("v5e:2x4")
+        sent = messages(trace(build(settings, eight), settings).sent, eight, settings)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)
@@ -217,6 +218,52 @@ def test_gpus_of_one_host_use_the_switch_and_others_the_network():
     assert place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == place.chip.dcn_bandwidth
 
 
+# ---- what the chips can run
+
+KERNEL = "--config.model.kernel="
+HERE = PAIR._replace(
+    name="2 simulated devices", chip=PAIR.chip._replace(name="this machine", platform="cpu"), shape=(2,)
+)
+LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # attention is much of the step
+
+
+def kernels_of(place, **changes):
+    """The kernels of attention that a plan would price as changes."""
+    changed = [one for one in neighbours(tiny(**LONG | changes), place) if one[0].startswith(KERNEL)]
+    return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, place) is not None]
+
+
+@pytest.mark.parametrize(
+    ("place", "kernels"),
+    [(PAIR, ["splash"]), (read_topology("H100:2"), ["cudnn"]), (read_topology("a100:2"), ["cudnn"]), (HERE, [])],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(place, kernels):
+    assert kernels_of(place) == kernels
+
+
+def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
+    wide = dict(model_d_head=192, model_d_model=384)
+    assert kernels_of(read_topology("A100:2"), **wide) == []
+    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn"]
+    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == []
+
+
+def test_flash_attention_on_gpus_is_priced_without_one():
+    scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
+    assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
+    settings = tiny(**LONG, model_kernel="cudnn")
+    products = trace(build(settings, read_topology("H100:2")), settings).products
+    by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
+    assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_what_this_machine_does_not_run_at_a_known_speed_is_not_planned_here(kernel):
+    with pytest.raises(ConfigError, match=f"model.kernel='{kernel}' .*CPUs.*; use kernel"):
+        predict(tiny(**LONG, model_kernel=kernel), HERE)
+
+
 # ---- layouts
 
 
@@ -242,20 +289,25 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
         except ParallaxError:
             continue
         brute.add(choice)
-    legal = {choice for choice in choices(settings, 2) if build_if_legal(choice.applied(settings)) is not None}
+    legal = {choice for choice in choices(settings, 2) if build_if_legal(choice.applied(settings), PAIR) is not None}
     assert legal == brute
     assert any(choice.schedule == "interleaved" for choice in choices(settings, 2))
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["column_row", "scatter"])
-@pytest.mark.parametrize("attention", ["gqa", "mla"])
-def test_bounds_are_never_above_what_is_found(family, attention):
-    four = read_topology("v5e:2x2")
-    settings = tiny(layout_tensor_parallel=family, model_attention=attention)
+@pytest.mark.parametrize(
+    ("family", "attention", "topology", "kernel"),
+    [
+        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"]),
+        ("column_row", "gqa", "H100:4", "cudnn"),
+    ],
+)
+def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel):
+    four = read_topology(topology)
+    settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
-    bounds = Bounds(settings, four, build(settings))
+    bounds = Bounds(settings, four, build(settings, four))
     looked_at = 0
     for choice in legal[:: len(legal) // 16]:
         try:
@@ -461,7 +513,7 @@ def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
     assert own in list(choices(settings, 4))
     for choice in list(choices(settings, 4))[::5]:
         assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
-    for flags, changed in neighbours(settings):
+    for flags, changed in neighbours(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *flags.split()], {})[0]) == Choice.of(changed)
 
 
@@ -548,6 +600,14 @@ def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
     assert re.search(r"^MFU", planned, re.M) and "pip install 'parallax[tpu]'" in planned.splitlines()[-1]
 
 
+def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):
+    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
+    out = capsys.readouterr().out
+    assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
+    assert out.splitlines()[-1].startswith("not compiled: nothing is compiled for h100:4: ")
+
+
 def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, monkeypatch):
     monkeypatch.setattr(command, "helpful", lambda *args: [])
     monkeypatch.setattr(command, "compile_step", None)
@@ -564,6 +624,12 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e"], "is no topology"),
         (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
         (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
+        (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
+        (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
+        (["--topology=H100:2x2x8"], "a host has at most 8 NVIDIA H100: write H100:4x8, for 32 GPUs"),
+        (["--topology=H100:4", "--config.model.kernel=splash"], "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn'}"),
+        (["--topology=v5e:2x2", "--config.model.kernel=cudnn"], r"needs GPUs, and these are TPUs \(TPU v5e\)"),
+        (["--topology=H100:4", "--config.model.kernel=cudnn", "--config.model.dtype=float32"], "needs model.dtype='bf"),
         (["--topology=v5e:2x2", "--config.model.heads=3"], "model.heads=3 does not divide"),
         (["--topology=v5e:2x2", "--config.pipeline.microbatches=3"], "data.global_batch=4 does not divide"),
         (["--topology=v5e:2x2", "--svg=x.svg"], "--svg=x.svg is for --sweep"),

@@ -74,7 +74,8 @@ def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_m
     dtype = {"dtype": "bfloat16"} if kernel == "cudnn" else {}
     flops = flops_of((1, 1, 1), remat="none", kernel=kernel, **dtype)
     causal = 3 * 4 * tiny.SEQ * 8 * (8 + 8) * tiny.ROWS * tiny.SEQ  # as many as the model's own: half of all scores
-    assert flops == (flops.model, causal, flops.padding, 0, 0, 0)
+    again = causal / 3 if kernel == "cudnn" else 0  # all scores once more, one of six products
+    assert flops == (flops.model, causal + again, flops.padding, 0, 0, 0)
     assert 0 <= flops.padding < 0.1 * flops.model  # at most positions are rotated by products
 
 
@@ -231,6 +232,17 @@ def test_json_is_all_that_is_printed(in_root, capsys):
     assert found["compiled_for"] == "Nothing was compiled: --trace_only."
 
 
+@pytest.mark.parametrize("flags", [["dp=8", "--trace_only"], ["dp=16"], ["dp=8", "--topology=H100:8"]])
+def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys):
+    arguments = ["--config=configs/tiny_gqa.py", "--config.mesh.simulate=0", "--config.pipeline.microbatches=1", *CUDNN]
+    assert main(["report", *arguments, f"--config.mesh.{flags[0]}", *flags[1:]]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing was compiled: " in out and "attention/q" in out and "mesh.simulate" not in out
+
+
+CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"], "--config.model.kernel=splash"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,6 +252,9 @@ def test_json_is_all_that_is_printed(in_root, capsys):
         ([QUICKSTART, "--topology="], "--topology='' is no topology; write CHIP:SIZES"),
         ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),
         ([QUICKSTART, "--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=2 mesh.dp=2 mesh.tp=2 wants 8 devices"),
+        ([QUICKSTART, "--topology=v5e:2x4", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are TPUs (TPU v5e)"),
+        ([QUICKSTART, "--topology=h100:8", SPLASH], "model.kernel='splash' needs TPUs, or CPUs to try it on, and "),
+        ([QUICKSTART, *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel in {'xla'}."),
         ([QUICKSTART, "--html=/nowhere/x.html", "--trace_only"], "--html=/nowhere/x.html cannot be written: No such"),
         ([QUICKSTART, "--trace_only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
         ([QUICKSTART, "--trace_only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),

@@ -156,11 +156,13 @@ def test_the_command_saves_draws_and_reads_what_it_saved(capsys, tmp_path):
 
 def test_the_command_compares_all_schedules(capsys):
     assert run("--compare --stages 4 --microbatches 8") == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
+    table, _, beneath = capsys.readouterr().out.partition("\n\n")
+    heading, *rows = table.splitlines()
     assert " ".join(heading.split()) == "schedule ticks lockstep bubble asynchronous bubble most activations most sends"
     both = ["interleaved v=2", "interleaved v=4"]
     assert [row[:15].strip() for row in rows] == ["gpipe", "one_f_one_b", *both, "zero_bubble", "zero_bubble_v"]
     assert rows[4].split() == ["zero_bubble", "14", "20.0", "%", "11.1", "%", "7", "16"]
+    assert beneath.startswith("The executor runs in lockstep; papers count asynchronous.\nzero_bubble_v has ZB-V's")
 
 
 def test_a_terminal_gets_colours_and_lines_that_fit_it(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from parallax.layers.context import Context
 from parallax.layers.dense import Dense
 from parallax.layers.families import Family
 from parallax.layers.kept import keep
-from parallax.layers.kernels import causal_attention
+from parallax.layers.kernels import causal_attention, cudnn_attention
 from parallax.layers.norm import RMSNorm
 from parallax.layers.rope import rotate
 from parallax.notation import Layout
@@ -29,8 +29,11 @@ def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, sca
         return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BS, scale=scale)
     missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
-    mask = context.mask_B1ST
-    out = jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale, implementation=kernel)
+    heads, mask = (q_BSHJ, k_BTGJ, v_BTGJ), context.mask_B1ST
+    if kernel == "cudnn":
+        out = cudnn_attention(*heads, mask, scale=scale)
+    else:
+        out = jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="xla")
     return keep(out[..., : v_BTGK.shape[-1]], of="attention")
 
 

@@ -1,4 +1,4 @@
-"""Attention that never holds its scores: JAX's splash attention for TPU, under the check of replication types.
+"""Attention that never holds its scores: JAX's splash attention for TPU, and cuDNN's for GPU.
 
 The kernels of Pallas know nothing of the types that say over which axes of the mesh a value varies, so they run in a
 shard_map of their own without that check, the only one of this project. JAX cannot know there which gradients are to be
@@ -13,13 +13,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
 from parallax.collectives import as_varying, bound_axis_sizes, varying_axes
 from parallax.layers.kept import keep
 
+
+class Runs(NamedTuple):
+    """The platforms, as JAX calls them, on which a kernel runs, and those that only interpret it, slowly."""
+
+    native: tuple[str, ...]
+    interpreted: tuple[str, ...] = ()
+
+
+# What model.kernel may be, and the only place that says where each of them runs.
+KERNELS = {
+    "xla": Runs(("cpu", "gpu", "tpu")),
+    "cudnn": Runs(("gpu",)),
+    "splash": Runs(("tpu",), interpreted=("cpu",)),
+}
+# Of cuDNN's attention, by a name within the kind of device; JAX's own limits.
+WIDEST_HEAD, WIDEST_HEADS = 256, {"A100": 128}
 LANES = 128  # of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
@@ -33,6 +51,37 @@ def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BS: A
     arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BS)
     axes = frozenset().union(*map(varying_axes, arrays))
     return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
+
+
+def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Array, *, scale: float) -> Array:
+    """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
+
+    cuDNN takes the mask as a bias, so it computes the scores that the mask hides, too. JAX looks for a GPU when it
+    traces the call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and
+    products takes its place, so that a step for GPUs is reported and planned on any machine.
+    """
+    if devices_known():
+        heads = q_BSHJ, k_BTGJ, v_BTGJ
+        return jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="cudnn")
+    bias_B1ST = jnp.where(mask, 0, jnp.finfo(q_BSHJ.dtype).min / 2).astype(q_BSHJ.dtype)
+    arrays = q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return described_attention(*(as_varying(x, axes) for x in arrays), scale)
+
+
+def widest_head(kind: str) -> int:
+    """Entries of a query that cuDNN's attention takes on devices of this kind.
+
+    >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
+    (128, 256)
+    """
+    return next((width for name, width in WIDEST_HEADS.items() if name in kind), WIDEST_HEAD)
+
+
+def devices_known() -> bool:
+    """Whether what is traced now is for devices: not where its mesh is abstract."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.abstract_device is not None
 
 
 def block_tokens(seq: int) -> int:
@@ -150,11 +199,67 @@ def unchecked(function: Callable, *arrays: Array) -> Any:
     return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
 
 
+# ---- what cuDNN takes, gives and multiplies, as Pallas calls
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """What cuDNN computes, in calls of which each is one of its own; for tracing, and interpreted on CPU for tests."""
+    return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
+
+
+def _described_forward(q: Array, k: Array, v: Array, bias: Array, scale: float) -> tuple[Array, Any]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref):
+        scores_BGHST = _scores(q_ref[...], k_ref[...], bias_ref[...], scale)
+        logsumexp = jax.nn.logsumexp(scores_BGHST, axis=-1, keepdims=True)
+        weights = jnp.exp(scores_BGHST - logsumexp).astype(v_ref.dtype)
+        out_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", weights, v_ref[...]).reshape(out_ref.shape)
+        logsumexp_ref[...] = logsumexp.reshape(logsumexp_ref.shape)
+
+    rows, seq, heads, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, seq), jnp.float32)]
+    out, logsumexp = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_fwd", interpret=True), q, k, v, bias)
+    return out, (q, k, v, bias, out, logsumexp)
+
+
+def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, Array]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref, dy_ref, dq_ref, dk_ref, dv_ref):
+        q, k, v, dy = q_ref[...], k_ref[...], v_ref[...], _by_group(dy_ref[...], k_ref.shape[2])
+        scores_BGHST = _scores(q, k, bias_ref[...], scale)
+        weights = jnp.exp(scores_BGHST - logsumexp_ref[...].reshape(*scores_BGHST.shape[:-1], 1))
+        dv_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", weights.astype(v.dtype), dy)
+        dweights = jnp.einsum("BSGHJ,BTGJ->BGHST", dy, v, preferred_element_type=jnp.float32)
+        own = (dy.astype(jnp.float32) * _by_group(out_ref[...], k.shape[2])).sum(axis=-1)
+        dscores = (scale * weights * (dweights - own.transpose(0, 2, 3, 1)[..., None])).astype(q.dtype)
+        dq_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", dscores, k).reshape(dq_ref.shape)
+        dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
+    grads = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_bwd", interpret=True), *saved, dy)
+    return *grads, jnp.zeros_like(saved[3])
+
+
+described_attention.defvjp(_described_forward, _described_backward)
+
+
+def _by_group(x_BSHJ: Array, groups: int) -> Array:
+    """Query heads beside those of their group, [B, S, G, H / G, J]."""
+    rows, seq, heads, width = x_BSHJ.shape
+    return x_BSHJ.reshape(rows, seq, groups, heads // groups, width)
+
+
+def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """In float32, [B, G, H / G, S, T]."""
+    q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
+    scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
+    return scale * scores + bias_B1ST[:, :, None]
+
+
 # ---- what the kernels cost
 
 
 def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
-    """FLOPs of the matrix products of a kernel, 2 for each multiply-add, in the blocks that it computes.
+    """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
 
     `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again.
 
@@ -168,11 +273,20 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
     return 2 * scores * widths[part]
 
 
+def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+    """The same of cuDNN's, which computes all scores, and makes them again once: `part` is "fwd" or "bwd"."""
+    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
+    return 2 * rows * heads * seq * seq * widths[part]
+
+
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
     """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's.
 
     `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
     """
+    if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
+        rows, seq, heads, width = float_shapes[0]
+        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None

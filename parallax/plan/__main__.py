@@ -97,7 +97,7 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
 
 def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
-    model = build(settings)
+    model = build(settings, place)
     print(text.heading(name, settings, place), flush=True)
     now = predict_of(model, settings, place)
     print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")

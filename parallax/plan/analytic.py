@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from parallax.assembly import model_of
 from parallax.budget import Memory, flops_per_token, memory
 from parallax.mesh import AXES, MeshConfig
 from parallax.optimizer import make_optimizer
@@ -33,6 +34,7 @@ from parallax.report.place import Place
 from parallax.report.shares import attention_share, costs_of
 from parallax.report.traced import Sent, program_collectives, step_program
 from parallax.report.walk import walk
+from parallax.report.whole import abstract_mesh
 from parallax.schedules import Costs, by_name, figures
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
@@ -106,7 +108,7 @@ def predict(settings: Settings, place: Place) -> Estimate:
     True
     """
     settings = placed(settings, place)
-    return predict_of(build(settings), settings, place)
+    return predict_of(build(settings, place), settings, place)
 
 
 def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimate:
@@ -221,7 +223,7 @@ def schedule_costs(settings: Settings) -> Costs:
 
 @cache
 def _attention_share(settings: Settings) -> float:
-    return attention_share(build(settings).shapes)
+    return attention_share(model_of(settings, abstract_mesh(settings.mesh.sizes)).shapes)
 
 
 def lockstep_bubble(settings: Settings) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from parallax.layers.kernels import KERNELS
 from parallax.pipeline.config import REMAT
 from parallax.plan.analytic import Estimate, predict_of
 from parallax.plan.layouts import Choice, build_if_legal, gathers
@@ -39,20 +40,22 @@ def helpful(settings: Settings, place: Place, now: Estimate) -> list[Change]:
 
 
 def _priced(settings: Settings, place: Place, now: Estimate) -> Iterator[Change]:
-    for flags, changed in neighbours(settings):
-        model = build_if_legal(changed)
+    for flags, changed in neighbours(settings, place):
+        model = build_if_legal(changed, place)
         if model is not None:
             then = predict_of(model, changed, place)
             yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
-def neighbours(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Settings that differ in one respect, legal or not, and the flags that ask for them."""
+def neighbours(settings: Settings, place: Place) -> Iterator[tuple[str, Settings]]:
+    """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
+    that the place's chips run, not those that they interpret."""
     own = Choice.of(settings)
     for choice in _layouts(own):
         yield " ".join(own.flags_to(choice)), choice.applied(settings)
-    if settings.model.kernel == "xla":
-        yield "--config.model.kernel=splash", _with(settings, "model", kernel="splash")
+    for kernel, runs in KERNELS.items():
+        if settings.model.kernel == "xla" != kernel and place.chip.platform in runs.native:
+            yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
         yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2

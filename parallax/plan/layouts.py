@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from parallax.assembly import model_of
-from parallax.errors import ParallaxError, divisors
+from parallax.checks import check_kernel_on
+from parallax.errors import ConfigError, ParallaxError, divisors
+from parallax.layers.kernels import KERNELS
 from parallax.mesh import AXES, MeshConfig, factorisations
+from parallax.model import ModelConfig
 from parallax.pipeline.config import REMAT
 from parallax.report.place import Place, sizes_on
 from parallax.report.whole import abstract_mesh
@@ -81,16 +84,27 @@ def placed(settings: Settings, place: Place) -> Settings:
     return dataclasses.replace(settings, mesh=mesh)
 
 
-def build(settings: Settings) -> ShardedModel:
-    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal."""
+def build(settings: Settings, place: Place) -> ShardedModel:
+    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a place."""
+    check_kernel_priced(settings.model, place)
     model = model_of(settings, abstract_mesh(settings.mesh.sizes))
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model
 
 
-def build_if_legal(settings: Settings) -> ShardedModel | None:
+def build_if_legal(settings: Settings, place: Place) -> ShardedModel | None:
     """The model, or None where the layout is not legal."""
     try:
-        return build(settings)
+        return build(settings, place)
     except ParallaxError:
         return None
+
+
+def check_kernel_priced(model: ModelConfig, place: Place) -> None:
+    """Raise ConfigError where the place's chips do not have the attention kernel, or run it at no known speed."""
+    check_kernel_on(model, place.chip.platform, place.chip.name)
+    if place.chip.platform in KERNELS[model.kernel].interpreted:
+        raise ConfigError(
+            f"model.kernel={model.kernel!r} is interpreted on {place.chip.platform.upper()}s, at a speed that no plan "
+            f"knows; use kernel='xla', or --topology for chips that have it."
+        )

@@ -40,6 +40,7 @@ def measured(dtype: str) -> Chip:
     sent = max(count - 1, 1) * GATHERED_BYTES
     return Chip(
         name="this machine",
+        platform="cpu",
         flops={dtype: 2 * MATMUL**3 / _best_secs(mesh, lambda x: x @ x, square)},
         usable_bytes=_memory_bytes() // count,
         hbm_bandwidth=2 * COPIED_BYTES / _best_secs(mesh, lambda x: x + 1, copied),
@@ -48,6 +49,7 @@ def measured(dtype: str) -> Chip:
         torus_dims=0,
         ring_multiple=0,
         cube=False,
+        switched=count,
         dcn_bandwidth=0.0,
         clock_hz=None,
         source="measured",

@@ -35,7 +35,7 @@ class Sweep:
         self.passed: Counter[str] = Counter()
         self._versions = versions()
         self.place = as_measured_first(place, cache, self._versions)
-        self.bounds = Bounds(settings, self.place, build(settings))
+        self.bounds = Bounds(settings, self.place, build(settings, self.place))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts, those first whose bound is least, until no other can be among the best.
@@ -106,7 +106,7 @@ def priced(settings: Settings, place: Place, cache: Cache, known: dict[str, str]
     key = key_of(settings, place, known)
     if (found := cache.get(key)) is not None:
         return found or None
-    model = build_if_legal(settings)
+    model = build_if_legal(settings, place)
     if model is None:
         cache.put(key, {})
         return None

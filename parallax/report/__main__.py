@@ -16,14 +16,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from parallax.arguments import Parser
+from parallax.checks import check_kernel_on
 from parallax.command import Flag, read_command, run_command, written
 from parallax.command import usage as usage_of
 from parallax.errors import ConfigError
+from parallax.layers.kernels import KERNELS
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
 from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
 from parallax.report.spent import spent
 from parallax.report.trace import read_traces
 from parallax.report.whole import abstract_mesh, report_settings
+from parallax.settings import Settings
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),
@@ -63,9 +66,11 @@ def act(argv: Sequence[str]) -> None:
         raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
     compiled = not values["trace_only"]
     if values["topology"] is None:
-        mesh, why_abstract = choose_mesh(settings.mesh, compiled=compiled)
+        mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
-        mesh, why_abstract = slice_mesh(settings.mesh, read_topology(values["topology"]), compiled=compiled)
+        place = read_topology(values["topology"])
+        check_kernel_on(settings.model, place.chip.platform, place.chip.name)
+        mesh, why_abstract = slice_mesh(settings.mesh, place, compiled=compiled)
     name = Path(written(argv, "config").split(":")[0]).stem
     found = report_settings(settings, mesh, name=name)
     if found.compiled is None:
@@ -85,8 +90,9 @@ def report_trace(arguments: Sequence[str]) -> None:
     print(found.to_json() if flags.json else found)
 
 
-def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
     """The mesh of a config; an abstract one, and why, where nothing is compiled."""
+    config, runs = settings.mesh, KERNELS[settings.model.kernel]
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
         simulate_devices(config.simulate)
@@ -97,10 +103,9 @@ def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractM
     sizes = resolve_sizes(config, config.simulate or wanted)
     if not compiled:
         return abstract_mesh(sizes), TRACE_ONLY
-    return abstract_mesh(sizes), (
-        f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}. "
-        f"--config.mesh.simulate={wanted} compiles for simulated ones."
-    )
+    simulated = f" --config.mesh.simulate={wanted} compiles for simulated ones."
+    instead = simulated if "cpu" in runs.native + runs.interpreted else ""
+    return abstract_mesh(sizes), f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}.{instead}"
 
 
 def slice_mesh(config: MeshConfig, place: Place, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:

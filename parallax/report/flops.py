@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from parallax.budget import flops_per_token, matmul_parameters, qk_width
-from parallax.layers.kernels import attention_flops
+from parallax.layers.kernels import attention_flops, cudnn_flops
 from parallax.mesh import AXES
 from parallax.report.executed import flops_by_direction
 from parallax.report.traced import step_program
@@ -76,11 +76,11 @@ def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int
 
 
 def _countable(model: ShardedModel) -> ShardedModel:
-    """The model with attention in products that are counted; those of cuDNN are the same, but out of sight."""
+    """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
     if model.model.kernel != "cudnn":
         return model
-    seen = dataclasses.replace(model.model, kernel="xla")
-    return ShardedModel(seen, model.layout, model.pipeline, model.fsdp, model.loss_config, model.mesh)
+    mesh = AbstractMesh(tuple(model.axis_sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return ShardedModel(model.model, model.layout, model.pipeline, model.fsdp, model.loss_config, mesh)
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
@@ -102,9 +102,11 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs that attention's core takes on all devices, less those that are the model's."""
     config, widths = model.model, (qk_width(model.model), model.model.d_head)
     causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
-    if config.kernel != "splash":
+    if config.kernel == "xla":
         return causal  # every token reads all, twice as many as come before it
     sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1])
+    if config.kernel == "cudnn":
+        return config.layers * sum(cudnn_flops(part, **sizes) for part in ("fwd", "bwd")) - causal
     products = sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv"))
     products += 2 * rows * config.heads * seq * config.d_head  # of each output with its gradient, before both kernels
     return config.layers * products - causal

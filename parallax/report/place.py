@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     @property
     def is_tpu(self) -> bool:
-        return self.chip.torus_dims > 0
+        return self.chip.platform == "tpu"
 
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s that matrix products reach; what was measured is not reduced."""
@@ -105,13 +105,19 @@ def read_topology(text: str) -> Place:
             f"--topology={text} has {len(shape)} sizes, but slices of {known.name} have {known.torus_dims}; "
             f"write {text.split(':')[0]}:{example}, for {4**known.torus_dims} chips."
         )
+    if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
+        hosts = -(-math.prod(shape) // known.switched)
+        raise ConfigError(
+            f"--topology={text} is no number of hosts and of GPUs on each; a host has at most {known.switched} "
+            f"{known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for {hosts * known.switched} GPUs."
+        )
     return Place(text, known, shape)
 
 
 def sizes_on(config: MeshConfig, place: Place) -> dict[str, int]:
     """Size of each mesh axis on a place, -1 replaced; ConfigError where they are not the place's devices."""
     try:
-        return resolve_sizes(config, place.devices)
+        return resolve_sizes(config, place.devices, simulated=False)
     except ConfigError as error:
         raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
 

@@ -175,6 +175,12 @@ def _compared(ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:
     ]
 
 
+NOTES = """
+The executor runs in lockstep; papers count asynchronous.
+zero_bubble_v has ZB-V's stages in an order for lockstep. As published, F = B = W = 1 and M >= 2P-1,
+ZB-V idles 3.5(P-1) in lockstep, not 2.5(P-1), and (P-1)/2 asynchronous, not P-1; it holds P, not 3P/2."""
+
+
 def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
     """One line for each schedule; the most activations and sends are those of the worst rank."""
     table = [("schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends")]
@@ -184,7 +190,7 @@ def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
         table.append((label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))))
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for label, *cells in table)
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join([*("  ".join(line) for line in lines), NOTES])
 
 
 if __name__ == "__main__":

@@ -63,11 +63,13 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
-    """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, and W split (the same, section 6).
+    """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, and W split; the stages of ZB-V (the
+    same, section 6), in an order for lockstep.
 
     Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which collide nowhere. No rank
     holds more than min(M, 3P/2) microbatches, those that wait for W among them. For M >= P, the bubble is 2.5(P-1) in
-    lockstep and P-1 asynchronous.
+    lockstep and P-1 asynchronous, F, B and W taking 1 each. ZB-V as published leaves no gap between a rank's first
+    action and its last: for M >= 2P-1 it has 3.5(P-1) in lockstep, (P-1)/2 asynchronous, and holds P microbatches.
     """
     placement = (*range(ranks), *reversed(range(ranks)))
     last = 4 * ranks - 2
