@@ -286,8 +286,8 @@ def first_state(model, tx, params):
 def assert_moved_alike(found, expected, before):
     """Each leaf has moved as it should, to 2e-4 of its largest move.
 
-    Newton and Schulz's rounds multiply what float32 rounds by up to 3.4445^5 = 485, times 6e-8: 3e-5. A parameter near 2
-    is rounded by 1e-7, which is 1e-4 of the smallest moves here. What an optimizer does wrong shows in tenths.
+    Newton and Schulz's rounds multiply what float32 rounds by up to 3.4445^5 = 485, times 6e-8: 3e-5. A parameter
+    near 2 is rounded by 1e-7, which is 1e-4 of the smallest moves here. What an optimizer does wrong shows in tenths.
     """
     for name, leaf in expected.items():
         moved, should = found[name] - before[name], leaf - before[name]
