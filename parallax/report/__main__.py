@@ -96,7 +96,8 @@ def choose_mesh(config: MeshConfig, *, compiled: bool) -> tuple[Mesh | AbstractM
         return make_mesh(config), ""
     sizes = resolve_sizes(config, config.simulate or wanted)
     if not compiled:
-        return abstract_mesh(sizes), TRACE_ONLY
+        simulated = config.simulate > 0 or (inferred and jax.default_backend() == "cpu")
+        return abstract_mesh(sizes, simulated=simulated), TRACE_ONLY
     return abstract_mesh(sizes), (
         f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}. "
         f"--config.mesh.simulate={wanted} compiles for simulated ones."
