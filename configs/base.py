@@ -76,18 +76,18 @@ def get_config() -> ConfigDict:
 
     # parallax.optimizer.OptimizerConfig
     config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # "adamw" | "muon"
+    config.optimizer.name = "adamw"  # "adamw" | "muon", which leaves embedding, head, norms and biases to AdamW
     config.optimizer.learning_rate = 3e-4  # peak
     config.optimizer.schedule = "cosine"  # after warm-up: "cosine" | "linear" | "wsd" | "constant"
     config.optimizer.warmup_steps = 100  # in which the rate rises to its peak, linearly
     config.optimizer.decay_fraction = 0.2  # wsd: last share of train.steps in which the rate falls
     config.optimizer.final_ratio = 0.1  # last learning rate / peak
-    config.optimizer.b1 = 0.9  # Adam's decay of the gradient's mean, also for what muon leaves to Adam
-    config.optimizer.b2 = 0.95  # Adam's decay of the square's mean
-    config.optimizer.eps = 1e-8  # Adam's, added to the root of that mean
+    config.optimizer.b1 = 0.9  # AdamW's decay of the gradient's mean, also for what muon leaves to it
+    config.optimizer.b2 = 0.95  # AdamW's decay of the square's mean
+    config.optimizer.eps = 1e-8  # AdamW's, added to the root of that mean
     config.optimizer.weight_decay = 0.1  # decoupled; norms and biases are left out
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
-    config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean
+    config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
 
     # parallax.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()

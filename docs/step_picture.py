@@ -191,5 +191,6 @@ def settings() -> Settings:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture(report_settings(settings(), abstract_mesh(settings().mesh.sizes), name=CONFIG.stem)))
+    mesh = abstract_mesh(settings().mesh.sizes, simulated=True)
+    PICTURE.write_text(picture(report_settings(settings(), mesh, name=CONFIG.stem)))
     print(PICTURE.relative_to(ROOT))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from parallax.errors import ConfigError, divisors
 
@@ -121,6 +121,17 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> Mesh:
     devices = jax.devices()
     whole = INFERRED in config.sizes.values()
     return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])
+
+
+def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh are CPUs, as simulated ones are; those of an abstract mesh are what it says.
+
+    >>> is_simulated(mesh_of(dp=1))
+    True
+    """
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform == "cpu"
+    return mesh.abstract_device is not None and mesh.abstract_device.platform == "cpu"
 
 
 def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:

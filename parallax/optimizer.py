@@ -14,6 +14,9 @@ from parallax.notation import Layout, map_layouts
 
 INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
 BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
+# Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
+# (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
+MUON_RMS = 0.2
 LEAST_EPS = 1e-30  # well above float32's least: AdamW divides by it where a gradient has always been 0
 
 
@@ -87,25 +90,33 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
 
     `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims.
     """
-    rate = learning_rate(config, steps)
-    decays = map_layouts(is_matrix, layouts)
-    adamw = {"b1": config.b1, "b2": config.b2, "eps": config.eps, "weight_decay": config.weight_decay}
-    if config.name == "adamw":
-        update = optax.adamw(rate, **adamw, mask=decays)
-    else:
-        direction = optax.contrib.muon(
-            learning_rate=-1.0,  # leaves the sign uphill: decay joins, then the rate turns and scales both
-            beta=config.muon_momentum,
-            eps=config.eps,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            muon_weight_dimension_numbers=map_layouts(muon_dims, layouts),
-            consistent_rms=0.2,  # the update's size is AdamW's, so that one learning rate serves both
-        )
-        # Not by Muon's own settings: it would decay every norm and bias that it leaves to AdamW.
-        decay = optax.add_decayed_weights(config.weight_decay, decays)
-        update = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
+    direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    if config.name == "muon":
+        direction = muon_and(direction, config.muon_momentum, layouts)
+    decay = optax.add_decayed_weights(config.weight_decay, map_layouts(is_matrix, layouts))
+    update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
     return optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
+
+
+def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) -> optax.GradientTransformation:
+    """Muon's direction for hidden matrices, and `adam`'s for all other leaves.
+
+    Not optax.contrib.muon, whose Adam would take Nesterov's momentum from Muon; states are named as they are there.
+    """
+    dims = map_layouts(lambda layout: muon_dims(layout) or optax.MaskedNode(), layouts)
+    kinds = map_layouts(lambda layout: "adam" if muon_dims(layout) is None else "muon", layouts)
+
+    def scale(directions: Any, _: Any) -> Any:
+        return jax.tree.map(lambda x, of: MUON_RMS * math.sqrt(_longer_side(x.shape, of)) * x, directions, dims)
+
+    muon = optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=dims)
+    # A chain of one gives the states of `adam` the names that they have as a part of optax.adamw.
+    return optax.partition({"muon": optax.chain(muon, optax.stateless(scale)), "adam": optax.chain(adam)}, kinds)
+
+
+def _longer_side(shape: tuple[int, ...], dims: Any) -> int:
+    """Rows or columns of a matrix, whichever are more."""
+    return max(math.prod(shape[at] for at in axes) for axes in (dims.reduction_axis, dims.output_axis))
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
@@ -18,7 +18,7 @@ from parallax.errors import ConfigError
 from parallax.layers.context import Context, training_context
 from parallax.layers.parameter import layouts_of
 from parallax.loss import LossConfig
-from parallax.mesh import AXES
+from parallax.mesh import AXES, is_simulated
 from parallax.model import LayoutConfig, ModelConfig, Parts
 from parallax.notation import Layout, map_layouts
 from parallax.overview import Overview
@@ -83,8 +83,7 @@ class ShardedModel(Overview):
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""
         # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        options = {"xla_backend_optimization_level": 0} if self._simulated else None
         declare = jax.jit(
             lambda key: nn.meta.unbox(self._declare(key)), out_shardings=self.shardings, compiler_options=options
         )
@@ -176,7 +175,7 @@ class ShardedModel(Overview):
 
     @property
     def _simulated(self) -> bool:
-        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return is_simulated(self.mesh)
 
     @property
     def _specs(self) -> Any:

@@ -34,7 +34,8 @@ def report_of(name):
     sizes = settings.mesh.sizes
     if INFERRED in sizes.values():
         sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or DEVICES)
-    return report_settings(settings, abstract_mesh(sizes), name=name)
+    mesh = abstract_mesh(sizes, simulated=settings.mesh.simulate > 0)
+    return report_settings(settings, mesh, name=name)
 
 
 def golden(name):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -297,6 +298,96 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
     ]  # fmt: skip
 
 
+class Device:
+    """Takes STEP_SECS for a step, one after the other, while the host goes on."""
+
+    def __init__(self):
+        self.free = 0.0
+
+    def run(self, metrics):
+        self.free = max(self.free, time.perf_counter()) + STEP_SECS
+        return {name: Running(value, self.free) for name, value in metrics.items()}
+
+    def wait(self):
+        time.sleep(max(self.free - time.perf_counter(), 0))
+
+
+class Running:
+    """A metric of a step that is at work until `until`."""
+
+    def __init__(self, value, until):
+        self.value, self.until = value, until
+
+    def block_until_ready(self):
+        time.sleep(max(self.until - time.perf_counter(), 0))
+
+    def __array__(self, *_, **__):
+        self.block_until_ready()
+        return self.value
+
+
+class SlowRates:
+    """Computed on the device, after the step that it works on."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getitem__(self, update):
+        self.device.wait()
+        return 1e-3
+
+
+STEP_SECS, LATE_SECS, START = 0.15, 0.4, 100
+# What keeps the host besides the learning rate, and the seconds of that step.
+KEEPS_THE_HOST = {
+    104: ("its batch comes late", LATE_SECS + STEP_SECS),
+    106: ("it is taken twice", 2 * STEP_SECS),
+    108: ("it is skipped, which takes words", STEP_SECS),
+    109: ("an evaluation follows", STEP_SECS),
+    111: ("its dispatch waits for the device", STEP_SECS),
+}
+
+
+def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
+    """Each step of a run that goes on has its own time, also one after an evaluation, and the one after it."""
+    device, rows, batches, skips, last = Device(), {}, Stub(), NoSkips(), START + 12
+    at_step = {what: step for step, (what, _) in KEEPS_THE_HOST.items()}
+    changes = {"train.steps": last, "train.check_every": at_step["it is taken twice"]}
+    settings = settings_of(tiny_config(corpus, **changes))
+
+    def step(state, batch):
+        state.step += 1
+        if state.step == at_step["its dispatch waits for the device"]:
+            device.wait()
+        return state, device.run({**COUNTS, "loss": np.float32(1)})
+
+    def twice(train_step, state, batch, done):
+        device.wait()
+        train_step(state, batch)
+        state.step -= 1
+        device.wait()
+        return train_step(state, batch)
+
+    def batch(at):
+        secs = LATE_SECS if at + 1 == at_step["its batch comes late"] else 0.0
+        time.sleep(secs)
+        return None, secs
+
+    batches.get = batch
+    skips.note = lambda at, _: (at == at_step["it is skipped, which takes words"] and time.sleep(STEP_SECS)) or {}
+    journal = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
+    meter, recheck = Meter(last, 1, 1.0, None, 1), SimpleNamespace(take=twice)
+    others = journal, meter, Stub(), Stub(), SlowRates(device), skips, recheck
+    steps = Steps(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
+    steps._evaluates_after = lambda done: done == at_step["an evaluation follows"]
+    steps._saves_after = lambda done: False
+    steps.run(SimpleNamespace(params={}, step=START), START)
+    expected = {at: KEEPS_THE_HOST.get(at, ("", STEP_SECS))[1] for at in range(START + 1, last)}
+    found = {at: rows[at]["perf/step_secs"] for at in expected}
+    np.testing.assert_allclose([*found.values()], [*expected.values()], atol=STEP_SECS / 2, rtol=0, err_msg=str(found))
+    assert all(row["perf/data_wait_secs"] <= row["perf/step_secs"] for row in rows.values())
+
+
 @pytest.mark.parametrize("metrics", [{}, {"z_loss": np.float32(0.5)}], ids=str)
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     stub = Stub()
@@ -304,7 +395,8 @@ def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     steps = Steps(
         settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, stub, np.zeros(4), NoSkips(), stub
     )
-    ended = Ended(1, {"loss": np.float32(1), **COUNTS, **metrics}, 0.0)
+    metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
+    ended = Ended(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
     assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
         f"train/{k}": v for k, v in metrics.items()
     }

@@ -1,4 +1,4 @@
-"""Optimizers: rates at their corners, what decays, the clip of the whole mesh, states cut as parameters are."""
+"""Optimizers held to NumPy leaf by leaf; rates at their corners, what decays, the clip, how states are cut."""
 
 import functools
 import math
@@ -7,12 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from checkpoint_examples import SETTINGS
 from tiny import build, optimizer_config, params_of
 
+from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+from parallax.checkpoint.manifest import describe, flatten
 from parallax.errors import ConfigError
 from parallax.notation import Layout
 from parallax.optimizer import clip_by_norm, global_norm, is_matrix, learning_rate, make_optimizer, muon_dims
-from parallax.step import abstract_state, init_state
+from parallax.step import abstract_state, init_state, make_train_step, state_shardings
 
 PEAK, STEPS, WARMUP = 1.0, 100, 10
 
@@ -201,6 +204,161 @@ def test_the_clip_is_that_of_optax_and_takes_a_norm_that_is_known(size):
         np.testing.assert_array_equal(measured[name], theirs[name])
         np.testing.assert_array_equal(told[name], theirs[name])
         assert (wrong[name] != theirs[name]).all()
+
+
+# Gradients longer and shorter than the clip, while the rate rises and after it; eps counts beside their entries.
+SIZES = [0.2, 1e-4, 0.05, 3e-3, 1.0, 2e-3]
+HELD = dict(
+    learning_rate=0.02, schedule="linear", warmup_steps=3, final_ratio=0.1, eps=1e-3, weight_decay=0.3, clip_norm=1.0
+)
+OPTIMIZER_MODELS = {
+    "mla": dict(attention="mla", d_latent_q=16, tied=False, qkv_bias=True),
+    "gqa": dict(attention="gqa", qk_norm=True, qkv_bias=True),
+}
+
+
+def orthogonalized(x):
+    """Newton and Schulz's five rounds with Jordan's coefficients, on a matrix of norm 1."""
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+class PlainOptimizer:
+    """AdamW, or Muon with AdamW for what is no hidden matrix, in float64, a leaf and a layer at a time."""
+
+    def __init__(self, config, steps, params):
+        self.config, self.steps, self.done = config, steps, 0
+        self.params = {name: leaf.astype(np.float64) for name, leaf in params.items()}
+        self.mean = {name: np.zeros_like(leaf) for name, leaf in self.params.items()}
+        self.square = {name: np.zeros_like(leaf) for name, leaf in self.params.items()}
+
+    def step(self, grads):
+        config, self.done = self.config, self.done + 1
+        norm = math.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in grads.values()))
+        warm, after = config.warmup_steps, (self.done - self.config.warmup_steps) / (self.steps - config.warmup_steps)
+        share = self.done / warm if self.done <= warm else 1 + (config.final_ratio - 1) * after
+        for name, leaf in self.params.items():
+            grad = grads[name].astype(np.float64) * min(1, config.clip_norm / norm)
+            hidden = name.endswith("kernel") and config.name == "muon"
+            direction = self.muon(name, grad) if hidden else self.adam(name, grad)
+            if name.endswith(("kernel", "table")):
+                direction = direction + config.weight_decay * leaf
+            self.params[name] = leaf - config.learning_rate * share * direction
+
+    def adam(self, name, grad):
+        b1, b2, t = self.config.b1, self.config.b2, self.done
+        mean = self.mean[name] = b1 * self.mean[name] + (1 - b1) * grad
+        square = self.square[name] = b2 * self.square[name] + (1 - b2) * grad**2
+        return mean / (1 - b1**t) / (np.sqrt(square / (1 - b2**t)) + self.config.eps)
+
+    def muon(self, name, grad):
+        beta, t = self.config.muon_momentum, self.done
+        mean = self.mean[name] = beta * self.mean[name] + (1 - beta) * grad
+        ahead = beta * mean / (1 - beta ** (t + 1)) + (1 - beta) * grad / (1 - beta**t)  # Nesterov's, both unbiased
+        inputs = 2 if name.endswith("out.kernel") else 1  # of heads and d_head the output kernel reads
+        rows = math.prod(grad.shape[1 : 1 + inputs])
+        layers = [layer.reshape(rows, -1) for layer in ahead]
+        return np.stack([0.2 * math.sqrt(max(x.shape)) * orthogonalized(x) for x in layers]).reshape(grad.shape)
+
+
+def parameters_by_name(params):
+    return {name: np.asarray(leaf) for name, leaf in flatten(params).items()}
+
+
+@functools.cache
+def optimizer_model(attention):
+    return build((2, 2, 2), layers=2, **OPTIMIZER_MODELS[attention])
+
+
+def random_leaves(model, size, seed):
+    rng = np.random.default_rng(seed)
+    leaves = jax.tree.map(lambda leaf: size * rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
+    return jax.tree.map(jax.device_put, leaves, model.shardings)
+
+
+def first_state(model, tx, params):
+    return jax.jit(tx.init, out_shardings=state_shardings(model, tx).opt_state)(params)
+
+
+def assert_moved_alike(found, expected, before):
+    """Each leaf has moved as it should, to 2e-4 of its largest move.
+
+    Newton and Schulz's rounds multiply what float32 rounds by up to 3.4445^5 = 485, times 6e-8: 3e-5. A parameter
+    near 2 is rounded by 1e-7, which is 1e-4 of the smallest moves here. What an optimizer does wrong shows in tenths.
+    """
+    for name, leaf in expected.items():
+        moved, should = found[name] - before[name], leaf - before[name]
+        off = np.abs(moved - should).max() / np.abs(should).max()
+        assert off < 2e-4, f"{name} is off by {off:.1e} of its move"
+
+
+@pytest.mark.parametrize("attention", OPTIMIZER_MODELS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_leaf_is_updated_as_plain_numpy_does(optimizer, attention):
+    model, config = optimizer_model(attention), optimizer_config(name=optimizer, **HELD)
+    step = make_train_step(model, make_optimizer(config, len(SIZES), model.layouts), seed=0)
+    params = random_leaves(model, 1.0, seed=99)
+    opt_state = first_state(model, step.tx, params)
+    plain = PlainOptimizer(config, len(SIZES), parameters_by_name(params))
+    update = jax.jit(lambda p, s, grads: step.update(p, s, grads, global_norm(grads)))
+    clipped = []
+    for seed, size in enumerate(SIZES):
+        grads = random_leaves(model, size, seed)
+        clipped.append(bool(global_norm(grads) > config.clip_norm))
+        before = parameters_by_name(params)
+        plain.params = {name: leaf.astype(np.float64) for name, leaf in before.items()}
+        params, opt_state = update(params, opt_state, grads)
+        plain.step(parameters_by_name(grads))
+        assert_moved_alike(parameters_by_name(params), plain.params, before)
+    assert {*clipped} == {True, False} and not clipped[1], "some gradients are clipped, one while the rate rises is not"
+
+
+def as_runs_were_begun(config, model):
+    """The optimizers of optax: its Muon gives Nesterov's momentum to its Adam, too."""
+    if config.name == "adamw":
+        return optax.chain(clip_by_norm(1.0), optax.adamw(lambda count: 0.1))
+    dims = jax.tree.map(muon_dims, model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    betas = dict(beta=config.muon_momentum, adam_b1=config.b1, adam_b2=config.b2)
+    direction = optax.contrib.muon(-1.0, **betas, muon_weight_dimension_numbers=dims, consistent_rms=0.2)
+    update = optax.chain(direction, optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(lambda count: 0.1))
+    return optax.chain(clip_by_norm(1.0), update)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("attention", OPTIMIZER_MODELS)
+def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attention):
+    model, config = optimizer_model(attention), optimizer_config(name=optimizer, warmup_steps=0)
+    old, new = (
+        {name: describe(leaf) for name, leaf in flatten(jax.eval_shape(tx.init, model.shapes)).items()}
+        for tx in (as_runs_were_begun(config, model), make_optimizer(config, 10, model.layouts))
+    )
+    assert new == old
+    adam = {"adamw": "1.0", "muon": "1.0.inner_states.adam.inner_state.0"}[optimizer]
+    assert {"1.2.count", f"{adam}.nu.embedding.table"} < {*new}
+
+
+def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_right_update(tmp_path):
+    model, config = optimizer_model("mla"), optimizer_config(name="muon", **HELD)
+    old, params = as_runs_were_begun(config, model), random_leaves(model, 1.0, seed=99)
+    step = make_train_step(model, make_optimizer(config, 10, model.layouts), seed=0)
+    like, grads = abstract_state(model, step.tx), random_leaves(model, 0.1, seed=0)
+    _, state = jax.jit(old.update)(grads, first_state(model, old, params), params)
+    with Checkpoints(tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings=SETTINGS) as saved:
+        saved.save(1, {"rest": {"opt_state": state}})
+    found = restore(tmp_path, 1, {"rest": {"opt_state": like.opt_state}})["rest"]["opt_state"]
+    for name, leaf in flatten(state).items():
+        assert np.asarray(flatten(found)[name]).tobytes() == np.asarray(leaf).tobytes(), name
+    before = parameters_by_name(params)
+    plain = PlainOptimizer(config, 10, before)
+    plain.step(parameters_by_name(grads))
+    plain.params = {name: leaf.astype(np.float64) for name, leaf in before.items()}
+    grads = random_leaves(model, 0.05, seed=1)
+    plain.step(parameters_by_name(grads))
+    after, _ = jax.jit(lambda p, s, grads: step.update(p, s, grads, global_norm(grads)))(params, found, grads)
+    assert_moved_alike(parameters_by_name(after), plain.params, before)
 
 
 def test_muon_treats_each_stacked_layer_as_a_matrix_of_its_own():

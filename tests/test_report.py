@@ -125,7 +125,7 @@ def test_vocab_that_is_no_token_is_padding():
 @pytest.fixture(scope="module")
 def quickstart():
     settings, _ = read_command(["report", f"--config={ROOT}/configs/quickstart.py"], {})
-    found = report_settings(settings, abstract_mesh({"pp": 2, "dp": 2, "tp": 2}), name="quickstart")
+    found = report_settings(settings, abstract_mesh({"pp": 2, "dp": 2, "tp": 2}, simulated=True), name="quickstart")
     return dataclasses.replace(found, compiled_for="Nothing was compiled: --trace_only.")
 
 

@@ -1,15 +1,23 @@
 """The predicted peak is within a tenth of the compiler's, and its parts are what they are called."""
 
 import functools
+import pathlib
 
 import jax.numpy as jnp
 import pytest
 import tiny
+from run_examples import as_flags, write_corpus
 
+import train
 from parallax.budget import memory
 from parallax.guard import GuardConfig
+from parallax.loop import run as run_module
 from parallax.optimizer import global_norm, make_optimizer
+from parallax.plan import __main__ as plan_command
+from parallax.plan import machine
+from parallax.report import __main__ as report_command
 from parallax.report.compiled import read_compiled
+from parallax.report.place import read_topology
 from parallax.report.whole import GIVEN
 from parallax.step import TrainState, TrainStep, abstract_state, make_train_step
 
@@ -118,3 +126,66 @@ def test_of_a_larger_vocab_the_logits_and_the_table_grow():
         held[vocab] = predicted(model, tx)
     assert held[16384].logits == 2 * held[8192].logits > 0
     assert held[16384].working_activations == held[8192].working_activations
+
+
+# ---- what the commands print
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = {"model.layers": 2, "model.d_model": 64, "model.vocab": 2048, "data.seq": 64, "data.global_batch": 16}
+PRINTED = [
+    {"pipeline.microbatches": 2},
+    pytest.param(
+        {"pipeline.schedule": "one_f_one_b", "pipeline.remat": "stage", "optimizer.name": "adamw"},
+        marks=pytest.mark.slow,
+    ),
+    {"mesh.pp": 1, "mesh.dp": -1, "pipeline.gather": "step", "model.attention": "gqa", "model.kv_heads": 2},
+]
+
+
+class Introduced(Exception):
+    """Raised where a run would compile its step: its tables are printed by then."""
+
+
+def stop(*_):
+    raise Introduced
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Runs a command with the flags of a config; returns what it prints before anything is compiled or measured."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
+    monkeypatch.setattr(run_module, "make_train_step", stop)
+    monkeypatch.setattr(run_module, "peak_flops", lambda dtype: (None, "not measured"))
+    monkeypatch.setattr(machine, "measured", lambda dtype: read_topology("v5e:2x4").chip)
+    monkeypatch.setattr(plan_command, "helpful", lambda *_: [])
+    corpus = write_corpus(tmp_path / "corpus")
+    data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}
+    return ["--config=configs/quickstart.py", *as_flags(SMALL | data | {"data.tokenizer": "bytes"})]
+
+
+def table_of(printed, head):
+    """Component to bytes as printed, of the table below the line that begins with `head`; what is 0 is left out."""
+    lines = printed[printed.index(head) :].splitlines()[1:]
+    names = {name.replace("_", " ") for name in memory.__annotations__["return"]._fields}
+    rows = (line.split() for line in lines)
+    found = {}
+    for words in rows:
+        at = next((at for at, word in enumerate(words) if word[0].isdecimal()), 0)
+        if " ".join(words[:at]) in names:
+            found.setdefault(" ".join(words[:at]), " ".join(words[at : at + 2]))
+    return {name: size for name, size in found.items() if size != "0 B"}
+
+
+@pytest.mark.parametrize("changes", PRINTED, ids=str)
+def test_train_report_and_plan_print_the_same_memory(commands, changes, tmp_path, capsys):
+    """The run and a compiled report predict on simulated devices, the others on a mesh that says that it is of such."""
+    flags = [*commands, *as_flags(changes)]
+    with pytest.raises(Introduced):
+        train.main(["train.py", *flags, f"--workdir={tmp_path / 'run'}"])
+    trained = table_of(capsys.readouterr().out, "on each device")
+    assert report_command.main(["report", *flags, "--trace_only"]) == 0
+    reported = table_of(capsys.readouterr().out, "Memory of a device")
+    assert plan_command.main(["plan", *flags, "--analytic"]) == 0
+    planned = table_of(capsys.readouterr().out, "memory of a chip")
+    assert len(trained) > 6 and reported == trained and planned == trained

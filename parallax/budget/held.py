@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.budget.constants import without_constants
@@ -16,6 +15,7 @@ from parallax.budget.order import with_copies
 from parallax.budget.program import Op, Program, Value, flat
 from parallax.budget.written import ACCELERATOR, CPU
 from parallax.jaxprs import called
+from parallax.mesh import is_simulated
 from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
 
 
@@ -53,7 +53,7 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     of the parameters is taken to be in place, and so never to hold more than the passes did.
     """
     program, params, carried = _traced(model, global_batch, seq)
-    compiler = CPU if simulated(model.mesh) else ACCELERATOR
+    compiler = CPU if is_simulated(model.mesh) else ACCELERATOR
     program = without_constants(program)
     if compiler.copies:
         program = with_copies(program)
@@ -66,11 +66,6 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     gradients = set(range(len(program.outputs) - params, len(program.outputs)))
     run.run(program, inputs, made_of, gradients=gradients)
     return Memory(**{name: run.heap.at_peak[name] for name in Memory._fields})
-
-
-def simulated(mesh: Any) -> bool:
-    """Whether a mesh is of CPU devices; an abstract one is not."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _traced(model: ShardedModel, global_batch: int, seq: int) -> tuple[Program, int, list[tuple]]:

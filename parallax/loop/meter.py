@@ -2,7 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
 
 from parallax.loop.peak import most_memory
 from parallax.units import duration, in_bytes
@@ -10,7 +14,7 @@ from parallax.units import duration, in_bytes
 
 @dataclass
 class Meter:
-    """Turns steps and the time between them into numbers and a line.
+    """Turns steps and the time between their ends into numbers and a line.
 
     `step_flops` and `peak_flops` are those of all devices together, the latter None where it is unknown. The first
     step is left out of all averages: it compiles.
@@ -23,7 +27,8 @@ class Meter:
     devices: int
     clock: Callable[[], float] = time.perf_counter
     memory: Callable[[], int | None] = most_memory
-    _last: float = field(init=False)
+    _last: float = field(init=False)  # when a step may have begun: the one before has ended, or a pause
+    _waiting: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "meter"))
     _window: list[tuple[float, float]] = field(init=False, default_factory=list)
     _measured: tuple[int, float] = field(init=False, default=(0, 0.0))
 
@@ -31,13 +36,16 @@ class Meter:
         self._last = self.clock()
 
     def pause(self) -> None:
-        """Forget the time since the last step: it went to something else."""
+        """Forget the time since the last step: it went to something else, and no step is at work."""
         self._last = self.clock()
 
-    def measure(self, waited_secs: float, *, compiled: bool) -> dict[str, float]:
-        """Numbers of the step that has just ended; `compiled` keeps it out of the averages."""
-        now = self.clock()
-        secs, self._last = now - self._last, now
+    def ending(self, metrics: Any) -> "Future[float]":
+        """When the step of these metrics ends, seen by a thread: the host may be at the next step's batch by then."""
+        return self._waiting.submit(lambda: (jax.block_until_ready(metrics), self.clock())[1])
+
+    def measure(self, ended: float, waited_secs: float, *, compiled: bool) -> dict[str, float]:
+        """Numbers of the step that ended then; `compiled` keeps it out of the averages."""
+        secs, self._last = ended - self._last, ended
         if not compiled:
             self._window.append((secs, waited_secs))
             self._measured = (self._measured[0] + 1, self._measured[1] + secs)

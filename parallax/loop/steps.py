@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from parallax.step import TrainState
 
 
 class Ended(NamedTuple):
-    """A step whose metrics are still on the devices."""
+    """A step whose metrics are still on the devices; `when` it ended, by the meter's clock."""
 
     step: int
     metrics: dict[str, jax.Array]
+    when: "Future[float]"
     waited_secs: float
 
 
@@ -65,9 +67,9 @@ class Steps:
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
-            if pending is not None:
-                self._report(pending, self._read(pending, first=pending.step == start + 1))
-            pending = Ended(done, metrics, waited)
+            before, pending = pending, Ended(done, metrics, self.meter.ending(metrics), waited)
+            if before is not None:
+                self._report(before, self._read(before, first=before.step == start + 1))
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
@@ -145,7 +147,7 @@ class Steps:
         if self.skips.too_many(metrics):
             self.journal.record(ended.step, values)
             self.skips.stop(ended.step, metrics, self.params)
-        return values | self.meter.measure(ended.waited_secs, compiled=first)
+        return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
     def _check_finite(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):

@@ -8,7 +8,7 @@ from parallax.assembly import model_of
 from parallax.checks import check_kernel_on
 from parallax.errors import ConfigError, ParallaxError, divisors
 from parallax.layers.kernels import KERNELS
-from parallax.mesh import AXES, MeshConfig, factorisations
+from parallax.mesh import AXES, factorisations
 from parallax.model import ModelConfig
 from parallax.pipeline.config import REMAT
 from parallax.report.place import Place, sizes_on
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
         """The settings with this layout in place of their own."""
         names = ("microbatches", "schedule", "virtual", "remat", "gather")
         pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
-        mesh = MeshConfig(pp=self.pp, dp=self.dp, tp=self.tp, simulate=0, across_slices="dp")
+        mesh = dataclasses.replace(settings.mesh, pp=self.pp, dp=self.dp, tp=self.tp)
         fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
         return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=fsdp)
 
@@ -80,14 +80,17 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 
 def placed(settings: Settings, place: Place) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
-    mesh = dataclasses.replace(settings.mesh, **sizes_on(settings.mesh, place), simulate=0, across_slices="dp")
+    simulate = place.devices if place.shared else 0
+    sizes = sizes_on(settings.mesh, place)
+    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, across_slices="dp")
     return dataclasses.replace(settings, mesh=mesh)
 
 
 def build(settings: Settings, place: Place) -> ShardedModel:
     """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a place."""
     check_kernel_priced(settings.model, place)
-    model = model_of(settings, abstract_mesh(settings.mesh.sizes))
+    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
+    model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model
 

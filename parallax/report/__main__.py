@@ -102,9 +102,10 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
         return make_mesh(config), ""
     sizes = resolve_sizes(config, config.simulate or wanted)
     if not compiled:
-        return abstract_mesh(sizes), TRACE_ONLY
-    simulated = f" --config.mesh.simulate={wanted} compiles for simulated ones."
-    instead = simulated if "cpu" in runs.native + runs.interpreted else ""
+        simulated = config.simulate > 0 or (inferred and jax.default_backend() == "cpu")
+        return abstract_mesh(sizes, simulated=simulated), TRACE_ONLY
+    instead = f" --config.mesh.simulate={wanted} compiles for simulated ones."
+    instead = instead if "cpu" in runs.native + runs.interpreted else ""
     return abstract_mesh(sizes), f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}.{instead}"
 
 

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from parallax.assembly import step_of
 from parallax.budget import memory
@@ -167,9 +167,12 @@ def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str)
     return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)
 
 
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of these sizes that has no devices: enough to trace on."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:
+    """A mesh of these sizes that has no devices: enough to trace on. `simulated`: what is traced, and what it holds, is
+    as on simulated devices, not as on accelerators."""
+    device = AbstractDevice("cpu", None, "cpu") if simulated else None
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)
 
 
 def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
