@@ -11,6 +11,7 @@ WORKERS ?= -n 2 --dist loadfile
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+TPU_STAMP := $(VENV)/.installed-tpu
 
 .PHONY: setup train test test-all soak golden docs lint format clean
 
@@ -22,7 +23,7 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-all: $(STAMP)
+test-all: $(TPU_STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "slow or not slow" $(ARGS)
 
 # About 7 minutes on 2 cores.
@@ -58,6 +59,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV), once; this takes a few minutes.'
 	$(BIN)/python -m pip install -q -e '.[tests]' -c constraints.txt
 	@touch $(STAMP)
+
+# The TPU compiler that this jax pins, with which the slow tests compile for chips that are not here.
+$(TPU_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[tests,tpu]' -c constraints.txt
+	@touch $(TPU_STAMP)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]' -c constraints.txt

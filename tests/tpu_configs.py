@@ -1,0 +1,36 @@
+"""A config's training step, compiled and priced for a kind of TPU; run as a process of its own, for libtpu's sake.
+
+python tests/tpu_configs.py CONFIG CHIP
+"""
+
+import importlib
+import sys
+
+from parallax.chips import chip
+from parallax.command import with_likely_vocab
+from parallax.plan.__main__ import located
+from parallax.plan.compiling import compile_step
+from parallax.report.place import devices_of, without_chips
+from parallax.settings import read_settings
+
+# The slices of a chip with so many dims, by their number of chips.
+SLICES = {2: {8: "2x4", 16: "4x4", 64: "8x8"}, 3: {8: "2x2x2", 16: "2x2x4", 64: "4x4x4"}}
+
+
+def main(name: str, kind: str) -> None:
+    without_chips(["--topology"])
+    config = importlib.import_module(f"configs.{name}").get_config()
+    sizes = config.mesh.pp, config.mesh.dp, config.mesh.tp
+    count = 8 if -1 in sizes else sizes[0] * sizes[1] * sizes[2]
+    topology = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
+    settings, place = located(with_likely_vocab(read_settings(config.to_dict())), topology)
+    found = compile_step(settings, place, devices_of(place))
+    assert not found.refused, found.refused
+    assert found.arguments + found.temporaries <= place.chip.usable_bytes
+    assert 0 < found.compute_secs < found.secs and 0 < found.mfu < 1 and 0 <= found.bubble < 1, found
+    assert all(secs >= 0 for secs in found.exposed_secs.values())
+    print(f"{name} on {topology}: {1e3 * found.secs:.1f} ms a step, MFU {100 * found.mfu:.1f} %")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

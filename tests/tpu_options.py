@@ -1,0 +1,32 @@
+"""What `parallax/compiler.py` says for each chip, tried against the installed compiler; run as a process of its own."""
+
+import contextlib
+import io
+
+from parallax import compiler
+from parallax.chips import CHIPS
+from parallax.mesh import MeshConfig, make_mesh
+from parallax.report.place import devices_of, read_topology, without_chips
+
+ONE_HOST = {2: "2x2", 3: "2x2x1"}
+
+
+def main() -> None:
+    without_chips(["--topology"])
+    for name, chip in CHIPS.items():
+        if not chip.torus_dims:
+            continue
+        place = read_topology(f"{name.split()[1]}:{ONE_HOST[chip.torus_dims]}")
+        mesh = make_mesh(MeshConfig(pp=1, dp=4, tp=1, simulate=0), devices_of(place))
+        said, heard = compiler.OPTIONS.get(name, {}), io.StringIO()
+        with contextlib.redirect_stderr(heard):
+            assert compiler.compiler_options(mesh) == said and not heard.getvalue(), heard.getvalue()
+            compiler.OPTIONS[name] = {"xla_tpu_no_such_option": True} | said
+            assert compiler.compiler_options(mesh) == said
+        (line,) = heard.getvalue().splitlines()
+        assert line.startswith("libtpu 0.0.") and f"xla_tpu_no_such_option=True for {name}, left out" in line
+        print(f"{name}: {len(said)} options taken")
+
+
+if __name__ == "__main__":
+    main()
