@@ -63,7 +63,7 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         return status or 0
     except ParallaxError as error:
         message = " ".join(str(error).split()) if one_line else str(error)
-        print(f"{type(error).__name__}: {message}", file=sys.stderr)
+        print(f"{type(error).__name__}: {printable(message)}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
         lead_nowhere(sys.stdout)
@@ -72,6 +72,18 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         if interrupted:
             print(interrupted, file=sys.stderr)
         return INTERRUPTED
+
+
+def printable(text: str) -> str:
+    """Text as a terminal and a page may have it, but for line ends: what would steer them, or turn the order of letters
+    around, is written out.
+
+    >>> print(printable("a run\x1b[2J\u202e"))
+    a run\x1b[2J\u202e
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
 
 
 def tell(text: str, stream: TextIO) -> None:

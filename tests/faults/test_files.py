@@ -1,0 +1,307 @@
+"""File systems that fail while a run goes on, and files that somebody else has made: one line, and nothing is lost."""
+
+import errno
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_examples import prepare_texts, prepared_reader
+from run_examples import as_flags, tiny_config
+
+import train as command_line
+from parallax.checkpoint import complete_steps, latest_step
+from parallax.data import sources, stream
+from parallax.data.manifest import read_manifest
+from parallax.data.sources import open_source
+from parallax.errors import CheckpointError, DataError
+from parallax.loop import train
+from parallax.loop.journal import Journal, read_metrics
+from parallax.plainfile import object_of
+from parallax.settings import load_settings
+from parallax.tokenizer import load
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+ROOT = pathlib.Path(command_line.__file__).parent
+DEEP = '{"a": ' * 100_000
+
+
+# ---- while a run goes on
+
+
+def at_step(monkeypatch, step, act):
+    """Call `act` when a step was recorded."""
+    record = Journal.record
+
+    def record_and_act(self, at, values):
+        record(self, at, values)
+        if at == step:
+            act()
+
+    monkeypatch.setattr(Journal, "record", record_and_act)
+
+
+@pytest.fixture
+def shards(corpus, tmp_path):
+    """Prepared data in several shards, the config of a run on it that saves at its end alone, and its folder."""
+    texts = [file.read_text() for file in sorted(corpus.glob("*.txt"))]
+    prepare_texts(texts, tmp_path / "shards", shard_bytes=800)
+    changes = {"data.source": "prepared", "data.path": str(tmp_path / "shards"), "data.cache": ""}
+    changes |= {"data.tokenizer": "bytes", "checkpoint.every_steps": 0, "checkpoint.keep_best": 0}
+    return tmp_path / "shards", tiny_config(corpus, **changes), tmp_path / "run"
+
+
+def assert_saved_and_goes_on(config, run, least):
+    """The run has saved a step that it had not been asked to, with the numbers of all steps before it, and goes on."""
+    saved = latest_step(run / "checkpoints")
+    assert saved >= least and [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, saved + 1))
+    assert f"step {saved} is saved; with the data back, the same command goes on" in (run / "log.txt").read_text()
+    assert train(config, run).reason == "finished"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(number, shards, monkeypatch):
+    _, config, run = shards
+    preadv, failing = os.preadv, []
+
+    def fails(*arguments):
+        if failing:
+            raise OSError(number, os.strerror(number))
+        return preadv(*arguments)
+
+    monkeypatch.setattr(stream.os, "preadv", fails)
+    at_step(monkeypatch, 2, lambda: failing.append(1))
+    with pytest.raises(DataError, match=rf"^shard .*\.ids cannot be read: {os.strerror(number)}; put it back") as error:
+        train(config, run)
+    assert error.value.exit_status == 5
+    monkeypatch.undo()
+    assert_saved_and_goes_on(config, run, least=2)
+
+
+def anew(open_shard):
+    """Shards as they are opened where there are more of them than files may be open."""
+    return lambda function: function
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(how, shards, monkeypatch):
+    folder, config, run = shards
+    monkeypatch.setattr(stream, "lru_cache", anew)
+    aside = folder.with_name("aside")
+
+    def harm():
+        shutil.copytree(folder, aside)
+        for file in folder.glob("*.ids"):
+            size = file.stat().st_size
+            file.unlink()
+            if how == "replaced":
+                file.write_bytes(bytes(size))
+
+    at_step(monkeypatch, 2, harm)
+    what = "cannot be read: No such file or directory|is missing" if how == "deleted" else "is damaged: sha256"
+    with pytest.raises(DataError, match=rf"^shard .*\.ids ({what})") as error:
+        train(config, run)
+    assert error.value.exit_status == 5
+    monkeypatch.undo()
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    assert_saved_and_goes_on(config, run, least=2)
+
+
+def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "lru_cache", anew)
+    prepare_texts(["some text " * 40, "and more " * 40], tmp_path)
+    reader = prepared_reader(tmp_path)
+    first = reader.batch(0)
+    for file in tmp_path.glob("*.ids"):
+        shutil.copy(file, file.with_suffix(".copy"))
+        file.with_suffix(".copy").replace(file)
+    assert all(np.array_equal(first[name], array) for name, array in reader.batch(0).items())
+
+
+def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
+    from parallax.loop import run as run_module
+
+    measure, config = run_module.measure, tiny_config(corpus, **{"checkpoint.every_steps": 0})
+
+    def fails(*_):
+        raise DataError("shard x cannot be read")
+
+    monkeypatch.setattr(run_module, "measure", fails)
+    with pytest.raises(DataError, match="shard x cannot be read"):
+        train(config, tmp_path)
+    monkeypatch.setattr(run_module, "measure", measure)
+    assert latest_step(tmp_path / "checkpoints") == 4
+    assert_saved_and_goes_on(config, tmp_path, least=4)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "another in its place"])
+def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how, corpus, tmp_path, monkeypatch):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def go_away():
+        while latest_step(run / "checkpoints") != 4:  # a save that goes on makes its folders anew
+            time.sleep(0.01)
+        if how == "removed":
+            shutil.rmtree(run)
+        else:
+            run.rename(moved)
+        if how == "another in its place":
+            run.mkdir()
+
+    at_step(monkeypatch, 5, go_away)
+    with pytest.raises(CheckpointError, match=r"run .*it was removed or renamed while the run went on: put") as error:
+        train(tiny_config(corpus), run)
+    assert error.value.exit_status == 3 and "\n" not in str(error.value)
+    assert not (run / "checkpoints").exists(), "nothing is written where the folder was"
+    if how != "removed":
+        assert complete_steps(moved / "checkpoints") == {4}
+        shutil.rmtree(run, ignore_errors=True)
+        moved.rename(run)
+        monkeypatch.undo()
+        assert train(tiny_config(corpus), run).reason == "finished"
+
+
+def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpus, tmp_path, monkeypatch):
+    from parallax.checkpoint import writer
+
+    def go_away(*_):
+        shutil.rmtree(tmp_path / "run")
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(writer, "write_manifest", go_away)
+    with pytest.raises(CheckpointError, match=r"cannot save step 4 in .*No such file|removed or renamed"):
+        train(tiny_config(corpus), tmp_path / "run")
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+import train
+sys.exit(train.main(["train.py", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [16, 64])
+def test_a_limit_on_the_size_of_files_ends_a_run_with_one_line_and_leaves_nothing(kib, corpus, tmp_path):
+    """As `ulimit -f` sets it: a checkpoint's files are larger."""
+    config = tiny_config(corpus, **{"checkpoint.every_steps": 2, "mesh.simulate": 8})
+    flags = {f"{section}.{key}": value for section, keys in config.to_dict().items() for key, value in keys.items()}
+    arguments = ["--config=configs/tiny_gqa.py", *as_flags(flags), f"--workdir={tmp_path / 'run'}"]
+    command = [sys.executable, "-c", LIMITED, str(kib << 10), *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert ended.returncode == 3 and len(ended.stderr.splitlines()) == 1, ended.stderr[-2000:]
+    assert ended.stderr.startswith("CheckpointError: cannot ") and "File too large" in ended.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+# ---- data
+
+
+def test_a_manifest_nested_without_end_is_refused_in_one_line(tmp_path):
+    prepare_texts(["some text " * 9], tmp_path)
+    (tmp_path / "manifest.json").write_text(DEEP)
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: it is nested without end$") as error:
+        read_manifest(tmp_path)
+    assert error.value.exit_status == 5
+
+
+ODD_JSON = {
+    "nested without end": (DEEP, "it is nested without end"),
+    "nested too deep": ('{"a": ' * 500 + "1" + "}" * 500, "it is nested more than 64 deep"),
+    "lists in lists": ('{"a": ' + "[" * 500 + "]" * 500 + "}", "it is nested more than 64 deep"),
+    "a number of 5,000 digits": ('{"a": ' + "7" * 5000 + "}", "a whole number has thousands of digits"),
+    "NaN": ('{"a": NaN}', "NaN is no number of JSON"),
+    "infinity": ('{"a": -Infinity}', "-Infinity is no number of JSON"),
+    "1e400": ('{"a": 1e400}', "1e400 is more than a float holds"),
+    "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is there twice"),
+    "no UTF-8": (b'{"a": "\xff"}', "byte 0xff at offset 7 is not UTF-8"),
+    "a list": ("[1, 2]", "it is '[1, 2]' and no JSON object"),
+    "null": ("null", "it is 'null' and no JSON object"),
+    "a deep list": ("[" * 300 + "]" * 300, "and no JSON object"),
+    "nothing": ("", "Expecting value: line 1 column 1 (char 0)"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_JSON)
+def test_json_that_is_odd_is_refused_in_one_line_wherever_it_is_read(what, tmp_path):
+    text, why = ODD_JSON[what]
+    for name in ("config.json", "tokenizer.json", "manifest.json"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    readers = {read_manifest: tmp_path, load_settings: tmp_path, load: tmp_path / "tokenizer.json"}
+    for reads, path in readers.items():
+        with pytest.raises((DataError, CheckpointError)) as error:
+            reads(path)
+        assert why in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError):
+        object_of(text)
+
+
+@pytest.mark.parametrize("what", ODD_JSON)
+def test_a_line_of_jsonl_that_is_odd_is_named_unless_a_field_that_nobody_reads_is(what, tmp_path):
+    text, why = ODD_JSON[what]
+    line = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "score": NaN}\n' + line + b"\n")
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"), field="text", synthetic_tokens=0)
+    if what in ("NaN", "infinity", "1e400"):
+        why = "has no field 'text'"
+    if what == "nothing":
+        assert list(source.documents()) == ["one"]
+        return
+    with pytest.raises(DataError, match="a.jsonl:2") as error:
+        list(source.documents())
+    assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def parquet(tmp_path, column):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    return open_source("parquet", path=str(tmp_path / "a.parquet"), field="text", synthetic_tokens=0)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()], ids=str)
+def test_strings_of_parquet_that_are_not_utf_8_are_named_by_their_row(kind, tmp_path):
+    wide = kind == pyarrow.large_string()
+    offsets = np.array([0, 2, 6, 6], np.int64 if wide else np.int32)
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"okb\xff\xfed")]
+    source = parquet(tmp_path, pyarrow.Array.from_buffers(kind, 3, buffers))
+    wrong = r"a\.parquet, row 2: column 'text' \(data\.field\) is not UTF-8: byte 0xff at offset 1; write it as UTF-8$"
+    with pytest.raises(DataError, match=wrong):
+        list(source.documents())
+
+
+def test_a_parquet_file_cut_or_changed_anywhere_is_refused_or_read(tmp_path):
+    source = parquet(tmp_path, pyarrow.array([None, "", "some text", "more"] * 50))
+    whole, rng = (tmp_path / "a.parquet").read_bytes(), np.random.default_rng(0)
+    for _ in range(150):
+        content = bytearray(whole)
+        content[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        (tmp_path / "a.parquet").write_bytes(content[: rng.integers(len(whole))] if rng.random() < 0.2 else content)
+        try:
+            assert all(isinstance(text, str) for text in source.documents())
+        except DataError as error:
+            assert "a.parquet" in str(error)
+
+
+@pytest.mark.parametrize("where", ["hashed", "read"])
+def test_a_source_that_cannot_be_read_ends_with_status_5_and_its_name(where, tmp_path, monkeypatch, capsys):
+    from parallax.data.__main__ import main
+
+    (tmp_path / "a.txt").write_text("some text")
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(*((sources, "_hash") if where == "hashed" else (sources, "_open")), fails)
+    command = ["prepare", "--source", "text", "--path", str(tmp_path), "--tokenizer", "bytes"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 5
+    said = capsys.readouterr().err
+    assert said == f"DataError: {tmp_path / 'a.txt'} cannot be read: Input/output error\n"
