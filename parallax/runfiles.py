@@ -54,4 +54,4 @@ def number_of(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:  # of a whole number with hundreds of digits
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf

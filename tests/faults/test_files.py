@@ -1,18 +1,24 @@
 """File systems that fail while a run goes on, and files that somebody else has made: one line, and nothing is lost."""
 
 import errno
+import io
+import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import time
+from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from data_examples import prepare_texts, prepared_reader
+from rich.console import Console
 from run_examples import as_flags, tiny_config
 
 import train as command_line
@@ -20,12 +26,16 @@ from parallax.checkpoint import complete_steps, latest_step
 from parallax.data import sources, stream
 from parallax.data.manifest import read_manifest
 from parallax.data.sources import open_source
-from parallax.errors import CheckpointError, DataError
+from parallax.errors import CheckpointError, DataError, exit_status, tell
 from parallax.loop import train
 from parallax.loop.journal import Journal, read_metrics
 from parallax.plainfile import object_of
+from parallax.run import Run as Trained
 from parallax.settings import load_settings
 from parallax.tokenizer import load
+from parallax.watch.__main__ import write_svg
+from parallax.watch.run import Run
+from parallax.watch.view import View
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(command_line.__file__).parent
@@ -305,3 +315,196 @@ def test_a_source_that_cannot_be_read_ends_with_status_5_and_its_name(where, tmp
     assert main([*command, "--out", str(tmp_path / "out")]) == 5
     said = capsys.readouterr().err
     assert said == f"DataError: {tmp_path / 'a.txt'} cannot be read: Input/output error\n"
+
+
+# ---- a run folder received from somebody else
+
+
+VICTIM = "what must stay"
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The folder of a run of 4 steps; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(tiny_config(corpus, **{"train.steps": 4}), folder)
+    return folder
+
+
+@pytest.fixture
+def received(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "victim").write_text(VICTIM)
+    return tmp_path / "run"
+
+
+ASIDE = ("config.json.tmp", "metadata.json.tmp", "metrics.jsonl.tmp", "tokenizer.json.tmp")
+ASIDE += ("config.tmp", "metadata.tmp", "metrics.tmp")
+REPLACED = ("config.json", "metadata.json", "metrics.jsonl", "tokenizer.json")
+KINDS = {
+    "a symbolic link": lambda path, victim: path.symlink_to(victim),
+    "a hard link": lambda path, victim: path.hardlink_to(victim),
+    "a pipe": lambda path, victim: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_received_run_has_where_files_are_made_or_replaced_is_not_written_through(
+    kind, corpus, received, tmp_path
+):
+    for name in ASIDE:
+        KINDS[kind](received / name, tmp_path / "victim")
+    if kind == "a symbolic link":
+        for name in REPLACED:
+            shutil.move(received / name, tmp_path / name)
+            (received / name).symlink_to(tmp_path / name)
+    before = {name: (tmp_path / name).read_bytes() for name in REPLACED if (tmp_path / name).exists()}
+    assert train(tiny_config(corpus), received).reason == "finished"
+    assert (tmp_path / "victim").read_text() == VICTIM
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    assert [row["step"] for row in read_metrics(received / "metrics.jsonl")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["lock", "log.txt"])
+def test_a_lock_and_a_log_of_a_received_run_that_are_no_plain_files_are_refused_with_status_3(
+    name, kind, corpus, received, tmp_path
+):
+    (received / name).unlink()
+    KINDS[kind](received / name, tmp_path / "victim")
+    what = {"a symbolic link": "is a symbolic link", "a hard link": "has 2 names", "a pipe": "is no plain file"}[kind]
+    with pytest.raises(CheckpointError, match=rf"cannot write in .*run \({name} {what}.*; remove it\)") as error:
+        train(tiny_config(corpus), received)
+    assert error.value.exit_status == 3 and "\n" not in str(error.value)
+    assert (tmp_path / "victim").read_text() == VICTIM
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "metrics.jsonl", "log.txt", "lock", "metadata.json"])
+def test_a_pipe_in_place_of_a_file_that_is_read_is_not_waited_for(name, received):
+    (received / name).unlink()
+    os.mkfifo(received / name)
+    assert Run(received).status.state
+    if name in ("config.json", "tokenizer.json"):
+        with pytest.raises((CheckpointError, DataError), match=rf"{name} cannot be read: {name} is no plain file"):
+            load_settings(received)
+            load(received)
+
+
+@pytest.mark.parametrize("name", [".lock", "manifest.json.tmp", "unfinished.jsonl", "unfinished.jsonl.tmp"])
+def test_links_in_a_folder_of_prepared_data_are_not_written_through(name, tmp_path):
+    (tmp_path / "victim").write_text(VICTIM)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).symlink_to(tmp_path / "victim")
+    try:
+        prepare_texts(["some text"], tmp_path / "data")
+    except DataError as error:
+        assert ".lock is a symbolic link; remove it" in str(error)
+    assert (tmp_path / "victim").read_text() == VICTIM
+
+
+# ---- what is shown of it
+
+STEERING = "\x1b]0;title\x07\x1b[31m\x9b2J\x7f\x00\u202e\u2066\ufffe\x08\r"
+SHOWN = "\\x1b]0;title\\x07\\x1b[31m\\x9b2J\\x7f\\x00\\u202e\\u2066\\ufffe\\x08\\r"
+STYLES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def watched(run, *, svg):
+    """What a terminal gets of a run, but for colours, and the elements of its picture."""
+    screen = io.StringIO()
+    Console(file=screen, width=150, force_terminal=True).print(View([run]))
+    write_svg([run], 150, svg)
+    return STYLES.sub("", screen.getvalue()), list(ElementTree.parse(svg).iter())
+
+
+def test_no_character_of_a_received_run_steers_the_terminal_and_its_picture_is_xml(tmp_path):
+    folder = tmp_path / f"{STEERING.replace(chr(0), '')}<&@font-face {{ x }}"
+    folder.mkdir()
+    start = {"start": 0, "mesh": {"pp": 1, STEERING: STEERING}, "devices": STEERING}
+    start["ended"] = {"time": "yesterday", "reason": f"why{STEERING}" + "]]>&<script>" + "long " * 10_000}
+    (folder / "metadata.json").write_text(json.dumps({"starts": [start]}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    (folder / "log.txt").write_text(f"last{STEERING}@font-face {{ x\n", newline="")
+    (folder / "checkpoints").mkdir()
+    shown, elements = watched(run := Run(folder), svg=tmp_path / "a.svg")
+    assert not [one for one in shown if not one.isprintable() and one != "\n"]
+    assert f"why{SHOWN}]]>&<script>" in run.status.why and len(run.status.why) < 10_000
+    assert SHOWN in run.mesh and SHOWN in run.devices
+    assert len(elements) > 20 and not [one for one in elements if one.tag.endswith("script")]
+    (folder / "metadata.json").unlink()
+    assert Run(folder).last_words() == "@font-face { x"  # what comes behind the carriage return is a line
+
+
+@pytest.mark.parametrize("text", [STEERING, "a name\u00a0of two", "👩\u200d🚀 日本"], ids=["steers", "space", "emoji"])
+def test_an_error_about_a_name_prints_no_character_that_steers(text, capsys):
+    def act():
+        raise CheckpointError(f"{text} is missing")
+
+    assert exit_status(act) == 3
+    assert capsys.readouterr().err == f"CheckpointError: {SHOWN if text == STEERING else text} is missing\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_a_model_has_written_steers_no_terminal_and_a_pipe_gets_all_of_it():
+    for output, wanted in ((Terminal(), f"text\n{SHOWN}\n"), (io.StringIO(), f"text\n{STEERING}\n")):
+        tell(f"text\n{STEERING}", output)
+        assert output.getvalue() == wanted
+
+
+ODD_VALUES = [
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e400",
+    "1e308",
+    "-1e308",
+    "7" * 400,
+    "7" * 5000,
+    '"abc"',
+    "null",
+    "true",
+]
+ODD_VALUES += ["-Infinity", "[[[]]]", "{}", "-1", "0", "5e-324", '"\\u001b[2J"', "[" * 5000]
+COUNTED = {"NaN", "Infinity", "-Infinity", "1e400", "7" * 400, '"abc"', "true", "[[[]]]", "{}", '"\\u001b[2J"'}
+UNREADABLE = {"7" * 5000, "[" * 5000}
+PLAIN = {"train/loss": 2.0, "eval/loss": 2.5, "perf/step_secs": 0.5, "perf/tokens_per_second": 9.0, "perf/mfu": 0.1}
+PLAIN |= {"perf/data_wait_secs": 0.0, "perf/memory_bytes": 1.0, "train/skipped_steps": 0.0}
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: value[:8])
+@pytest.mark.parametrize("key", [*PLAIN, "step", "another"])
+def test_odd_numbers_in_metrics_are_shown_and_not_raised(key, value, tmp_path):
+    row = {name: json.dumps(number) for name, number in ({"step": 1} | PLAIN).items()} | {key: value}
+    line = ", ".join(f'"{name}": {number}' for name, number in row.items())
+    (tmp_path / "metrics.jsonl").write_text(f"{{{line}}}\n" * 3)
+    (tmp_path / "config.json").write_text(f'{{"train": {{"steps": {value}}}}}')
+    start = f'{{"start": {value}, "mesh": {{"pp": {value}}}, "devices": {value}, "ended": {{"time": {value}}}}}'
+    (tmp_path / "metadata.json").write_text(f'{{"starts": [{start}]}}')
+    run = Run(tmp_path)
+    shown, _ = watched(run, svg=tmp_path / "a.svg")
+    assert max(map(len, shown.splitlines())) <= 150
+    assert ("3 values of metrics.jsonl are no finite numbers" in shown) is (value in COUNTED and key in PLAIN)
+    is_step = value in ("-1", "0")
+    assert ("3 lines of metrics.jsonl" in shown) is (value in UNREADABLE or (key == "step" and not is_step))
+
+
+def test_curves_of_a_received_run_have_its_numbers_and_no_others(received):
+    rows = [f'{{"step": {step}, "train/loss": {value}}}' for step, value in enumerate(ODD_VALUES)]
+    (received / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    run = Trained(received, 4, None, None, None, None)
+    steps, losses = run.curve("train/loss")
+    assert run.numbers == ["train/loss"] and len(steps) == len(losses) == 10
+    assert math.isnan(losses[0]) and math.isinf(losses[3])
+    assert "nan" not in run._line() and "inf" not in run._line() and "svg" in run._line()
+
+
+def test_a_step_that_goes_back_or_is_there_twice_is_drawn(tmp_path):
+    steps = [1, 2, 3, 2, 2, -5, 10**15, 10**40, 4]
+    rows = [json.dumps({"step": step, "train/loss": 1.0 * number}) for number, step in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    shown, _ = watched(Run(tmp_path), svg=tmp_path / "a.svg")
+    assert "step 4" in shown and "1 lines of metrics.jsonl" in shown
