@@ -33,6 +33,8 @@ def plain(path: str | Path, flags: int) -> int:
     about = os.fstat(opened)
     if not stat.S_ISREG(about.st_mode):
         os.close(opened)
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise _odd(path, "is no plain file")
     if writes and about.st_nlink > 1:
         os.close(opened)

@@ -57,7 +57,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / FILE_NAME
     try:
-        content = read_object(file)
+        content = read_object(file, odd_numbers=True)  # fields are checked one by one
     except FileNotFoundError:
         raise DataError(f"{str(folder)!r} has no {FILE_NAME}; make it with `python -m parallax.data prepare`") from None
     except OSError as error:

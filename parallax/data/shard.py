@@ -14,7 +14,7 @@ from parallax.tokenizer import Tokenizer
 
 # Per document: how many ids, its end counted, and 8 bytes of the text's hash, which decide the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
-ADVICE = "put it back, or run `python -m parallax.data prepare` again to remake it"
+ADVICE = "run `python -m parallax.data prepare` again to remake it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"shard {file} cannot be read: {error.strerror}; {ADVICE}") from error
+        raise DataError(f"shard {file} cannot be read: {error.strerror}; put it back, or {ADVICE}") from error
 
 
 def ids_file(folder: Path, name: str) -> Path:

@@ -3,7 +3,7 @@
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -67,8 +67,9 @@ class Stream:
         """A shard, which may have been replaced since the stream was opened, though not by other ids."""
         file = ids_file(self._folder, name)
         shard, state = self._checked[name]
-        if _state(file) != state:
-            check_file(file, shard.tokens * self._dtype.itemsize, shard.ids_sha256)
+        size, now = shard.tokens * self._dtype.itemsize, _state(file)
+        if now != state and now.st_size >= size:  # one that was cut says so where it is read
+            check_file(file, size, shard.ids_sha256)
         return open(file, "rb", buffering=0)
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
@@ -92,11 +93,19 @@ class Stream:
         )
 
 
-def _state(file: Path) -> tuple[int, ...]:
-    """What changes when a file is written to or another takes its name."""
+class State(NamedTuple):
+    """What changes when a file is written to, or another takes its name."""
+
+    st_dev: int
+    st_ino: int
+    st_size: int
+    st_mtime_ns: int
+
+
+def _state(file: Path) -> State:
     with reading(file):
         about = file.stat()
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    return State(*(getattr(about, name) for name in State._fields))
 
 
 def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
