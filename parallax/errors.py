@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +19,8 @@ NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
+
+JOINERS = "\u200c\u200d"  # within words and emoji
 
 
 class ParallaxError(ValueError):
@@ -63,7 +66,7 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         return status or 0
     except ParallaxError as error:
         message = " ".join(str(error).split()) if one_line else str(error)
-        print(f"{type(error).__name__}: {message}", file=sys.stderr)
+        print(f"{type(error).__name__}: {printable(message)}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
         lead_nowhere(sys.stdout)
@@ -74,10 +77,28 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         return INTERRUPTED
 
 
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    r"""Somebody else's text for a terminal or a page: what steers them, or turns letters around, is written out.
+
+    >>> print(printable("a run\x1b[2J\u202e"))
+    a run\x1b[2J\u202e
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one in keep or _is_text(one) else ascii(one)[1:-1] for one in text)
+
+
+def _is_text(one: str) -> bool:
+    return one.isprintable() or one in JOINERS or unicodedata.category(one) == "Zs"
+
+
 def tell(text: str, stream: TextIO) -> None:
-    """Print at once, if anybody still reads it: who tells does not end because nobody listens any more."""
+    """Print at once, if anybody still reads it: who tells does not end because nobody listens any more.
+
+    A terminal gets what is `printable`, a file or a pipe all of it.
+    """
     try:
-        print(text, file=stream, flush=True)
+        print(printable(text) if stream.isatty() else text, file=stream, flush=True)
     except OSError:
         lead_nowhere(stream)
 

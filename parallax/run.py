@@ -16,12 +16,14 @@ from parallax.loop.batches import open_split
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import read_metrics
 from parallax.mesh import AXES, MeshConfig
+from parallax.runfiles import number_of
 from parallax.settings import Settings, load_settings
 from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Tokenizer
 from parallax.trained import load_trained
 
 SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
+LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -44,7 +46,8 @@ class Run:
     @property
     def numbers(self) -> list[str]:
         """What was measured in some step, by name."""
-        return sorted({key for row in self.metrics for key, value in row.items() if value is not None} - {"step"})
+        numbers = {key for row in self.metrics for key, value in row.items() if number_of(value) is not None}
+        return sorted(numbers - {"step"})
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one number, where it was measured; ConfigError names those that there are.
@@ -53,7 +56,8 @@ class Run:
         """
         if name not in self.numbers:
             raise ConfigError(f"{self.path} has no number {name!r}; {nearest(name, self.numbers)}")
-        steps, values = zip(*((row["step"], row[name]) for row in self.metrics if row.get(name) is not None))
+        pairs = ((row["step"], number_of(row.get(name))) for row in self.metrics)
+        steps, values = zip(*(pair for pair in pairs if pair[1] is not None))
         return np.array(steps), np.array(values, float)
 
     def generate(self, prompt: str, **how: Any) -> str:
@@ -105,6 +109,9 @@ class Run:
         if "train/loss" not in self.numbers:
             return ""
         _, losses = self.curve("train/loss")
+        losses = losses[np.abs(losses) < LARGEST_DRAWN]
+        if not len(losses):
+            return ""
         span = max(np.ptp(losses), 1e-9)
         at = np.linspace(2, 318, len(losses)), 58 - 54 * (losses - losses.min()) / span
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(*at))

@@ -1,12 +1,16 @@
 """The files of a run's folder: their names, and what is in them, for those who write them and those who only look."""
 
-import json
+import math
 from pathlib import Path
 from typing import Any
+
+from parallax.plainfile import object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 # Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
+
+LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the next
 
 
 class RunFiles:
@@ -33,7 +37,21 @@ def row_of(line: str) -> dict[str, Any] | None:
     ({'step': 3, 'train/loss': 2.5}, None)
     """
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = object_of(line, odd_numbers=True)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return row if type(row.get("step")) is int and abs(row["step"]) < LARGEST_STEP else None
+
+
+def number_of(value: Any) -> float | None:
+    """A value of such a line as a number, which may be one that is not finite; None where it is none.
+
+    >>> number_of(3), number_of("3"), number_of(True), number_of(10**400)
+    (3.0, None, None, inf)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of a whole number with hundreds of digits
+        return math.inf if value > 0 else -math.inf

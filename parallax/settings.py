@@ -1,7 +1,6 @@
 """A run's settings: one frozen dataclass for each section of a config, checked as they are read."""
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from parallax.mesh import MeshConfig
 from parallax.model import LayoutConfig, ModelConfig
 from parallax.optimizer import OptimizerConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.plainfile import read_object
 from parallax.sampling import SampleConfig
 
 # Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
@@ -168,16 +168,13 @@ def load_settings(run: Path) -> Settings:
 def load_json(path: Path) -> dict[str, Any]:
     """What a run has saved as a JSON object, such as its config."""
     try:
-        content = json.loads(path.read_text())
+        return read_object(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is {path.parent} the folder of a run?") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} cannot be read: it is {content!r:.40} and no JSON object; put the run's own back"
-        )
-    return content
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; put the run's own back") from error
 
 
 def with_vocab(settings: Settings, entries: int) -> Settings:

@@ -1,8 +1,8 @@
 """Text to token ids and back: plain bytes, or byte-level BPE."""
 
 import hashlib
+import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from parallax.errors import ConfigError, DataError
+from parallax.plainfile import object_of, read_bytes, write_whole
 
 FILE_NAME = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -152,15 +153,18 @@ def load(path: Path | str) -> Tokenizer:
     path = Path(path)
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        text = path.read_text("utf-8")
-        content = json.loads(text)
+        written = read_bytes(path)
+        content = object_of(written)
     except FileNotFoundError:
         raise DataError(f"tokenizer {str(path)!r} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     if content == {"parallax": Bytes.name}:
         return Bytes()
-    return Bpe(text, str(path))
+    # Line ends as text has them: the fingerprint is of it.
+    return Bpe(io.StringIO(written.decode("utf-8"), newline=None).read(), str(path))
 
 
 def _library():
@@ -174,6 +178,4 @@ def _library():
 
 def _write(folder: Path, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{FILE_NAME}.tmp"
-    unfinished.write_text(text, "utf-8")
-    os.replace(unfinished, folder / FILE_NAME)
+    write_whole(folder / FILE_NAME, text)

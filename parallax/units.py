@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+LONG = 1e12  # of a number in its unit: no quantity of ours has as much
 THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -28,7 +29,16 @@ def percent(share: float) -> str:
     >>> percent(0.6754)
     '67.5 %'
     """
-    return f"{100 * share:.1f} %"
+    return f"{decimal(100 * share, 1)} %"
+
+
+def decimal(number: float, decimals: int) -> str:
+    """A number with so many decimals; one that nobody would read to its end with four digits.
+
+    >>> decimal(1234.567, 1), decimal(1e300, 1)
+    ('1,234.6', '1e+300')
+    """
+    return f"{number:,.{decimals}f}" if abs(number) < LONG else f"{number:.4g}"
 
 
 def duration(secs: float) -> str:
@@ -50,4 +60,4 @@ def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:
     while abs(number) >= base and at < len(units) - 1:
         number, at = number / base, at + 1
     decimals = 1 if at or (0 < abs(number) < 10 and number != int(number)) else 0
-    return f"{number:.{decimals}f} {units[at]}{of}"
+    return f"{decimal(number, decimals).replace(',', '')} {units[at]}{of}"

@@ -11,6 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
+    {"plainfile"},
     {"errors", "units", "version", "runfiles"},
     {"mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments"},
     {"distributed"},
@@ -67,7 +68,7 @@ def test_imports_point_to_rows_above(path):
     assert not below, f"{own} imports {below} from its own row or one below"
 
 
-@pytest.mark.parametrize("pure", ["errors", "schedules", "runfiles", "watch"])
+@pytest.mark.parametrize("pure", ["errors", "schedules", "plainfile", "runfiles", "watch"])
 def test_schedules_need_no_jax(pure):
     names = set().union(*(imported_modules(ast.parse(f.read_text())) for f in FILES if noun(f) == pure))
     assert not {name for name in names if name.split(".")[0] in ("jax", "flax", "optax")}

@@ -126,7 +126,7 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path):
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[1]", "is not a JSON object but list"),
+        ("[1]", r"is not JSON: it is '\[1\]' and no JSON object"),
         ('{"body": "x", "id": 3}', r"has no field 'text' \(data.field\); fields: body, id"),
         ("{}", "has no field 'text' .* fields: none"),
         ('{"text": 7}', r"field 'text' \(data.field\) holds int, not a string"),

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from parallax.errors import CheckpointError
+from parallax.plainfile import read_object
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -64,13 +65,13 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         size = path.stat().st_size
         if path.is_symlink() or size > LIMIT_BYTES:
             raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
-        written = json.loads(path.read_bytes())
+        written = read_object(path)
         written_format = written["format"]
     except (FileNotFoundError, NotADirectoryError):
         numbers = sorted(int(at.parent.name) for at in folder.glob(f"*/{MANIFEST}") if at.parent.name.isdecimal())
         known = ", ".join(map(str, numbers)) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError) as error:
         if isinstance(error, DamagedError):
             raise
         raise DamagedError(folder, step, f"its {MANIFEST} cannot be read") from error

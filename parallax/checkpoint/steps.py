@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 # How orbax calls what it has not finished.
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")
 PROBE = "probe-"
+QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # that no file came for; to wait for that
 
 
 class Standing(NamedTuple):
@@ -98,10 +100,28 @@ def tidy(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: Path, step: int) -> None:
-    """Give back the disk that a failed save of a step takes."""
-    for path in folder.iterdir():
-        if (match := UNFINISHED.fullmatch(path.name)) and int(match[1]) == step:
+    """Give back the disk that a failed save of a step takes, until nothing of it comes any more.
+
+    When one file fails, others are still being written, each in folders that are made for it.
+    """
+    now = time.monotonic()
+    last, end = now, now + LAST_FILES_SECS
+    while now < min(last + QUIET_SECS, end):
+        try:
+            left = [path for path in folder.iterdir() if _is_unfinished(path, step)]
+        except OSError:  # the folder is gone itself
+            return
+        now = time.monotonic()
+        if left:
+            last = now
+        for path in left:
             shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.05)
+
+
+def _is_unfinished(path: Path, step: int) -> bool:
+    match = UNFINISHED.fullmatch(path.name)
+    return match is not None and int(match[1]) == step
 
 
 def _has_manifest(step: Path) -> bool:

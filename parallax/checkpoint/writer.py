@@ -1,13 +1,16 @@
 """Saving in the background, and keeping the last few steps and the best few."""
 
 import contextlib
+import logging
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
@@ -61,6 +64,7 @@ class Checkpoints:
         self._folder, self._config = folder.resolve(), config
         self._settings, self._carry, self._say = settings, carry, say
         self._in_flight: dict[str, Any] = {}
+        say_errors_once()
         probe_folder(self._folder)
         self._losses = {step: read_manifest(self._folder, step)["loss"] for step in examine(self._folder).valid}
         # Orbax would remove a step as any folder, from whichever end: here it keeps all.
@@ -154,6 +158,33 @@ class Checkpoints:
             raise CheckpointError(
                 f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
             ) from error
+
+
+def say_errors_once() -> None:
+    """Leave out what orbax and TensorStore print of a save that fails, as it is raised to us too.
+
+    That is a log with tracebacks, and one more for each write that ends when the first has failed: nobody waits for it,
+    or its event loop is closed by then.
+    """
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
+        logger.addFilter(_is_not_orbax)
+    if sys.unraisablehook is not _unraisable:
+        global _unraisable_before
+        _unraisable_before, sys.unraisablehook = sys.unraisablehook, _unraisable
+
+
+_unraisable_before = sys.unraisablehook
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    abandoned = record.name == "asyncio" and "orbax" in record.getMessage()
+    return not abandoned and "orbax" not in Path(record.pathname).parts
+
+
+def _unraisable(about: Any) -> None:
+    # A write of TensorStore that ends late calls back into a loop that is closed, and nothing can be raised there.
+    if str(about.exc_value) != "Event loop is closed":
+        _unraisable_before(about)
 
 
 def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

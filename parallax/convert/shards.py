@@ -9,6 +9,7 @@ import numpy as np
 
 from parallax.convert.safetensors import Tensor, nbytes, read_header, write
 from parallax.errors import CheckpointError
+from parallax.plainfile import read_object, write_whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,9 +28,7 @@ def write_shards(
         "metadata": {"total_size": sum(map(nbytes, tensors.values()))},
         "weight_map": {tensor: name for name, group in zip(names, groups) for tensor in group},
     }
-    aside = folder / f"{INDEX}.tmp"
-    aside.write_text(json.dumps(index, indent=1) + "\n")
-    aside.replace(folder / INDEX)
+    write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
 
 
 def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:
@@ -69,17 +68,19 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > INDEX_LIMIT_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {INDEX_LIMIT_BYTES}")
-        homes = json.loads(path.read_bytes())["weight_map"]
+        homes = read_object(path)["weight_map"]
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: it has no weight_map") from error
+    except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} is damaged: it has no weight_map") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
         raise CheckpointError(f"{path} is damaged: its weight_map does not lead from names to files")
     return homes

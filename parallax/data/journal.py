@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallax.data.manifest import parse_shard
-from parallax.data.shard import Shard, write_whole
+from parallax.data.shard import Shard
 from parallax.errors import DataError
+from parallax.plainfile import object_of, plain, read_bytes, write_whole
 
 FILE_NAME = "unfinished.jsonl"
 
@@ -34,11 +35,11 @@ class Journal:
         shards = [parse_shard(record, self._file) for record in records]
         # Written again, so that what is added does not continue a line that is torn.
         text = "".join(json.dumps(line) + "\n" for line in (identity, *records))
-        write_whole(self._file, text.encode())
+        write_whole(self._file, text)
         return shards
 
     def add(self, shard: Shard) -> None:
-        with open(self._file, "a", encoding="utf-8") as opened:
+        with open(self._file, "a", encoding="utf-8", opener=plain) as opened:
             opened.write(json.dumps(asdict(shard)) + "\n")
 
     def delete(self) -> None:
@@ -70,9 +71,9 @@ def _differences(wanted: dict, found: dict, path: tuple[str, ...]):
 def _whole_lines(file: Path) -> list[dict]:
     # The last line is torn where the writer was killed.
     lines = []
-    for line in file.read_text("utf-8", errors="replace").splitlines():
+    for line in read_bytes(file).splitlines():
         try:
-            lines.append(json.loads(line))
+            lines.append(object_of(line))
         except ValueError:
             break
     return lines

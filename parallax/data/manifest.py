@@ -3,14 +3,16 @@
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from parallax.data.shard import Shard, smallest_dtype, write_whole
+from parallax.data.shard import Shard, smallest_dtype
 from parallax.errors import DataError
+from parallax.plainfile import read_object, write_whole
 
 FILE_NAME = "manifest.json"
 FORMAT = "parallax shards 1"
@@ -55,13 +57,15 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / FILE_NAME
     try:
-        content = json.loads(file.read_bytes())
+        content = read_object(file, odd_numbers=True)  # fields are checked one by one
     except FileNotFoundError:
         raise DataError(f"{str(folder)!r} has no {FILE_NAME}; make it with `python -m parallax.data prepare`") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise DataError(f"{file} is damaged: {error}") from None
-    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
-        raise DataError(f"{file} has format {content['format']!r}; this version reads {FORMAT!r}")
+    if content.get("format", FORMAT) != FORMAT:
+        raise DataError(f"{file} has format {reprlib.repr(content['format'])}; this version reads {FORMAT!r}")
     record = _check_fields(content, Manifest, file)
     shards = tuple(parse_shard(shard, file) for shard in record.pop("shards"))
     manifest = Manifest(shards=shards, **record)
@@ -77,7 +81,7 @@ def parse_shard(content: object, file: Path) -> Shard:
     """
     record = _check_fields(content, Shard, file)
     if not re.fullmatch(r"\d{5,}", record["name"]):
-        raise DataError(f"{file} is damaged: shard name {record['name']!r} is not a number of five digits")
+        raise DataError(f"{file} is damaged: shard name {record['name']!r:.80} is not a number of five digits")
     return Shard(**record)
 
 
@@ -99,7 +103,7 @@ def _check_fields(content: object, kind: type, file: Path) -> dict:
         raise DataError(f"{file} is damaged: {kind.__name__.lower()} lacks, or should not have, {differing}")
     for field in fields(kind):
         if not _JSON[field.type](content[field.name]):
-            raise DataError(f"{file} is damaged: {field.name}={content[field.name]!r:.80} is not a legal value")
+            raise DataError(f"{file} is damaged: {field.name}={reprlib.repr(content[field.name])} is not a legal value")
     return dict(content)
 
 

@@ -21,6 +21,7 @@ from parallax.data.shard import Shard, ids_file, smallest_dtype
 from parallax.data.sources import Source
 from parallax.data.workers import write_shards
 from parallax.errors import DataError
+from parallax.plainfile import plain
 from parallax.tokenizer import Bytes, Tokenizer, train_bpe
 
 SHARD_BYTES = 32 << 20  # of text: a few seconds of BPE, so progress and resuming have fine steps
@@ -87,7 +88,7 @@ def _of_shard(file_name: str) -> bool:
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_NAME, "w") as opened:
+    with open(folder / LOCK_NAME, "a", opener=plain) as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 

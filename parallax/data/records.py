@@ -1,11 +1,11 @@
 """Documents in the records of JSONL and Parquet files."""
 
 import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from parallax.errors import ConfigError, DataError
+from parallax.plainfile import object_of
 
 
 def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
@@ -32,12 +32,18 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError("data.source='parquet' needs pyarrow: pip install \"parallax[data]\"") from None
+    rows = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             _check_column(opened.schema_arrow, field, file)
             for batch in opened.iter_batches(columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield text or ""
+                column = batch.column(0)
+                try:
+                    texts = column.to_pylist()
+                except UnicodeDecodeError:
+                    raise DataError(_not_text(column, field, f"{file}, row", rows)) from None
+                rows += len(texts)
+                yield from (text or "" for text in texts)
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
 
@@ -50,14 +56,21 @@ def _check_column(schema, field: str, file: Path) -> None:
         raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
 
 
+def _not_text(column, field: str, place: str, rows: int) -> str:
+    """Where in a column the first string is that is none; `rows` come before it."""
+    for row, text in enumerate(column, start=rows + 1):
+        try:
+            text.as_py()
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+            return f"{place} {row}: column {field!r} (data.field) is not UTF-8: {byte}; write it as UTF-8"
+
+
 def _object(line: bytes, place: str) -> dict:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return object_of(line, odd_numbers=True)  # pandas writes NaN in other fields
+    except ValueError as error:
         raise DataError(f"{place} is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{place} is not a JSON object but {type(record).__name__}")
-    return record
 
 
 def _field(record: dict, field: str, place: str) -> str:

@@ -2,18 +2,19 @@
 
 import contextlib
 import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from parallax.errors import DataError
+from parallax.plainfile import write_whole
 from parallax.tokenizer import Tokenizer
 
 # Per document: how many ids, its end counted, and 8 bytes of the text's hash, which decide the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
+ADVICE = "run `python -m parallax.data prepare` again to remake it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,24 @@ class Shard:
         Raises:
             DataError: a file is missing, of another size or changed; names it.
         """
-        _check_file(ids_file(folder, self.name), self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
+        check_file(ids_file(folder, self.name), self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
         size = self.documents * DOCUMENT.itemsize
-        _check_file(documents_file(folder, self.name), size, self.documents_sha256 if contents else None)
+        check_file(documents_file(folder, self.name), size, self.documents_sha256 if contents else None)
 
     def read_documents(self, folder: Path) -> np.ndarray:
         """The table of documents, of dtype `DOCUMENT`."""
-        return np.fromfile(documents_file(folder, self.name), DOCUMENT)
+        file = documents_file(folder, self.name)
+        with reading(file):
+            return np.fromfile(file, DOCUMENT)
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what a disk refuses while a shard is read into a DataError with its name and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"shard {file} cannot be read: {error.strerror}; put it back, or {ADVICE}") from error
 
 
 def ids_file(folder: Path, name: str) -> Path:
@@ -88,22 +100,6 @@ def _fitting(ids: np.ndarray, vocab: int) -> np.ndarray:
     return ids
 
 
-def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Write `file` so that it appears whole or not at all, even if the machine stops."""
-    unfinished = file.with_name(f"{file.name}.tmp")
-    try:
-        with open(unfinished, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(unfinished, file)
-    except OSError as error:
-        # A full disk is not kept full by what is of no use; and the system names no file where a write fails.
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise OSError(error.errno, error.strerror, str(file)) from error
-
-
 def text_hash(content: bytes) -> int:
     """By which a document is known, of its text in UTF-8."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
@@ -115,16 +111,16 @@ def _write(file: Path, array: np.ndarray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _check_file(file: Path, size: int, sha256: str | None) -> None:
-    advice = "run `python -m parallax.data prepare` again to remake it"
-    if not file.is_file():
-        raise DataError(f"shard {file} is missing; {advice}")
-    if file.stat().st_size != size:
-        raise DataError(f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {advice}")
-    if sha256 is not None:
+def check_file(file: Path, size: int, sha256: str | None) -> None:
+    """Raise DataError unless a file of a shard has its size, and its checksum if that is given."""
+    with reading(file):
+        if not file.is_file():
+            raise DataError(f"shard {file} is missing; {ADVICE}")
+        if file.stat().st_size != size:
+            raise DataError(f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {ADVICE}")
+        if sha256 is None:
+            return
         with open(file, "rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != sha256:
-            raise DataError(
-                f"shard {file} is damaged: sha256 {found[:8]}..., in the manifest {sha256[:8]}...; {advice}"
-            )
+    if found != sha256:
+        raise DataError(f"shard {file} is damaged: sha256 {found[:8]}..., in the manifest {sha256[:8]}...; {ADVICE}")

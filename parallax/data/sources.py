@@ -1,5 +1,6 @@
 """Where documents come from: built-in text, or text, JSONL and Parquet files."""
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -60,15 +61,16 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
         DataError: there is none.
     """
     at = Path(path).expanduser()
-    if at.is_file():
-        return [at]
-    if at.is_dir():
-        found = [file for file in at.rglob("*") if file.name.endswith(suffixes) and not _hidden(file.relative_to(at))]
-        wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
-    else:
-        found = [Path(match) for match in glob.glob(str(at), recursive=True)]
-        wanted = "a match of this file, folder or glob"
-    files = sorted(file for file in found if file.is_file())
+    with _reading(at):
+        if at.is_file():
+            return [at]
+        if at.is_dir():
+            found = [one for one in at.rglob("*") if one.name.endswith(suffixes) and not _hidden(one.relative_to(at))]
+            wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
+        else:
+            found = [Path(match) for match in glob.glob(str(at), recursive=True)]
+            wanted = "a match of this file, folder or glob"
+        files = sorted(file for file in found if file.is_file())
     if not files:
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()})")
     return files
@@ -80,26 +82,33 @@ def _hidden(file: Path) -> bool:
 
 def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
     compressed = kind == "parquet" or any(file.suffix == ".gz" for file in files)
-    text_bytes = sum(file.stat().st_size for file in files)
-    description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": _hash(files)}
+    text_bytes, sha256 = 0, hashlib.sha256()
+    for file in files:
+        with _reading(file):
+            text_bytes += file.stat().st_size
+            sha256.update(_hash(file))
+    description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": sha256.hexdigest()}
 
     def documents() -> Iterator[str]:
         for file in files:
-            try:
+            with _reading(file):
                 yield from read(file)
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{file} cannot be read: {error}") from error
 
     return Source(description, None if compressed else text_bytes, documents)
 
 
-def _hash(files: list[Path]) -> str:
-    # Contents and order alone: a corpus that is moved to another folder is still the same.
-    total = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            total.update(hashlib.file_digest(opened, "sha256").digest())
-    return total.hexdigest()
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _hash(file: Path) -> bytes:
+    # Of contents, which follow in order, alone: a corpus that is moved to another folder is still the same.
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
 
 
 def _moby() -> Source:

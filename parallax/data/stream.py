@@ -3,11 +3,12 @@
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from parallax.data.manifest import Manifest
-from parallax.data.shard import ids_file
+from parallax.data.shard import check_file, ids_file, reading
 from parallax.errors import DataError
 
 OPEN_FILES = 128  # at once, well below the usual limit of 1024 for a process
@@ -26,12 +27,13 @@ class Stream:
     def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
         self._folder = folder
         self._names = [shard.name for shard in manifest.shards]
+        self._checked = {shard.name: (shard, _state(ids_file(folder, shard.name))) for shard in manifest.shards}
         self._dtype = manifest.dtype
         self._vocab = manifest.vocab
         self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         # What falls out of the cache is closed with its last reference.
-        self._open = lru_cache(OPEN_FILES)(lambda name: open(ids_file(folder, name), "rb", buffering=0))  # noqa: SIM115
+        self._open = lru_cache(OPEN_FILES)(self._open_anew)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -61,11 +63,24 @@ class Stream:
         """Ids before these places in their shards."""
         return self._offsets[runs] + at - self._starts[runs]
 
+    def _open_anew(self, name: str) -> BinaryIO:
+        """A shard, which may have been replaced since the stream was opened, though not by other ids."""
+        file = ids_file(self._folder, name)
+        shard, state = self._checked[name]
+        size, now = shard.tokens * self._dtype.itemsize, _state(file)
+        if now != state and now.st_size >= size:  # one that was cut says so where it is read
+            check_file(file, size, shard.ids_sha256)
+        return open(file, "rb", buffering=0)
+
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
-        at = offset * self._dtype.itemsize
-        if os.preadv(self._open(self._names[shard]).fileno(), [target], at) < target.nbytes:
-            file = ids_file(self._folder, self._names[shard])
-            raise DataError(f"shard {file} was cut short while it was read: it ends before byte {at + target.nbytes}")
+        name, at = self._names[shard], offset * self._dtype.itemsize
+        file = ids_file(self._folder, name)
+        with reading(file):
+            opened = self._open(name)
+            if os.preadv(opened.fileno(), [target], at) < target.nbytes:
+                raise DataError(
+                    f"shard {file} was cut short while it was read: it ends before byte {at + target.nbytes}"
+                )
 
     def _refuse(self, rows: np.ndarray, starts: np.ndarray) -> None:
         row, column = np.argwhere(rows >= self._vocab)[0].tolist()
@@ -76,6 +91,21 @@ class Stream:
             f"shard {file} holds id {rows[row, column]} at position {self._offset(at, run)}, but the vocab has "
             f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
         )
+
+
+class State(NamedTuple):
+    """What changes when a file is written to, or another takes its name."""
+
+    st_dev: int
+    st_ino: int
+    st_size: int
+    st_mtime_ns: int
+
+
+def _state(file: Path) -> State:
+    with reading(file):
+        about = file.stat()
+    return State(*(getattr(about, name) for name in State._fields))
 
 
 def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):

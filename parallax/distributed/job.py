@@ -22,6 +22,7 @@ from parallax.distributed.peers import LAST_WORDS_SECS, Peers, end_now, end_with
 from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
+from parallax.plainfile import write_whole
 
 _peers: Peers | None = None
 _config: DistributedConfig | None = None
@@ -113,7 +114,7 @@ def check_shared(folder: Path) -> None:
     mark = folder / ".seen-by-all"
     word = agree("a word in the run folder", secrets.token_hex(8))
     if is_first():
-        mark.write_text(word)
+        write_whole(mark, word)
     wait_for_all("the run folder")
     try:
         found = "there" if mark.read_text() == word else f"another file: {mark}"

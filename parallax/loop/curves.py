@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from parallax.distributed import is_first
 from parallax.errors import ConfigError, writing
+from parallax.plainfile import read_object, write_whole
 from parallax.runfiles import RunFiles
 from parallax.settings import Settings
 
@@ -126,7 +127,7 @@ class Wandb:
         if known.get("project") != self._project or not isinstance(known.get("id"), str):
             known = {"project": self._project, "id": uuid.uuid4().hex[:12]}
             with writing(self._folder.path):
-                file.write_text(json.dumps(known) + "\n")
+                write_whole(file, json.dumps(known) + "\n")
         return known["id"]
 
     @contextlib.contextmanager
@@ -141,7 +142,6 @@ class Wandb:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        return read_object(file)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}

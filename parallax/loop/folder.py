@@ -17,6 +17,7 @@ import jax
 
 from parallax.distributed import is_first
 from parallax.errors import CheckpointError, ConfigError, writing
+from parallax.plainfile import plain, write_whole
 from parallax.runfiles import TIME, RunFiles
 from parallax.settings import Settings, load_json
 from parallax.version import version_of, versions
@@ -39,7 +40,7 @@ class RunFolder(RunFiles):
         with writing(self.path):
             before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.lock.open("a+")
+            lock = open(self.lock, "a+", opener=plain)  # noqa: SIM115
         with lock:
             with writing(self.path):
                 _take(lock, self.path)
@@ -50,12 +51,13 @@ class RunFolder(RunFiles):
 
     def _remove_if_bare(self, before: set[str] | None) -> None:
         """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
-        names = {path.name for path in self.path.iterdir()} - (before or set())
-        if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
-            for name in names:
-                (self.path / name).unlink()
-            if before is None:
-                self.path.rmdir()
+        with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
+            names = {path.name for path in self.path.iterdir()} - (before or set())
+            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+                for name in names:
+                    (self.path / name).unlink()
+                if before is None:
+                    self.path.rmdir()
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""
@@ -147,7 +149,4 @@ def _take(lock: Any, folder: Path) -> None:
 def _replace(path: Path, content: Any) -> None:
     if not is_first():
         return
-    # Written aside and renamed: a reader sees the old file or the new one, never half of it.
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    aside.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +13,22 @@ from parallax.distributed import is_first
 from parallax.errors import CheckpointError, tell, writing
 from parallax.loop.curves import Curves
 from parallax.loop.folder import RunFolder
+from parallax.plainfile import plain, write_whole
 from parallax.runfiles import row_of
 
+WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
 
 class Lines:
-    """A file that lines are added to; a disk that takes no more is a CheckpointError."""
+    """A file that lines are added to; a disk that takes no more is a CheckpointError, and a folder that is gone too."""
 
     def __init__(self, path: Path):
         self._folder = path.parent
         with writing(self._folder, WHEN_FULL):
-            self._file = path.open("a")
+            self._file = open(path, "a", opener=plain)  # noqa: SIM115
+            # As long as it is open, no other folder gets its number.
+            self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @property
     def closed(self) -> bool:
@@ -32,13 +37,22 @@ class Lines:
     def write(self, text: str) -> None:
         with writing(self._folder, WHEN_FULL):
             self._file.write(text)
+        # What is written to a folder that was removed or renamed is lost, or elsewhere, and no write says so.
+        try:
+            there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be looked at ({error.strerror}); {WHEN_GONE}") from error
+        if not there:
+            raise CheckpointError(f"{self._folder} is another folder than when the run began; {WHEN_GONE}")
 
     def flush(self) -> None:
         with writing(self._folder, WHEN_FULL):
             self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if not self.closed:
+            os.close(self._opened)
+            self._file.close()
 
 
 class Journal:
@@ -102,15 +116,18 @@ class Journal:
 def drop_after(path: Path, step: int) -> None:
     """Cut metrics.jsonl down to whole lines of steps up to `step`; a line that a kill has torn goes too."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if (row := row_of(line)) and row["step"] <= step]
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(line + "\n" for line in kept))
-        aside.replace(path)
+        kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
+        write_whole(path, "".join(line + "\n" for line in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl; a torn last line is left out."""
-    return [row for line in path.read_text().splitlines() if (row := row_of(line)) is not None]
+    return [row for line in _lines(path) if (row := row_of(line)) is not None]
+
+
+def _lines(path: Path) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace", opener=plain) as file:
+        return file.read().splitlines()
 
 
 def _written(value: Any) -> Any:

@@ -11,7 +11,8 @@ import jax
 from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
 from parallax.diagnosis import not_finite
-from parallax.distributed import at
+from parallax.distributed import at, several
+from parallax.errors import CheckpointError, DataError
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.profile import Profile
@@ -63,7 +64,11 @@ class Steps:
         for done in range(start + 1, self.settings.train.steps + 1):
             at(f"step {done}", compiling=done == start + 1)
             self.watchdog.begin(done, compiles=done == start + 1)
-            batch, waited = self.batches.get(done - 1)
+            try:
+                batch, waited = self.batches.get(done - 1)
+            except DataError:
+                self._save_before_the_error(done - 1, state, pending, start)
+                raise
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
@@ -80,6 +85,25 @@ class Steps:
             if stopping and not self.owed:
                 break
         return state, done
+
+    def _save_before_the_error(
+        self, done: int, state: TrainState, pending: Ended | None = None, start: int | None = None
+    ) -> None:
+        """Save what is done when data cannot be read any more, and report the step that is `pending`.
+
+        With several processes the others do not know of the error, and no save would come about.
+        """
+        if several() or done == start:
+            return
+        try:
+            if pending is not None:
+                self._pause(pending, state, first=pending.step == start + 1, stopping=True)
+            if not self.owed:
+                self._save(done, state, None)
+                self.checkpoints.wait()
+                self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
+        except CheckpointError as error:  # the disk may be the same one: that data is lost says more
+            self.journal.say(f"{type(error).__name__}: {error}")
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
@@ -113,7 +137,12 @@ class Steps:
         self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
             at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
-            values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+            try:
+                values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+            except DataError:
+                self._report(ended, values)
+                self._save_before_the_error(ended.step, state)
+                raise
             self._check_finite(ended.step, values["eval/loss"])
         self._report(ended, values)
         if saves and not self.owed:

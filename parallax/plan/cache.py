@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.errors import ConfigError
+from parallax.plainfile import read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
 SOURCES = Path(__file__).parents[1]
@@ -26,9 +27,9 @@ class Cache:
     def get(self, key: str) -> Any | None:
         """What was put there, None where nothing was or where the file is damaged."""
         try:
-            entry = json.loads(self._path(key).read_text())
+            entry = read_object(self._path(key), odd_numbers=True)
             return entry["value"] if entry["digest"] == digest(entry["value"]) else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError):
             return None
 
     def put(self, key: str, value: Any) -> None:

@@ -1,6 +1,5 @@
 """A trace that JAX's profiler wrote, read: which operation ran when on which device, and in which part of the model."""
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from parallax.errors import DataError
+from parallax.plainfile import read_object
 from parallax.report.cycles import NO_COMPUTE, PRODUCT, module_of
 from parallax.report.groups import axes_of, groups_of
 from parallax.report.hlo import COLLECTIVES, Instruction, parse
@@ -176,10 +176,9 @@ def _read(file: Path) -> Trace:
 
 def _about(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Ran]]:

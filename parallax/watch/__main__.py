@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.live import Live
 
 from parallax.arguments import Parser
@@ -24,6 +24,7 @@ from parallax.watch.run import Run
 from parallax.watch.view import View
 
 FRESH_SECS = 1.0  # between two looks at the files
+SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # it names no font of another site
 LEAST_WIDTH = 40
 
 
@@ -59,12 +60,12 @@ def follow(runs: Sequence[Run], console: Console) -> None:
 
 
 def write_svg(runs: Sequence[Run], width: int, path: Path) -> None:
-    """Write the last picture alone, none of those before it; it names no font of another site."""
+    """Write the last picture alone, none of those before it."""
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(View(runs))
-    svg = console.export_svg(title="python -m parallax.watch")
+    svg = console.export_svg(title="python -m parallax.watch", code_format=SVG)
     try:
-        path.write_text(re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")
+        path.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
 

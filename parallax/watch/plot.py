@@ -10,6 +10,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a characte
 WIDE, HIGH = 2, 4
 POINT, STAR = "◆", "o"
 NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
+LARGEST = 1e99  # sums and differences of them are finite
 OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
 
 
@@ -20,8 +21,9 @@ class Points(NamedTuple):
     ys: Sequence[float | None]
 
     def finite(self) -> "Points":
-        """Without them."""
-        kept = [(x, y) for x, y in zip(self.xs, self.ys) if y is not None and math.isfinite(y)]
+        """Without them; what is absurdly large is drawn at the edge."""
+        pairs = ((x, y) for x, y in zip(self.xs, self.ys) if y is not None and math.isfinite(y))
+        kept = [(x, min(max(y, -LARGEST), LARGEST)) for x, y in pairs]
         return Points([x for x, _ in kept], [y for _, y in kept])
 
 

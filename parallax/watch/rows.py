@@ -1,18 +1,23 @@
 """metrics.jsonl, read as it grows."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-from parallax.runfiles import row_of
+from parallax.plainfile import plain
+from parallax.runfiles import number_of, row_of
 
 KEPT = 200  # whole rows; of older ones only what is drawn
+SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
+NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
 
 
 class Rows:
     """`steps` with their `losses`, `eval_steps` with their `eval_losses`, and the latest rows whole.
 
-    A loss that was not finite is None. A line counts when it ends; lines that are none are counted in `torn`.
+    A loss that is no number is None. A line counts when it ends; lines that are none are counted in `torn`, and what
+    stands where a finite number or null would, in `odd`.
     """
 
     def __init__(self, path: Path):
@@ -22,7 +27,7 @@ class Rows:
     def read(self) -> None:
         """Read on; from the beginning if the file is another one, or shorter: a run that goes on cuts its own."""
         try:
-            file = self._path.open("rb")
+            file = open(self._path, "rb", opener=plain)  # noqa: SIM115
         except OSError:
             self._forget()
             return
@@ -43,7 +48,7 @@ class Rows:
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
         self.recent: list[dict[str, Any]] = []
-        self.torn = 0
+        self.torn = self.odd = 0
         self._inode, self._offset = 0, 0
 
     def _add(self, row: dict[str, Any] | None) -> None:
@@ -51,11 +56,19 @@ class Rows:
             self.torn += 1
             return
         self.steps.append(row["step"])
-        loss = row.get("train/loss")
-        self.losses.append(loss if isinstance(loss, int | float) else None)
-        if isinstance(row.get("eval/loss"), int | float):
+        self.losses.append(number_of(row.get("train/loss")))
+        held_out = number_of(row.get("eval/loss"))
+        if held_out is not None:
             self.eval_steps.append(row["step"])
-            self.eval_losses.append(row["eval/loss"])
+            self.eval_losses.append(held_out)
+        values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
+        self.odd += sum(not is_finite(value) for value in values)
         self.recent.append(row)
         if len(self.recent) > 2 * KEPT:
             del self.recent[:-KEPT]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value of a line is a number that can be drawn."""
+    number = number_of(value)
+    return number is not None and math.isfinite(number)

@@ -1,25 +1,27 @@
 """What the files of a run say of it: its numbers so far, whether it goes on, and what it has saved."""
 
-import json
 import os
 import re
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallax.checkpoint.steps import examine, unfinished_steps
-from parallax.errors import CheckpointError
-from parallax.runfiles import TIME, RunFiles
-from parallax.watch.rows import Rows
+from parallax.errors import CheckpointError, printable
+from parallax.plainfile import plain, read_object
+from parallax.runfiles import LARGEST_STEP, TIME, RunFiles, number_of
+from parallax.watch.rows import Rows, is_finite
 
 RECENT = 20  # steps that speeds are of
 QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
 QUIET_STEPS = 10  # as train.stall_factor
+LONGEST_LINE = 1000  # characters of a text to show
+LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -88,7 +90,7 @@ class Run:
     @property
     def name(self) -> str:
         """The folder's name."""
-        return self.path.resolve().name
+        return one_line(self.path.resolve().name)
 
     @property
     def step(self) -> int:
@@ -99,7 +101,7 @@ class Run:
     def steps(self) -> int | None:
         """Steps that the run is to take, if its config is there yet."""
         steps = self._setting("train", "steps")
-        return steps if type(steps) is int else None
+        return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
     @property
     def speed(self) -> Speed | None:
@@ -107,11 +109,11 @@ class Run:
         recent = self.rows.recent[-RECENT:]
         if len(self.rows.recent) > 1:
             recent = [row for row in recent if row["step"] != self._first_step] or recent
-        secs = [row["perf/step_secs"] for row in recent if _is_number(row.get("perf/step_secs"))]
+        secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
         if not secs:
             return None
         tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
-        waited = sum(row.get("perf/data_wait_secs") or 0.0 for row in recent)
+        waited = sum(_numbers(recent, "perf/data_wait_secs"))
         return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
 
     @property
@@ -119,7 +121,8 @@ class Run:
         """Until the last step, at the speed of the latest; evaluations and saves are not in it."""
         if self.steps is None or self.speed is None or self.status.over:
             return None
-        return max(self.steps - self.step, 0) * self.speed.step_secs
+        left = max(self.steps - self.step, 0) * self.speed.step_secs
+        return left if left < LONGEST_SECS else None
 
     @property
     def skipped(self) -> int:
@@ -147,23 +150,23 @@ class Run:
     def last_words(self) -> str:
         """The last line of the log that says anything."""
         try:
-            with self.files.log.open("rb") as log:
+            with open(self.files.log, "rb", opener=plain) as log:
                 log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
                 lines = log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return next((one_line(line.strip()) for line in reversed(lines) if line.strip()), "")
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """Devices along each axis, of the latest start."""
+    def mesh(self) -> str:
+        """Devices along each axis, of the latest start, as "pp=1 dp=8 tp=1"."""
         mesh = self._started.get("mesh")
-        return mesh if isinstance(mesh, dict) else {}
+        return one_line(" ".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
 
     @property
     def devices(self) -> str:
         """Of the latest start, as "8 x cpu"."""
-        return str(self._started.get("devices", ""))
+        return one_line(str(self._started.get("devices", "")))
 
     @property
     def _started(self) -> dict[str, Any]:
@@ -173,14 +176,14 @@ class Run:
     def _first_step(self) -> int:
         """The first step of the latest start, which compiles."""
         start = self._started.get("start")
-        return (start if type(start) is int else 0) + 1
+        return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
 
     def _setting(self, section: str, key: str) -> Any:
         keys = self.settings.get(section)
         return keys.get(key) if isinstance(keys, dict) else None
 
     def _last(self, key: str) -> float | None:
-        return next((row[key] for row in reversed(self.rows.recent) if _is_number(row.get(key))), None)
+        return next(iter(_numbers(reversed(self.rows.recent), key)), None)
 
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
@@ -204,7 +207,7 @@ class Run:
             standing = examine(folder)
             self.saved = Saved(sorted(standing.valid), sorted(standing.damaged), sorted(unfinished_steps(folder)))
         except CheckpointError as error:
-            self.saved = Saved([], [], [], str(error))
+            self.saved = Saved([], [], [], one_line(str(error)))
         self._looked = seen
 
     def _last_sign(self) -> float:
@@ -214,7 +217,8 @@ class Run:
     def _owner_is_alive(self) -> bool | None:
         """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
         try:
-            owner = OWNER.match(self.files.lock.read_text())
+            with open(self.files.lock, encoding="utf-8", opener=plain) as lock:
+                owner = OWNER.match(lock.read(LONGEST_LINE))
         except (OSError, ValueError):
             return None
         if owner is None or owner[2] != socket.gethostname():
@@ -231,21 +235,27 @@ class Run:
         """Whether another start has taken the folder since its latest run ended."""
         try:
             then = datetime.strptime(str(ended.get("time")), TIME).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError, OSError):
             return False
         return _time_of(self.files.lock) > then + 1
 
 
 def _ended(reason: str) -> Status:
-    return Status(reason) if reason in ("finished", "stopped") else Status("failed", reason)
+    return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def one_line(text: str) -> str:
+    """What somebody else has written, as a line to show: no character steers the terminal, and it has an end."""
+    return printable(text[:LONGEST_LINE], keep="")
+
+
+def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    """Those that are finite; what else a file says is left out."""
+    return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    values = [row[key] for row in rows if _is_number(row.get(key))]
+    values = _numbers(rows, key)
     return statistics.median(values) if values else None
 
 
@@ -259,7 +269,6 @@ def _time_of(file: Path) -> float:
 def _json(file: Path) -> dict[str, Any]:
     """An object, empty where there is none yet."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
+        return read_object(file, odd_numbers=True)
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}

@@ -1,5 +1,6 @@
 """Runs as a picture for a terminal: a frame for each, side by side where there is room."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parallax.units import duration, in_bytes, percent
+from parallax.units import decimal, duration, in_bytes, percent
 from parallax.watch.plot import Plot, Points, plot
 from parallax.watch.run import Run, Saved, Status
 
@@ -79,11 +80,15 @@ def losses(run: Run) -> Text:
     rows, line = run.rows, Text(no_wrap=True, overflow="ellipsis")
     if rows.steps:
         loss = rows.losses[-1]
-        line.append("train loss ", style=TRAIN).append("not finite" if loss is None else f"{loss:.4f}", style="bold")
+        line.append("train loss ", style=TRAIN).append(_loss(loss), style="bold")
     if rows.eval_steps:
-        line.append("   eval loss ", style=EVAL).append(f"{rows.eval_losses[-1]:.4f}", style="bold")
+        line.append("   eval loss ", style=EVAL).append(_loss(rows.eval_losses[-1]), style="bold")
         line.append(f" at step {rows.eval_steps[-1]:,}", style=SOFT)
     return line
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None or not math.isfinite(loss) else decimal(loss, 4)
 
 
 def curves(run: Run, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
@@ -124,7 +129,7 @@ def rows_of(run: Run, status: Status) -> Iterator[tuple[str, Text]]:
     """Names and values."""
     speed = run.speed
     if speed is not None:
-        yield "speed", Text(f"{speed.tokens_per_second:,.0f} tokens/s, {speed.step_secs:.2f} s a step")
+        yield "speed", Text(f"{decimal(speed.tokens_per_second, 0)} tokens/s, {decimal(speed.step_secs, 2)} s a step")
         peak = "unknown" if speed.peak_share is None else percent(speed.peak_share)
         memory = "" if speed.memory_bytes is None else f", memory {in_bytes(speed.memory_bytes)}"
         yield "of peak", Text(f"{peak}{memory}")
@@ -133,10 +138,11 @@ def rows_of(run: Run, status: Status) -> Iterator[tuple[str, Text]]:
     yield "skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else "")
     if run.rows.torn:
         yield "unreadable", Text(f"{run.rows.torn:,} lines of metrics.jsonl", style="yellow")
-    mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    if run.rows.odd:
+        yield "odd", Text(f"{run.rows.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
     started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
-    if mesh:
-        yield "mesh", Text(f"{mesh} on {run.devices}{started}")
+    if run.mesh:
+        yield "mesh", Text(f"{run.mesh} on {run.devices}{started}")
 
 
 def saved_text(saved: Saved, status: Status) -> Text:
