@@ -1,13 +1,15 @@
 """What a model, a mesh and a schedule must agree on."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from parallax.errors import ConfigError, divisors
+from parallax.errors import ConfigError, divisors, listed
 from parallax.layers.kernels import KERNELS, LANES, widest_head
 from parallax.model import ModelConfig
+from parallax.notation import named_leaves
 from parallax.schedules import Schedule
 
 
@@ -15,19 +17,29 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where a model's counts do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    for key, axis in (("heads", "tp"), ("d_ff", "tp"), ("d_model", "tp"), ("vocab", "tp")):
-        size, ranks = getattr(model, key), axis_sizes[axis]
-        if size % ranks:
-            near = -(-size // ranks) * ranks
-            legal = ", ".join(map(str, divisors(size)))
-            raise ConfigError(
-                f"model.{key}={size} does not divide over mesh.{axis}={ranks}; "
-                f"use {axis} in {{{legal}}} or {key}={near}."
-            )
+    for dim in ("heads", "d_ff", "d_model", "vocab"):
+        _check_dim(model, dim, ("tp",), axis_sizes)
     if model.attention == "gqa" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
         raise ConfigError(
             f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
-            f"use kv_heads in {{{', '.join(map(str, divisors(axis_sizes['tp'])))}}} or a multiple of tp."
+            f"use kv_heads in {listed(divisors(axis_sizes['tp']))} or a multiple of tp."
+        )
+
+
+def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where a dim of a parameter does not divide over the axes that cut it."""
+    for name, layout in named_leaves(layouts).items():
+        for dim, axes in zip(layout.names, layout.axes, strict=True):
+            _check_dim(model, dim, axes, axis_sizes, f", which cut{'' if len(axes) > 1 else 's'} {name}")
+
+
+def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
+    size, pieces = model.sizes[dim], math.prod(axis_sizes[axis] for axis in axes)
+    if size % pieces:
+        cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes)
+        raise ConfigError(
+            f"model.{dim}={size} does not divide over {cut}{why}; "
+            f"use {' x '.join(axes)} in {listed(divisors(size))} or {dim}={-(-size // pieces) * pieces}."
         )
 
 

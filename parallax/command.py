@@ -18,12 +18,13 @@ from ml_collections import ConfigDict, config_flags
 
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
-from parallax.errors import ConfigError, DataError, exit_status, nearest
+from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown
 from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
 from parallax.vocabulary import with_vocab_of_source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+ERROR_LETTERS = 400  # of what a config file raises
 SAVED = "saved.py"  # loads the config.json of a run
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
 
@@ -94,7 +95,9 @@ def read_secs(flag: str, text: str) -> float:
     found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
     secs = sum(float(part or 0) * unit for part, unit in zip(found.groups(), (3600, 60, 1))) if found else 0.0
     if not secs:
-        raise ConfigError(f"{flag}={text!r} is no time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0")
+        raise ConfigError(
+            f"{flag}={quoted(text)} is no time; write it as 3h, 90m, 1h30m, 45s or a number of seconds above 0"
+        )
     return secs
 
 
@@ -123,7 +126,7 @@ def likely_entries(data: DataConfig) -> int:
         return load(file).vocab
     except DataError as error:
         raise ConfigError(
-            f"model.vocab=0 takes that of the tokenizer {file!r}, which cannot be read; "
+            f"model.vocab=0 takes that of the tokenizer {quoted(file)}, which cannot be read; "
             "make it readable, or give the number, as in --config.model.vocab=32000"
         ) from error
 
@@ -138,9 +141,9 @@ def check_key(name: str) -> None:
                 f"--config.{section} is a section; write --config.{section}.<key>, one of {', '.join(known)}"
             )
         if key not in known:
-            raise ConfigError(f"unknown key --config.{name}; {nearest(key, known)}")
+            raise ConfigError(f"unknown key --config.{shown(name)}; {nearest(key, known)}")
     else:
-        raise ConfigError(f"unknown key --config.{name}; did you mean --config.{nearest_key(name)}?")
+        raise ConfigError(f"unknown key --config.{shown(name)}; did you mean --config.{nearest_key(name)}?")
 
 
 def nearest_key(word: str) -> str:
@@ -150,6 +153,7 @@ def nearest_key(word: str) -> str:
     ['optimizer.learning_rate', 'train.steps', 'mesh.tp', 'model.d_model']
     """
     keys = [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
+    word = word[:QUOTED_LETTERS]
     last = word.split(".")[-1]
 
     def likeness(key: str) -> float:
@@ -196,31 +200,45 @@ def _read(values: flags.FlagValues, argv: Sequence[str], path: str, known: Seque
     try:
         return values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        raise ConfigError(f"unknown flag --{error.flagname}; {nearest(error.flagname, known)}") from error
+        raise ConfigError(f"unknown flag --{shown(error.flagname)}; {nearest(error.flagname, known)}") from error
     except flags.IllegalFlagValueError as error:
-        raise ConfigError(_illegal(str(error))) from error
+        raise ConfigError(_illegal(str(error), path)) from error
     except flags.Error as error:
         raise ConfigError(str(error)) from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(path.split(":")[0]).name]
-        where = f", line {lines[-1]}" if lines else ""
-        raise ConfigError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        raise ConfigError(_in_file(path, lines, f"{type(error).__name__}: {error}")) from error
 
 
-def _illegal(message: str) -> str:
-    """Absl's words about a value, or ours where the value is a config's."""
-    found = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message)
+def _in_file(path: str, lines: Sequence[str | int | None], how: str) -> str:
+    """`lines` are those of the file that were running, the innermost last."""
+    where = f", line {lines[-1]}" if lines else ""
+    how = " ".join(how.split())
+    return f"{path}{where}: {how[:ERROR_LETTERS]}{'…' if len(how) > ERROR_LETTERS else ''}"
+
+
+def _illegal(message: str, path: str) -> str:
+    """Absl's words about a value, or ours where the value is a config's; it raises what a config raises, too."""
+    _, raised, frames = message.partition("Error whilst parsing config file:")
+    if raised:
+        lines = re.findall(rf'{re.escape(Path(path.split(":")[0]).name)}", line (\d+)', frames)
+        return _in_file(path, lines, frames.strip().splitlines()[-1])
+    found = re.match(r"flag --(config\.(\w+)\.(\w+)|[\w-]+)=(.*): (.*)", message, re.DOTALL)
     if not found:
         return message
-    section, key, value = found.groups()
-    return f"--config.{section}.{key}={value} must be {KINDS[get_type_hints(SECTIONS[section])[key]]}"
+    flag, section, key, value, how = found.groups()
+    if not section:
+        return f"flag --{flag}={shown(value)}: {how}"
+    value = re.split(": ", value, maxsplit=1)[0]  # what follows is absl's, and may repeat the value
+    return f"--{flag}={shown(value)} must be {KINDS[get_type_hints(SECTIONS[section])[key]]}"
 
 
 def _stray(argument: str) -> str:
     word, equals, value = argument.lstrip("-").removeprefix("config.").partition("=")
-    meant = f"--config.{nearest_key(word)}{equals}{value}"
-    return f"stray argument {argument!r}; did you mean {meant}? Settings are written --config.<section>.<key>=<value>"
+    meant = f"--config.{nearest_key(word)}{equals}{shown(value)}"
+    how = "Settings are written --config.<section>.<key>=<value>"
+    return f"stray argument {quoted(argument)}; did you mean {meant}? {how}"
 
 
 def _as_flag(start: re.Match[str]) -> str:

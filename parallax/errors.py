@@ -2,10 +2,11 @@
 
 import contextlib
 import difflib
+import math
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,8 @@ NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
 INTERRUPTED = 130  # as shells count Ctrl-C
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
+QUOTED_LETTERS = 80  # of what was written, in an error
+LISTED_NUMBERS = 12
 
 JOINERS = "\u200c\u200d"  # within words and emoji
 
@@ -119,6 +122,33 @@ def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[
         raise CheckpointError(f"cannot write in {folder} ({error.strerror or error}); {advice}") from error
 
 
+def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
+    """What was written, as an error quotes it: one line, cut where it is long.
+
+    >>> quoted("x" * 5000, letters=4), quoted(10**400, letters=4), quoted(7)
+    ("'xxxx'… (5000 letters)", '1000… (401 letters)', '7')
+    """
+    if isinstance(value, str):
+        return repr(value) if len(value) <= letters else f"{value[:letters]!r}… ({len(value)} letters)"
+    try:
+        text = repr(value)
+    except Exception:  # Python prints no int of more than 4300 digits; a class may have a __repr__ that fails
+        if isinstance(value, int):
+            return f"<a whole number of {int(value.bit_length() * math.log10(2)) + 1} digits>"
+        return f"<{type(value).__name__} that Python cannot print>"
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= letters else f"{text[:letters]}… ({len(text)} letters)"
+
+
+def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
+    """A word of the user's without quotation marks, but where it is long or would not print.
+
+    >>> shown("mesh.tp"), shown("a\\nb")
+    ('mesh.tp', "'a\\\\nb'")
+    """
+    return text if text.isprintable() and len(text) <= letters else quoted(text, letters)
+
+
 def nearest(written: str, known: Iterable[str]) -> str:
     """Say which known names exist, the nearest first.
 
@@ -126,7 +156,7 @@ def nearest(written: str, known: Iterable[str]) -> str:
     "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
     """
     known = list(known)
-    close = difflib.get_close_matches(written, known, n=1)
+    close = difflib.get_close_matches(written[:QUOTED_LETTERS], known, n=1)
     lead = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{lead}: {', '.join(known)}"
 
@@ -135,13 +165,13 @@ def check_choice(key: str, written: str, known: Iterable[str]) -> None:
     """Raise ConfigError unless `written` is one of `known`."""
     known = list(known)
     if written not in known:
-        raise ConfigError(f"{key}={written!r} is unknown; {nearest(str(written), known)}")
+        raise ConfigError(f"{key}={quoted(written)} is unknown; {nearest(str(written), known)}")
 
 
 def check_whole(key: str, written: object, *, least: int) -> None:
     """Raise ConfigError unless `written` is a whole number of `least` or more."""
     if isinstance(written, bool) or not isinstance(written, int) or written < least:
-        raise ConfigError(f"{key}={written!r} must be a whole number of {least} or more.")
+        raise ConfigError(f"{key}={quoted(written)} must be a whole number of {least} or more.")
 
 
 def divisors(number: int) -> list[int]:
@@ -150,4 +180,15 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers to choose from, the first of them where they are many.
+
+    >>> listed([1, 2, 4]), listed(range(1, 100))
+    ('{1, 2, 4}', '{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ...}')
+    """
+    more = ["..."] if len(numbers) > LISTED_NUMBERS else []
+    return f"{{{', '.join([*map(str, numbers[:LISTED_NUMBERS]), *more])}}}"

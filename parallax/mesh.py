@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.errors import ConfigError, divisors
+from parallax.errors import ConfigError, divisors, quoted
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 AXES = ("pp", "dp", "tp")
@@ -36,17 +36,19 @@ class MeshConfig:
     def __post_init__(self):
         for axis, size in self.sizes.items():
             if not _is_whole(size) or (size < 1 and size != INFERRED):
-                raise ConfigError(f"mesh.{axis}={size!r} is no number of devices; use 1 or more, or -1 for all others")
+                raise ConfigError(
+                    f"mesh.{axis}={quoted(size)} is no number of devices; use 1 or more, or -1 for all others"
+                )
         inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
         if len(inferred) > 1:
             both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
             raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
         if not _is_whole(self.simulate) or self.simulate < 0:
-            raise ConfigError(f"mesh.simulate={self.simulate!r} is no number of devices; use 0 (none) or more")
+            raise ConfigError(f"mesh.simulate={quoted(self.simulate)} is no number of devices; use 0 (none) or more")
 
         if self.across_slices not in SLOW_AXES:
             raise ConfigError(
-                f"mesh.across_slices={self.across_slices!r} is no axis for the network between slices; "
+                f"mesh.across_slices={quoted(self.across_slices)} is no axis for the network between slices; "
                 f"use one of {', '.join(map(repr, SLOW_AXES))}"
             )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.errors import ConfigError, check_choice, check_whole, divisors
+from parallax.errors import ConfigError, NotationError, check_choice, check_whole, divisors, listed, quoted
 from parallax.layers.attention import GQA
 from parallax.layers.context import Context, training_context
 from parallax.layers.dropout import Dropout
@@ -143,7 +143,7 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
-                f"use kv_heads in {{{', '.join(map(str, divisors(self.heads)))}}}."
+                f"use kv_heads in {listed(divisors(self.heads))}."
             )
 
     def _check_even(self, key: str) -> None:
@@ -162,9 +162,15 @@ class LayoutConfig:
     def __post_init__(self):
         check_choice("layout.tensor_parallel", self.tensor_parallel, FAMILIES)
         check_choice("layout.embedding", self.embedding, EMBEDDINGS)
-        if str(Layout.parse(self.residual)) not in RESIDUALS:
-            legal = " or ".join(map(repr, RESIDUALS))
-            raise ConfigError(f"layout.residual={self.residual!r} is no layout of the residual stream; use {legal}.")
+        legal = " or ".join(map(repr, RESIDUALS))
+        try:
+            layout = str(Layout.parse(self.residual))
+        except NotationError as error:  # quotes what was written
+            raise ConfigError(f"layout.residual={error} Use {legal}.") from error
+        if layout not in RESIDUALS:
+            raise ConfigError(
+                f"layout.residual={quoted(self.residual)} is no layout of the residual stream; use {legal}."
+            )
 
     @property
     def family(self) -> Family:

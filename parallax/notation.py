@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from parallax.errors import NotationError, divisors, nearest
+from parallax.errors import NotationError, divisors, listed, nearest, quoted
 from parallax.mesh import AXES
 
 # Every dim that an array may have, with the letter that stands for it in einsums and suffixes.
@@ -133,9 +133,11 @@ def _parse(text: str) -> Layout:
             continue
         name, *axes = word.split("/")
         if partial:
-            raise NotationError(f"{text!r}: partial sums (+{partial[0]}) go last; move them behind {word!r}.")
+            raise NotationError(
+                f"{quoted(text)}: partial sums (+{partial[0]}) go last; move them behind {quoted(word)}."
+            )
         if name not in DIMS:
-            raise NotationError(f"{text!r}: unknown dim {name!r}; {nearest(name, DIMS)}.")
+            raise NotationError(f"{quoted(text)}: unknown dim {quoted(name)}; {nearest(name, DIMS)}.")
         names.append(name)
         cuts.append(tuple(_known_axis(axis, text) for axis in axes))
     _refuse_repeats(text, "dim", names)
@@ -145,7 +147,7 @@ def _parse(text: str) -> Layout:
 
 def _known_axis(axis: str, text: str) -> str:
     if axis not in AXES:
-        raise NotationError(f"{text!r}: unknown axis {axis!r}; {nearest(axis, AXES)}.")
+        raise NotationError(f"{quoted(text)}: unknown axis {quoted(axis)}; {nearest(axis, AXES)}.")
     return axis
 
 
@@ -153,7 +155,7 @@ def _refuse_repeats(text: str, kind: str, words: list[str]) -> None:
     for word in words:
         if words.count(word) > 1:
             advice = "an array has each dim once" if kind == "dim" else "an axis cuts one dim or is partial"
-            raise NotationError(f"{text!r}: {kind} {word!r} stands {words.count(word)} times; {advice}.")
+            raise NotationError(f"{quoted(text)}: {kind} {word!r} stands {words.count(word)} times; {advice}.")
 
 
 def _coloured(sign: str, axis: str) -> str:
@@ -174,12 +176,11 @@ def _local_size(layout, name, axes, sizes, axis_sizes) -> int:
         pieces *= axis_sizes.get(axis, 1)
     if size % pieces:
         cut = "*".join(f"{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
-        legal = ", ".join(map(str, divisors(size)))
         up, down = -(-size // pieces) * pieces, size // pieces * pieces
         other = f"{down} or {up}" if down else str(up)
         raise NotationError(
             f"{str(layout)!r}: {name}={size} does not divide over {cut}; "
-            f"cut it in one of {{{legal}}} pieces, or use {name}={other}."
+            f"cut it in one of {listed(divisors(size))} pieces, or use {name}={other}."
         )
     return size // pieces
 

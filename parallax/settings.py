@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from html import escape
@@ -11,10 +12,10 @@ from typing import Any, get_type_hints
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
 from parallax.distributed import DistributedConfig
-from parallax.errors import LARGEST_INT32, CheckpointError, ConfigError, nearest
+from parallax.errors import LARGEST_INT32, CheckpointError, ConfigError, nearest, quoted, shown
 from parallax.guard import GuardConfig
 from parallax.loss import LossConfig
-from parallax.mesh import MeshConfig
+from parallax.mesh import AXES, MeshConfig
 from parallax.model import LayoutConfig, ModelConfig
 from parallax.optimizer import OptimizerConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
@@ -40,6 +41,10 @@ LARGEST = {
     "sample.seed": 2**63 - 1,
 }
 LARGEST_FLOAT32 = 3.4028234e38
+AXIS_KEYS = [f"mesh.{axis}" for axis in AXES]  # may be -1
+# Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
+PATH_KEYS = ("data.path", "data.cache", "data.tokenizer", "train.init_from", "pipeline.schedule")
+PATH_BYTES, NAME_BYTES = 4095, 255
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -72,7 +77,7 @@ class TrainConfig:
         profiled = self.profiled
         if profiled and profiled[-1] > self.steps:
             raise ConfigError(
-                f"train.profile_steps={self.profile_steps!r} ends at step {profiled[-1]}, but "
+                f"train.profile_steps={quoted(self.profile_steps)} ends at step {profiled[-1]}, but "
                 f"train.steps={self.steps}; use steps of the run"
             )
 
@@ -84,14 +89,14 @@ class TrainConfig:
         found = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps)
         if not found:
             raise ConfigError(
-                f"train.profile_steps={self.profile_steps!r} is no range of steps; write FIRST:LAST, counted from 1, "
-                "as 20:25, or leave it empty"
+                f"train.profile_steps={quoted(self.profile_steps)} is no range of steps; write FIRST:LAST, counted "
+                "from 1, as 20:25, or leave it empty"
             )
         first, last = map(int, found.groups())
         if last < first:
             raise ConfigError(
-                f"train.profile_steps={self.profile_steps!r} ends at {last}, before it begins at {first}; write the "
-                f"smaller one first, as {last}:{first}"
+                f"train.profile_steps={quoted(self.profile_steps)} ends at {last}, before it begins at {first}; write "
+                f"the smaller one first, as {last}:{first}"
             )
         return range(first, last + 1)
 
@@ -152,7 +157,11 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
     8
     """
-    config = dict(config if isinstance(config, Mapping) else config.to_dict())
+    if not isinstance(config, Mapping):
+        if not hasattr(config, "to_dict"):
+            raise ConfigError(f"{quoted(config)} is no config; start from get_config() of configs/base.py")
+        config = config.to_dict()
+    config = dict(config)
     _check_names("", config, SECTIONS)
     _check_names("", {**config, **changes}, SECTIONS)
     for section, values in changes.items():
@@ -186,7 +195,7 @@ def with_vocab(settings: Settings, entries: int) -> Settings:
 
 def _read_section(section: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{section}={values!r} must be a section; write config.{section}.<key> = ...")
+        raise ConfigError(f"{section}={quoted(values)} must be a section; write config.{section}.<key> = ...")
     kinds = get_type_hints(SECTIONS[section])
     fields = {field.name: kinds[field.name] for field in dataclasses.fields(SECTIONS[section])}
     _check_names(f"{section}.", values, fields)
@@ -196,7 +205,7 @@ def _read_section(section: str, values: Any) -> Any:
 def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in written:
         if name not in known:
-            raise ConfigError(f"unknown key {prefix}{name}; {nearest(name, known)}")
+            raise ConfigError(f"unknown key {prefix}{shown(str(name))}; {nearest(str(name), known)}")
     missing = [f"{prefix}{name}" for name in known if name not in written]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}; start from get_config() of configs/base.py")
@@ -206,14 +215,49 @@ def _read(key: str, value: Any, kind: type) -> Any:
     # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
     fits = isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(value, bool)
     if not fits:
-        raise ConfigError(f"{key}={value!r} is {_kind_of(value)}, but it must be {KINDS[kind]}")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{key}={value!r} is not finite; it must be {KINDS[kind]}")
-    if kind is float and abs(value) > LARGEST_FLOAT32:
-        raise ConfigError(f"{key}={value!r} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
-    if kind is int and value > (most := LARGEST.get(key, LARGEST.get(key.split(".")[0], LARGEST_INT32))):
-        raise ConfigError(f"{key}={value} is too large; use {most} or less")
+        raise ConfigError(f"{key}={quoted(value)} is {_kind_of(value)}, but it must be {KINDS[kind]}")
+    _CHECKS.get(kind, lambda *_: None)(key, value)
     return kind(value)
+
+
+def _check_float(key: str, value: float) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value!r} is not finite; it must be {KINDS[float]}")
+    if abs(value) > LARGEST_FLOAT32:  # before anything makes a float of a whole number
+        raise ConfigError(f"{key}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+
+
+def _check_int(key: str, value: int) -> None:
+    most = LARGEST.get(key, LARGEST.get(key.split(".")[0], LARGEST_INT32))
+    if value > most:
+        raise ConfigError(f"{key}={quoted(value)} is too large; use {most} or less")
+    if value < -most:
+        raise ConfigError(
+            f"{key}={quoted(value)} is too small; use {'1 or more, or -1' if key in AXIS_KEYS else '0 or more'}"
+        )
+
+
+def _check_text(key: str, value: str) -> None:
+    # No file, no terminal and no JSON takes these.
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ConfigError(f"{key}={quoted(value)} holds a zero byte or half a surrogate pair, no text; leave it out")
+    if key in PATH_KEYS:
+        _check_path(key, value)
+
+
+def _check_path(key: str, value: str) -> None:
+    whole, name = len(value.encode()), max(len(part.encode()) for part in value.split("/"))
+    if name > NAME_BYTES or whole > PATH_BYTES:
+        raise ConfigError(
+            f"{key}={quoted(value)} is too long for a path: it has {whole} bytes, its longest name {name}; "
+            f"use at most {PATH_BYTES}, and {NAME_BYTES} in a name"
+        )
+    home = value.split("/")[0]
+    if home.startswith("~") and os.path.expanduser(home) == home:
+        raise ConfigError(f"{key}={quoted(value)} begins with the home of a user who is not known here; write it out")
+
+
+_CHECKS = {float: _check_float, int: _check_int, str: _check_text}
 
 
 def _kind_of(value: Any) -> str:

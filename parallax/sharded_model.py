@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_stages
+from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_layouts, check_stages
 from parallax.collectives import as_varying, offset, sum_over
 from parallax.compiler import first_group, relays_what_is_read
 from parallax.errors import ConfigError
@@ -20,7 +20,7 @@ from parallax.layers.parameter import layouts_of
 from parallax.loss import LossConfig
 from parallax.mesh import AXES, is_simulated
 from parallax.model import LayoutConfig, ModelConfig, Parts
-from parallax.notation import Layout, map_layouts
+from parallax.notation import Layout
 from parallax.overview import Overview
 from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
 from parallax.pipeline.arrangement import Arrangement
@@ -42,7 +42,7 @@ class ShardedModel(Overview):
     """Parameters, loss, gradients and logits of a model on a mesh.
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
-    Raises ConfigError or NotationError when a size does not divide over its axes.
+    Raises ConfigError when a size does not divide over its axes.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class ShardedModel(Overview):
         declared = jax.eval_shape(self._declare, jax.random.key(0))
         used = layouts_of(declared)
         self.layouts = self.arrangement.stored_parts(used, model.sizes, self.axis_sizes)
+        check_layouts(model, self.layouts, self.axis_sizes)
         self.storage = Storage(
             self.layouts,
             used,
@@ -78,7 +79,6 @@ class ShardedModel(Overview):
         self.shapes = nn.meta.unbox(declared)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec())
-        map_layouts(lambda layout: layout.local_shape(model.sizes, self.axis_sizes), self.layouts)  # do they divide?
 
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""

@@ -21,10 +21,10 @@ from parallax.convert.architectures import (
 from parallax.convert.folders import RECORD, Arrays, Step, as_json, damaged, made_whole, make_run, open_step
 from parallax.convert.names import plain_names
 from parallax.convert.rope_fields import write_rope
-from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
+from parallax.convert.safetensors import Tensor, in_pieces, read_pieces, read_tensor
 from parallax.convert.shards import read_shards, write_shards
 from parallax.convert.weights import HEAD, TABLE, Place, places
-from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.errors import CheckpointError, ConfigError, DataError, shown
 from parallax.model import ModelConfig
 from parallax.settings import Settings, load_json, read_settings
 from parallax.tokenizer import FILE_NAME, load
@@ -73,9 +73,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     def write(arrays: Mapping[str, Written]) -> None:
         for here in plain_names(arrays).values():
             place = at[here.name]
-            ours = place.ours(open_tensor(*tensors[_tensor_of(place, here.index)]))
             row = 0
-            for piece in in_pieces(ours, PIECE_BYTES // 2):  # half: bfloat16 becomes float32
+            for piece in _rows(place, tensors[_tensor_of(place, here.index)]):
                 values = np.ascontiguousarray(place.take(piece), np.float32)
                 arrays[here.name].write((*here.index, slice(row, row + len(values))), values)
                 row += len(values)
@@ -84,6 +83,14 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     with made_whole(workdir) as unfinished:
         make_run(unfinished, settings, tokenizer, carried, write)
     return described
+
+
+def _rows(place: Place, found: tuple[Path, Tensor]) -> Iterator[np.ndarray]:
+    """Rows of an array: out of the file where they lie there as they are, else out of the whole tensor."""
+    limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
+    if place.view is None:
+        return read_pieces(*found, limit)
+    return in_pieces(place.ours(read_tensor(*found)), limit)
 
 
 def _tensor_of(place: Place, index: tuple[int, ...]) -> str:
@@ -104,7 +111,7 @@ def _wanted(
     if HEAD in tensors and HEAD not in shapes and TABLE in tensors and _equal(tensors[HEAD], tensors[TABLE]):
         del tensors[HEAD]  # a tied table that is there twice
     differences = [f"{name} is missing" for name in shapes if name not in tensors]
-    differences += [f"{name} is of no use" for name in tensors if name not in shapes]
+    differences += [f"{shown(name)} is of no use" for name in tensors if name not in shapes]
     for name in shapes.keys() & tensors.keys():
         tensor = tensors[name][1]
         if tensor.shape != shapes[name]:
@@ -119,7 +126,7 @@ def _wanted(
 def _equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
     if one[1][:2] != other[1][:2]:
         return False
-    pairs = zip(*(in_pieces(open_tensor(*found), PIECE_BYTES) for found in (one, other)))
+    pairs = zip(*(read_pieces(*found, PIECE_BYTES) for found in (one, other)))
     return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 

@@ -11,9 +11,9 @@ from parallax.checkpoint.manifest import shortened
 from parallax.checkpoint.stored import PIECE_BYTES, Written
 from parallax.convert.folders import CARRIED, Arrays, made_whole, make_run, open_step, params_of
 from parallax.convert.names import Source, plain_names
-from parallax.convert.safetensors import Tensor, in_pieces, open_tensor
+from parallax.convert.safetensors import Tensor, read_pieces
 from parallax.convert.shards import read_shards, write_shards
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, shown
 from parallax.settings import load_json, read_settings
 from parallax.tokenizer import load
 
@@ -54,9 +54,9 @@ def import_params(source: Path, workdir: Path) -> None:
     def write(arrays: Mapping[str, Written]) -> None:
         for name, here in plain_names(arrays).items():
             at = 0
-            for piece in in_pieces(open_tensor(*tensors[name]), PIECE_BYTES):
+            for piece in read_pieces(*tensors[name], PIECE_BYTES):
                 rows = (slice(at, at + len(piece)),) if piece.ndim else ()
-                arrays[here.name].write((*here.index, *rows), np.asarray(piece))
+                arrays[here.name].write((*here.index, *rows), piece)
                 at += len(piece) if piece.ndim else 0
 
     with made_whole(workdir) as unfinished:
@@ -65,7 +65,7 @@ def import_params(source: Path, workdir: Path) -> None:
 
 def _check_tensors(source: Path, tensors: Mapping[str, tuple[Path, Tensor]], wanted: Mapping[str, Source]) -> None:
     differences = [f"{name} is missing" for name in wanted if name not in tensors]
-    differences += [f"{name} is of no use" for name in tensors if name not in wanted]
+    differences += [f"{shown(name)} is of no use" for name in tensors if name not in wanted]
     for name in wanted.keys() & tensors.keys():
         there, here = _text(tensors[name][1]), _text(wanted[name])
         differences += [] if there == here else [f"{name} is {there} there and {here} here"]

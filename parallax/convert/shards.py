@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from parallax.convert.safetensors import Tensor, nbytes, read_header, write
-from parallax.errors import CheckpointError
+from parallax.convert.safetensors import HEADER_LIMIT_BYTES, Tensor, nbytes, read_header, write
+from parallax.errors import CheckpointError, quoted
 from parallax.plainfile import read_object, write_whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-INDEX_LIMIT_BYTES = 100_000_000
+INDEX_LIMIT_BYTES = HEADER_LIMIT_BYTES
+NAME_BYTES = 255  # of a file, in POSIX's file systems
 
 
 def write_shards(
@@ -38,10 +39,13 @@ def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]
     [['a', 'b'], ['c']]
     """
     groups: list[dict[str, Any]] = [{}]
+    held = 0
     for name, about in tensors.items():
-        if groups[-1] and sum(map(nbytes, groups[-1].values())) + nbytes(about) > limit_bytes:
+        if groups[-1] and held + nbytes(about) > limit_bytes:
             groups.append({})
+            held = 0
         groups[-1][name] = about
+        held += nbytes(about)
     return groups
 
 
@@ -55,19 +59,26 @@ def read_shards(folder: Path) -> dict[str, tuple[Path, Tensor]]:
         path = _inside(folder, SINGLE)
         return {name: (path, tensor) for name, tensor in read_header(path).items()}
     homes = _read_index(folder)
-    headers = {shard: (_inside(folder, shard), read_header(folder / shard)) for shard in sorted(set(homes.values()))}
-    for shard, (_, tensors) in headers.items():
-        odd = {name for name, home in homes.items() if home == shard} ^ set(tensors)
+    of_shard: dict[str, set[str]] = {}
+    for name, home in homes.items():
+        of_shard.setdefault(home, set()).add(name)
+    found = {}
+    for shard, names in sorted(of_shard.items()):
+        path = _inside(folder, shard)
+        tensors = read_header(path)
+        odd = names ^ set(tensors)
         if odd:
-            raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {min(odd)!r:.100}")
-    return {name: (headers[home][0], headers[home][1][name]) for name, home in homes.items()}
+            raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {quoted(min(odd))}")
+        found |= {name: (path, tensor) for name, tensor in tensors.items()}
+    return {name: found[name] for name in homes}
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
-        if path.stat().st_size > INDEX_LIMIT_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than {INDEX_LIMIT_BYTES}")
+        about = path.stat()
+        if about.st_size > INDEX_LIMIT_BYTES:
+            raise CheckpointError(f"{path} has {about.st_size} bytes, more than {INDEX_LIMIT_BYTES}")
         homes = read_object(path)["weight_map"]
     except FileNotFoundError:
         raise CheckpointError(
@@ -89,12 +100,13 @@ def _read_index(folder: Path) -> dict[str, str]:
 def _inside(folder: Path, name: str) -> Path:
     """A file of the folder itself: a name with a path in it, or a link, could be any file of the machine."""
     path = folder / name
-    if Path(name).name != name or name in ("", ".", "..") or "\\" in name or not name.isprintable():
+    is_path = Path(name).name != name or name in ("", ".", "..") or "\\" in name
+    if is_path or not name.isprintable() or len(name.encode()) > NAME_BYTES:
         raise CheckpointError(
-            f"{folder / INDEX} names {name!r:.100}, which is no file's name; it must be in the folder"
+            f"{folder / INDEX} names {quoted(name)}, which is no file's name; it must be in the folder"
         )
     if not name.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX} names {name!r:.100}; nothing but .safetensors is read")
+        raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; nothing but .safetensors is read")
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; put the file itself there")
     if not path.is_file():

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallax.errors import ConfigError, check_choice
+from parallax.errors import ConfigError, check_choice, quoted
 from parallax.tokenizer import SMALLEST_BPE_VOCAB
 
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
@@ -37,7 +37,7 @@ class DataConfig:
         _check_path(self.source, self.path, self.field)
         if self.cache and self.source == "prepared":
             raise ConfigError(
-                f"data.cache={self.cache!r} is not used by data.source='prepared', which is ready; leave it empty"
+                f"data.cache={quoted(self.cache)} is not used by data.source='prepared', which is ready; leave it empty"
             )
         if self.tokenizer != AUTO:
             check_tokenizer(self.tokenizer, self.bpe_vocab, f"{AUTO!r}, ")
@@ -55,7 +55,7 @@ def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
         return
     if tokenizer not in ("bytes", "bpe"):
         raise ConfigError(
-            f"data.tokenizer={tokenizer!r} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
+            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
         )
     if tokenizer == "bpe":
         _check_least("bpe_vocab", bpe_vocab, SMALLEST_BPE_VOCAB)
@@ -64,7 +64,7 @@ def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
 def _check_path(source: str, path: str, field: str) -> None:
     if source in BUILT_IN and path:
         raise ConfigError(
-            f"data.path={path!r} is not read by data.source={source!r}; use {', '.join(FILES)} or prepared"
+            f"data.path={quoted(path)} is not read by data.source={source!r}; use {', '.join(FILES)} or prepared"
         )
     if source not in BUILT_IN and not path:
         raise ConfigError(f"data.path='' but data.source={source!r} needs a file, folder or glob")
