@@ -51,13 +51,15 @@ def step_time(
     critical, own = (Clock(compiled, chip, price, lockstep).run(compiled.timeline) for lockstep in (True, False))
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
+    mfu = model_flops / (chip.peak(dtype) * total)
+    assert mfu < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     return StepTime(
         critical["compute"],
         exposed,
         critical["pallas"],
         total,
         1 - sum(own.values()) / total,
-        model_flops / (chip.peak(dtype) * total),
+        mfu,
     )
 
 
