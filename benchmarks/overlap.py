@@ -25,7 +25,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpu_compile import tpu_devices
+from arguments import Arguments, run_benchmark, tpu_devices
 
 
 class Row(NamedTuple):
@@ -71,12 +71,15 @@ COLUMNS = ("GiB", "compute", "kernels", "waits", "dp", "tp", "MFU", "MFU-")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, smallest={"rows": [0]})
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
     args = parser.parse_args()
-    devices, rows = tpu_devices(args.topology), ROWS[args.config]
+    rows = ROWS[args.config]
+    if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
+        parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(rows) - 1}")
+    devices = tpu_devices(args.topology)
     print(f"{args.config} on {args.topology}")
     print(f"| changed | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
@@ -136,4 +139,4 @@ def hidden(collectives: Any, axis: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)
