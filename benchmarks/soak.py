@@ -87,7 +87,11 @@ def start(workdir: pathlib.Path, mesh: str, steps: int, processes: int = 1) -> s
 def finish(workdir: pathlib.Path, mesh: str, steps: int) -> None:
     """Let a run come to its end."""
     process = start(workdir, mesh, steps)
-    out, _ = process.communicate(timeout=PATIENCE_SECS)
+    try:
+        out, _ = process.communicate(timeout=PATIENCE_SECS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        sys.exit(f"{workdir} has not come to its end in {PATIENCE_SECS} s; --steps={steps} may be too many here")
     if process.returncode:
         sys.exit(f"{workdir} ended with status {process.returncode}:\n{out}")
 

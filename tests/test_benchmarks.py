@@ -112,6 +112,7 @@ def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("line", (*NEED_LIBTPU, *PROCESSES))
 def test_a_benchmark_of_processes_or_of_tpus_prints_its_figures(line):
     if line in NEED_LIBTPU and find_spec("libtpu") is None:
