@@ -7,13 +7,12 @@ operation is for. Waiting inside a collective counts as that collective: on simu
 to do waits in one.
 """
 
-import argparse
 import re
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-from step import prepare
+from arguments import WORKS, Arguments, mesh_sizes, run_benchmark, whole_number
 
 # The first pattern that an operation's kind, name and origin match says what it is for.
 KINDS = {
@@ -32,15 +31,18 @@ CONTROL = ("while", "conditional", "call")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="2,2,2", metavar="PP,DP,TP")
+    smallest = {"mesh": "1,1,1", "config": "tiny_gqa", "microbatches": 1}
+    parser = Arguments(description=__doc__, smallest=smallest)
+    parser.add_argument("--config", default="bench_small", choices=WORKS)
+    parser.add_argument("--mesh", type=mesh_sizes, default="2,2,2", metavar="PP,DP,TP")
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=whole_number, default=8)
     args = parser.parse_args()
     import jax
+    from step import prepare
 
-    work = prepare(args.mesh, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
+    work = prepare(args.config, args.mesh, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -74,4 +76,4 @@ def sorted_times(profile, known: dict[str, str]) -> Counter:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -1,59 +1,59 @@
-"""What checkpoints cost, as ratios within one run: python benchmarks/checkpoints.py
+"""What checkpoints cost, as ratios within one run.
+
+    python benchmarks/checkpoints.py [FOLDER] [--steps 48] [--every 12] [--arrays 12]
 
 Steps of a state cut over 2·2·2 simulated devices are timed without saves, and with an asynchronous save every few
 steps; the disk's own speed is that of one file of as many bytes, written and flushed. The numbers are random, so that
-nothing is gained by compression.
+nothing is gained by compression. FOLDER lies on the disk that is measured; without it, where temporary files are.
 """
 
 import os
 import pathlib
 import shutil
 import statistics
-import sys
 import tempfile
 import time
+from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from arguments import Arguments, run_benchmark, whole_number
 
-from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
-from parallax.checkpoint.fingerprint import fingerprints
-from parallax.mesh import MeshConfig, make_mesh, simulate_devices
+from parallax.errors import ConfigError
 
-ARRAYS, SHAPE = 12, (8, 1024, 640)  # 12 of 20 MiB
-STEPS, EVERY = 48, 12
+SHAPE = (8, 1024, 640)  # 20 MiB
 BLOCK_BYTES = 1 << 22
 
 
-def make_state(mesh) -> dict[str, jax.Array]:
+def make_state(mesh, arrays: int) -> dict[str, Any]:
     """Arrays of random numbers, cut over all axes."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
     rng, cut = np.random.default_rng(0), NamedSharding(mesh, P("pp", "dp", "tp"))
-    return {f"w{at}": jax.device_put(rng.normal(size=SHAPE).astype(np.float32), cut) for at in range(ARRAYS)}
+    return {f"w{at}": jax.device_put(rng.normal(size=SHAPE).astype(np.float32), cut) for at in range(arrays)}
 
 
-def step(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def step(state: dict[str, Any]) -> dict[str, Any]:
     """Some arithmetic on every element, for about a second on two cores."""
+    import jax
+    import jax.numpy as jnp
+
     return jax.lax.fori_loop(0, 4, lambda _, tree: jax.tree.map(lambda x: jnp.sin(x) * 1.01 + x * 1e-3, tree), state)
 
 
-def timed_steps(
-    state, compiled, checkpoints: Checkpoints | None
-) -> tuple[dict[str, jax.Array], list[float], list[float]]:
+def timed_steps(state, compiled, args: Any, checkpoints: Any = None) -> tuple[dict[str, Any], list[float], list[float]]:
     """Seconds of each step with its check, and of each call of save."""
+    import jax
+
     steps, saves = [], []
-    for done in range(1, STEPS + 1):
+    for done in range(1, args.steps + 1):
         began = time.perf_counter()
         state = jax.block_until_ready(compiled(state))
         if checkpoints is not None:
             checkpoints.check()
         steps.append(time.perf_counter() - began)
-        if checkpoints is not None and done % EVERY == 0:
+        if checkpoints is not None and done % args.every == 0:
             began = time.perf_counter()
             checkpoints.save(done, {"params": state})
             saves.append(time.perf_counter() - began)
@@ -76,6 +76,10 @@ def disk_speed(folder: pathlib.Path, size: int) -> float:
 
 def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
     """MB/s of a save that is waited for, and of a load, fingerprints and checksums included."""
+    import jax
+
+    from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+
     size = sum(x.nbytes for x in state.values())
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
     with Checkpoints(folder, config, settings={}) as checkpoints:
@@ -90,27 +94,49 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
 
 
 def main() -> None:
+    parser = Arguments(description=__doc__, smallest={"steps": 2, "every": 1, "arrays": 1})
+    parser.add_argument("folder", nargs="?", help="where files are written; they are removed again")
+    parser.add_argument("--steps", type=whole_number, default=48)
+    parser.add_argument("--every", type=whole_number, default=12, help="steps between two saves")
+    parser.add_argument("--arrays", type=whole_number, default=12, help="of 20 MiB each")
+    args = parser.parse_args()
+    if args.every > args.steps:
+        raise ConfigError(f"--every={args.every} is more than --steps={args.steps}: nothing would be saved")
+    if args.folder and not pathlib.Path(args.folder).is_dir():
+        raise ConfigError(f"{args.folder!r} is no folder; name one on the disk that is to be measured")
+    folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        measure(args, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(args: Any, folder: pathlib.Path) -> None:
+    import jax
+
+    from parallax.checkpoint import CheckpointConfig, Checkpoints
+    from parallax.checkpoint.fingerprint import fingerprints
+    from parallax.mesh import MeshConfig, make_mesh, simulate_devices
+
     simulate_devices(8)
-    state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)))
+    state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)), args.arrays)
     size = sum(x.nbytes for x in state.values())
     compiled = jax.jit(step, donate_argnums=0)
     state = compiled(state)
     fingerprints(state)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=sys.argv[1] if len(sys.argv) > 1 else None))
-    try:
-        began = time.perf_counter()
-        fingerprints(state)
-        marks = time.perf_counter() - began
-        state, plain, _ = timed_steps(state, compiled, None)
-        config = CheckpointConfig(every_steps=EVERY, keep_last=1, keep_best=0)
-        with Checkpoints(folder / "run", config, settings={}) as checkpoints:
-            state, steps, saves = timed_steps(state, compiled, checkpoints)
-        whole, base = sum(steps) + sum(saves), sum(plain)
-        disk = disk_speed(folder, size)
-        saving, loading = saved_and_loaded(folder / "once", state)
-    finally:
-        shutil.rmtree(folder)
-    print(f"state {size / 1e6:.0f} MB, {STEPS} steps of {statistics.median(plain):.2f} s, a save every {EVERY}")
+    began = time.perf_counter()
+    fingerprints(state)
+    marks = time.perf_counter() - began
+    state, plain, _ = timed_steps(state, compiled, args)
+    config = CheckpointConfig(every_steps=args.every, keep_last=1, keep_best=0)
+    with Checkpoints(folder / "run", config, settings={}) as checkpoints:
+        state, steps, saves = timed_steps(state, compiled, args, checkpoints)
+    whole, base = sum(steps) + sum(saves), sum(plain)
+    disk = disk_speed(folder, size)
+    saving, loading = saved_and_loaded(folder / "once", state)
+    print(
+        f"state {size / 1e6:.0f} MB, {args.steps} steps of {statistics.median(plain):.2f} s, a save every {args.every}"
+    )
     for name, secs in (
         ("call of save", statistics.median(saves)),
         ("  fingerprints", marks),
@@ -124,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

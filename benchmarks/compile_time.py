@@ -5,18 +5,16 @@
 Each cell lowers and compiles the step of a small MLA model anew, without a compilation cache; seconds of CPU.
 """
 
-import argparse
-import sys
+import math
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arguments import Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="2,2,2", metavar="PP,DP,TP")
-    parser.add_argument("--counts", nargs="+", type=int, default=[4, 16, 64])
+    parser = Arguments(description=__doc__, smallest={"mesh": "1,1,1", "counts": [1]})
+    parser.add_argument("--mesh", type=mesh_sizes, default="2,2,2", metavar="PP,DP,TP")
+    parser.add_argument("--counts", nargs="+", type=whole_number, default=[4, 16, 64])
     args = parser.parse_args()
     import jax
 
@@ -24,7 +22,7 @@ def main() -> None:
 
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = tuple(map(int, args.mesh.split(",")))
-    px.simulate_devices(8)
+    px.simulate_devices(math.prod(sizes))
     seconds(sizes, layers=args.counts[0], microbatches=args.counts[0])  # the first compile also loads the compiler
     print(f"mesh {args.mesh}; CPU seconds to lower and compile the step")
     print("layers \\ microbatches" + "".join(f"{count:>8}" for count in args.counts))
@@ -34,18 +32,19 @@ def main() -> None:
 
 
 def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> float:
+    import jax
+
     import parallax as px
-    from configs.tiny_gqa import get_config
     from parallax.assembly import step_of
 
     pp, dp, tp = sizes
-    config = get_config()
-    config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, 8
+    config = config_of("tiny_gqa")
+    config.mesh.pp, config.mesh.dp, config.mesh.tp = pp, dp, tp
     config.model.attention = "mla"
     config.model.layers, config.pipeline.microbatches = layers, microbatches
-    config.model.vocab, config.data.global_batch = 256, microbatches * dp
+    config.data.global_batch = microbatches * dp
     settings = px.read_settings(config.to_dict())
-    mesh = px.make_mesh(settings.mesh)
+    mesh = px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp])
     step = step_of(settings, mesh)
     started = time.process_time()
     step.lower(settings.data.global_batch, settings.data.seq).compile()
@@ -53,4 +52,4 @@ def seconds(sizes: tuple[int, int, int], *, layers: int, microbatches: int) -> f
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

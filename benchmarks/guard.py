@@ -7,14 +7,11 @@ compared. The work is configs/bench_small.py with fewer rows in a batch: the gua
 step computes, the larger its share.
 """
 
-import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
 
 def unguarded(model, tx):
@@ -36,30 +33,30 @@ def unguarded(model, tx):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="1,1,1", metavar="PP,DP,TP")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
+    parser = Arguments(description=__doc__, smallest={"config": "tiny_gqa", "rows": 2, "steps": 1})
+    parser.add_argument("--config", default="bench_small", choices=WORKS)
+    parser.add_argument("--mesh", type=mesh_sizes, default="1,1,1", metavar="PP,DP,TP")
+    parser.add_argument("--rows", type=whole_number, default=8)
+    parser.add_argument("--steps", type=whole_number, default=12)
     args = parser.parse_args()
     measure(args)
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: Any) -> None:
     import jax
     from step import random_batch
 
     import parallax as px
-    from configs.bench_small import get_config
     from parallax.assembly import model_and_optimizer
     from parallax.step import TrainStep, init_state
 
-    config = get_config()
+    config = config_of(args.config)
     pp, dp, tp = map(int, args.mesh.split(","))
     px.simulate_devices(pp * dp * tp)
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.guard.spike_z = 6.0
     settings = px.read_settings(config.to_dict())
-    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
+    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
     batch = jax.device_put(random_batch(args.rows, settings.data.seq, settings.model.vocab), model.batch_sharding)
     makers = {"without": unguarded(model, tx), "with": TrainStep(model, tx, 0, settings.guard)}
     compiled, compile_secs, states = {}, {}, {}
@@ -82,4 +79,4 @@ def measure(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

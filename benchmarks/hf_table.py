@@ -10,11 +10,15 @@ token up to three times the original context; of the losses of ten steps of Adam
 generation are equal. --write puts the table into docs/convert.md.
 """
 
-import argparse
+import importlib
 import os
 import sys
 import tempfile
 from pathlib import Path
+
+from arguments import Arguments, run_benchmark, whole_number
+
+from parallax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "convert.md"
@@ -26,32 +30,45 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, smallest={"families": 1, "meshes": 1})
     parser.add_argument("--write", action="store_true", help="also into docs/convert.md")
-    write = parser.parse_args().write
+    parser.add_argument("--families", type=whole_number, help="the first of them alone")
+    parser.add_argument("--meshes", type=whole_number, help="the first of them alone")
+    args = parser.parse_args()
+    if args.smoke and args.write:
+        raise ConfigError("--smoke measures nothing that docs/convert.md should have; leave out --write")
+    check_installed()
 
     import parallax as px
 
     px.simulate_devices(8)
-    table = as_text([HEAD, *measure()])
+    table = as_text([HEAD, *measure(args.families, args.meshes)])
     print(table)
-    if write:
+    if args.write:
         put(table)
 
 
-def measure() -> list[list[str]]:
+def check_installed() -> None:
+    for name in ("torch", "transformers"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{name} cannot be imported ({error}); pip install -e '.[hf-tests]'") from error
+
+
+def measure(families: int | None, meshes: int | None) -> list[list[str]]:
     """A row for each family and mesh."""
-    import hf_families as families
+    import hf_families as theirs
 
     rows = []
-    for name in families.FAMILIES:
+    for name in [*theirs.FAMILIES][:families]:
         with tempfile.TemporaryDirectory() as folder:
-            pair = families.make_pair(name, Path(folder))
-            for mesh in families.MESHES:
-                model, params = families.ours_on(pair, mesh)
-                logits = families.logits_difference(pair, model, params)
-                losses = families.loss_difference(name, pair, model, params)
-                equal, total = families.equal_tokens(pair, model, params)
+            pair = theirs.make_pair(name, Path(folder))
+            for mesh in theirs.MESHES[:meshes]:
+                model, params = theirs.ours_on(pair, mesh)
+                logits = theirs.logits_difference(pair, model, params)
+                losses = theirs.loss_difference(name, pair, model, params)
+                equal, total = theirs.equal_tokens(pair, model, params)
                 rows.append([name, "·".join(map(str, mesh)), f"{logits:.1e}", f"{losses:.1e}", f"{equal} of {total}"])
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     return rows
@@ -70,4 +87,4 @@ def put(table: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -25,7 +25,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tpu_compile import tpu_devices
+from arguments import Arguments, config_of, run_benchmark, tpu_devices
 
 
 class Row(NamedTuple):
@@ -58,25 +58,26 @@ ROWS = {
     "llama2_7b_64": [
         Row({}),
         Row({}, options=False),
-        Row(PLAIN),
-        Row(PLAIN | AHEAD),
-        Row(AHEAD),
-        Row({"pipeline.remat": "elementwise"}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
         Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
     ],
+    "tiny_gqa": [Row({})],
 }
+SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
 COLUMNS = ("GiB", "compute", "kernels", "waits", "dp", "tp", "MFU", "MFU-")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__, smallest=SMALLEST)
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
     args = parser.parse_args()
-    devices, rows = tpu_devices(args.topology), ROWS[args.config]
+    rows = ROWS[args.config]
+    if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
+        parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(rows) - 1}")
+    devices = tpu_devices(args.topology)
     print(f"{args.config} on {args.topology}")
     print(f"| changed | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
@@ -93,7 +94,7 @@ def title(row: Row) -> str:
 
 
 def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
-    import importlib
+    import dataclasses
     import math
 
     import parallax as px
@@ -105,10 +106,10 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     from parallax.report.shares import branch_shares
     from parallax.report.steptime import step_time
 
-    config = importlib.import_module(f"configs.{args.config}").get_config()
+    config = config_of(args.config)
     config.update_from_flattened_dict(row.changes)
     settings = px.read_settings(config.to_dict())
-    mesh = px.make_mesh(settings.mesh, devices)
+    mesh = px.make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     shape = settings.data.global_batch, settings.data.seq
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
         step = step_of(settings, mesh)
@@ -136,4 +137,4 @@ def hidden(collectives: Any, axis: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -1,6 +1,6 @@
 """Predicted against measured time of layouts, on simulated devices: does a plan rank them right?
 
-    python benchmarks/plan.py [--rounds 5] [--layers 8] [--d-model 256] [--seq 256]
+    python benchmarks/plan.py [--rounds 5] [--layouts 10]
 
 The work is that of configs/bench_small.py on 8 devices, cut in each way of LAYOUTS. What one of them does a second is
 measured here as `parallax.plan` measures it where no topology is given: matrix products, copies and a gather by all of
@@ -9,15 +9,12 @@ turns, a step each; the least of the rounds counts, for the machine may have oth
 both ranks, and Spearman's correlation of the ranks: 1 where the order is the same.
 """
 
-import argparse
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import WORKS, Arguments, config_of, run_benchmark, whole_number
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 DEVICES = 8
 # pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch
 LAYOUTS = [
@@ -43,7 +40,7 @@ def main() -> None:
     from parallax.plan.layouts import Choice
     from parallax.plan.machine import local_place
 
-    settings, choices = work(args), [Choice(*layout) for layout in LAYOUTS]
+    settings, choices = work(args.config), [Choice(*layout) for layout in LAYOUTS[: args.layouts]]
     place = local_place(settings.model.dtype)
     chip = place.chip
     rates = chip.flops[settings.model.dtype] / 1e9, chip.hbm_bandwidth / 1e9, chip.ici_bandwidth / 1e9
@@ -59,22 +56,21 @@ def main() -> None:
     print(f"Spearman's correlation of {len(rows)} layouts: {spearman(predicted, measured):.2f}")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--d-model", type=int, default=256)
-    parser.add_argument("--seq", type=int, default=256)
+def parse() -> Any:
+    smallest = {"config": "tiny_gqa", "rounds": 1, "layouts": 2}
+    parser = Arguments(description=__doc__, smallest=smallest)
+    parser.add_argument("--config", default="bench_small", choices=WORKS)
+    parser.add_argument("--rounds", type=whole_number, default=5)
+    parser.add_argument("--layouts", type=whole_number, default=len(LAYOUTS), help="the first of them alone")
     return parser.parse_args()
 
 
-def work(args: argparse.Namespace) -> Any:
+def work(name: str) -> Any:
     import parallax as px
-    from configs.bench_small import get_config
 
-    config = get_config()
+    config = config_of(name)
     config.mesh.pp, config.mesh.dp, config.mesh.tp = 1, DEVICES, 1
-    config.model.layers, config.model.d_model, config.data.seq = args.layers, args.d_model, args.seq
+    config.data.global_batch = 32
     return px.read_settings(config.to_dict())
 
 
@@ -127,4 +123,4 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -16,16 +16,15 @@ those at real scale for TPU slices, and prints the compiler's own figure of its 
 it has come to stderr.
 """
 
-import argparse
-import importlib
 import math
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices
+
+from parallax.errors import ConfigError
+
 EVERY = ("1,1,1", "1,8,1", "1,1,8", "2,2,2", "4,1,2", "8,1,1")
 PIPELINES = EVERY[3:]
 ON_CPU = (  # config, meshes, schedules, remat: heads and layers of the first two divide over fewer ranks
@@ -43,6 +42,7 @@ ON_TPU = (
     ("llama2_7b_64", "1,64,1", "v5p:4x4x4"),
     ("llama2_7b_64", "1,16,4", "v5p:4x4x4"),
 )
+SMALLEST = ("tiny_gqa", "1,4,1", "v5e:2x2")  # of ON_TPU, with --smoke
 HEAD = ["config", "mesh pp·dp·tp", "schedule", "remat", "memory, MiB", "error", "GFLOP", "error", "sent, MiB", "error"]
 HEAD += ["of the update: GFLOP", "sent, MiB"]
 
@@ -75,9 +75,9 @@ class Figures(NamedTuple):
 def main() -> None:
     args = parse()
     start_jax(tpu=args.tpu)
-    chosen = [case for case in (on_tpu() if args.tpu else on_cpu()) if wanted(case, args)]
+    chosen = [case for case in (on_tpu(args.smoke) if args.tpu else on_cpu()) if wanted(case, args)]
     if not chosen:
-        raise SystemExit("No row is of these configs, meshes, schedules and remat; --help says what there is.")
+        raise ConfigError("no row is of these configs, meshes, schedules and remat; --help says what there is")
     print_row([*HEAD, "compiler's peak, MiB"] if args.tpu else HEAD)
     print_row(["---"] * (len(HEAD) + args.tpu))
     found = [measured(case, f"{at} of {len(chosen)}", args.tpu) for at, case in enumerate(chosen, start=1)]
@@ -85,25 +85,25 @@ def main() -> None:
     print_row(["largest", "", "", "", *(cell for error in largest for cell in ("", in_percent(error))), "", ""])
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> Any:
+    parser = Arguments(description=__doc__, smallest={"configs": ["tiny_gqa"], "meshes": ["1,1,1", "1,4,1"]})
     for name in ("configs", "meshes", "schedules", "remat"):
-        parser.add_argument(f"--{name}", nargs="+", help="rows of these alone")
-    parser.add_argument("--tpu", action="store_true")
+        kind = {"type": mesh_sizes, "metavar": "PP,DP,TP"} if name == "meshes" else {}
+        parser.add_argument(f"--{name}", nargs="+", help="rows of these alone", **kind)
+    parser.add_argument("--tpu", action="store_true", help="compile for TPU slices")
     return parser.parse_args()
 
 
 def start_jax(*, tpu: bool) -> None:
-    """Simulate devices or, for the TPU compiler, ask for none."""
-    if tpu:
-        os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    """Simulate devices or, for the TPU compiler, see that it is there."""
     import jax
 
     import parallax as px
 
     jax.config.update("jax_enable_compilation_cache", False)
-    if not tpu:
+    if tpu:
+        tpu_devices(SMALLEST[-1])
+    else:
         px.simulate_devices(8)
 
 
@@ -120,12 +120,13 @@ def on_cpu() -> list[Case]:
     ]
 
 
-def on_tpu() -> list[Case]:
-    own = {name: config_of(name).pipeline for name, _, _ in ON_TPU}
-    return [Case(name, mesh, own[name].schedule, own[name].remat, chips) for name, mesh, chips in ON_TPU]
+def on_tpu(smoke: bool) -> list[Case]:
+    rows = [SMALLEST] if smoke else ON_TPU
+    own = {name: config_of(name).pipeline for name, _, _ in rows}
+    return [Case(name, mesh, own[name].schedule, own[name].remat, chips) for name, mesh, chips in rows]
 
 
-def wanted(case: Case, args: argparse.Namespace) -> bool:
+def wanted(case: Case, args: Any) -> bool:
     limits = args.configs, args.meshes, args.schedules, args.remat
     return all(not limit or value in limit for value, limit in zip(case, limits))
 
@@ -182,10 +183,6 @@ def figures(case: Case) -> tuple[Figures, str]:
     ), found.schedule
 
 
-def config_of(name: str) -> Any:
-    return importlib.import_module(f"configs.{name}").get_config()
-
-
 def config_for(case: Case) -> Any:
     config, (pp, dp, tp) = config_of(case.config), sizes(case)
     config.mesh.update(pp=pp, dp=dp, tp=tp, simulate=0)
@@ -197,10 +194,9 @@ def config_for(case: Case) -> Any:
 
 def devices(case: Case) -> Any:
     import jax
-    from jax.experimental import topologies
 
     if case.slice:
-        return topologies.get_topology_desc(platform="tpu", topology_name=case.slice).devices
+        return tpu_devices(case.slice)
     return jax.devices()[: math.prod(sizes(case))]
 
 
@@ -209,4 +205,4 @@ def sizes(case: Case) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

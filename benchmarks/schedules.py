@@ -23,10 +23,10 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
+
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 MASKED = "one_f_one_b:mask"
 WIDTH = 18
@@ -52,19 +52,22 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    smallest = {"config": "tiny_gqa", "mesh": "2,1,1", "microbatches": [2], "layers": [2], "rounds": 1}
+    smallest["schedules"] = SCHEDULES[:2]
     defaults = {"memory": ([4, 8, 16, 32, 64], [16]), "time": ([4, 8, 16], [16]), "compile": ([4, 64], [16, 64])}
     defaults["flops"] = defaults["time"]
     for name, (microbatches, layers) in defaults.items():
-        command = commands.add_parser(name)
-        command.add_argument("--mesh", default="4,1,1", metavar="PP,DP,TP")
+        command = commands.add_parser(name, smallest=smallest)
+        command.add_argument("--config", default="bench_small", choices=WORKS)
+        command.add_argument("--mesh", type=mesh_sizes, default="4,1,1", metavar="PP,DP,TP")
         command.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
-        command.add_argument("--microbatches", nargs="+", type=int, default=microbatches)
-        command.add_argument("--layers", nargs="+", type=int, default=layers)
+        command.add_argument("--microbatches", nargs="+", type=whole_number, default=microbatches)
+        command.add_argument("--layers", nargs="+", type=whole_number, default=layers)
         schedules = (*SCHEDULES, MASKED) if name in ("time", "flops") else SCHEDULES
         command.add_argument("--schedules", nargs="+", default=schedules, choices=schedules)
-        command.add_argument("--rounds", type=int, default=2 if name == "compile" else 5)
+        command.add_argument("--rounds", type=whole_number, default=2 if name == "compile" else 5)
     return parser.parse_args()
 
 
@@ -76,9 +79,8 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
     import jax
 
     import parallax as px
-    from configs.bench_small import get_config
 
-    config = get_config()
+    config = config_of(args.config)
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
     config.mesh.simulate = 0
     config.model.vocab, config.model.layers = 1024, layers
@@ -95,7 +97,7 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
 def compiled(work: Work) -> Any:
     import jax
 
-    from parallax.sharded_model import BATCH_ARRAYS
+    from parallax.batch import BATCH_ARRAYS
 
     model, shape = work.model, (work.rows, work.seq)
     params = jax.tree.map(
@@ -199,8 +201,8 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
+    from parallax.batch import BATCH_ARRAYS
     from parallax.report import matmul_flops
-    from parallax.sharded_model import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))
@@ -232,4 +234,4 @@ def compile_times(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -1,11 +1,11 @@
 """Kill a run again and again, and compare what it has learnt with one that was never stopped: make soak
 
+    python benchmarks/soak.py [KILLS] [--steps 80]
+
 Half of the kills hit a run that stays on its mesh: its losses, evaluations and final checkpoint must be those of the
 other bit for bit. Half hit a run that goes on on another mesh each time, by one process, two or four, of which a random
 one is killed: its losses must be within 1e-4. A step is saved after each, so that a kill hits a save more often than
 not. Ends with status 1 if anything was lost.
-
-    python benchmarks/soak.py [kills]
 """
 
 import json
@@ -20,14 +20,9 @@ import tempfile
 import threading
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from parallax.checkpoint import read_manifest
-from parallax.loop.journal import read_metrics
+from arguments import Arguments, run_benchmark, whole_number
 
 ROOT = pathlib.Path(__file__).parents[1]
-KILLS = 50
-STEPS = 80
 TOLERANCE = 1e-4
 PATIENCE_SECS = 300
 MESHES = {
@@ -42,7 +37,7 @@ DEVICES = 8
 PROCESSES = (1, 2, 4)
 
 
-def command(workdir: pathlib.Path, mesh: str) -> list[str]:
+def command(workdir: pathlib.Path, mesh: str, steps: int) -> list[str]:
     """A small run that saves after every step."""
     keys = {
         "model.layers": 4,
@@ -57,7 +52,7 @@ def command(workdir: pathlib.Path, mesh: str) -> list[str]:
         "data.synthetic_tokens": 100_000,
         "data.seq": 32,
         "data.global_batch": 8,
-        "train.steps": STEPS,
+        "train.steps": steps,
         "train.log_every_steps": 1,
         "train.eval_every_steps": 20,
         "train.eval_batches": 1,
@@ -72,7 +67,7 @@ def command(workdir: pathlib.Path, mesh: str) -> list[str]:
     return ["train.py", "--config=configs/tiny_gqa.py", *flags, f"--workdir={workdir}"]
 
 
-def start(workdir: pathlib.Path, mesh: str, processes: int = 1) -> subprocess.Popen:
+def start(workdir: pathlib.Path, mesh: str, steps: int, processes: int = 1) -> subprocess.Popen:
     sizes = ["--processes", str(processes), "--devices-per-process", str(DEVICES // processes)]
     launcher = ["-m", "parallax.launch", *sizes, "--"] if processes > 1 else []
     cache = {
@@ -80,7 +75,7 @@ def start(workdir: pathlib.Path, mesh: str, processes: int = 1) -> subprocess.Po
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-u", *launcher, *command(workdir, mesh)],
+        [sys.executable, "-u", *launcher, *command(workdir, mesh, steps)],
         cwd=ROOT,
         env=os.environ | cache | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
@@ -89,17 +84,21 @@ def start(workdir: pathlib.Path, mesh: str, processes: int = 1) -> subprocess.Po
     )
 
 
-def finish(workdir: pathlib.Path, mesh: str) -> None:
+def finish(workdir: pathlib.Path, mesh: str, steps: int) -> None:
     """Let a run come to its end."""
-    process = start(workdir, mesh)
-    out, _ = process.communicate(timeout=PATIENCE_SECS)
+    process = start(workdir, mesh, steps)
+    try:
+        out, _ = process.communicate(timeout=PATIENCE_SECS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        sys.exit(f"{workdir} has not come to its end in {PATIENCE_SECS} s; --steps={steps} may be too many here")
     if process.returncode:
         sys.exit(f"{workdir} ended with status {process.returncode}:\n{out}")
 
 
-def kill_in_the_middle(workdir: pathlib.Path, mesh: str, rng: random.Random, processes: int) -> str:
+def kill_in_the_middle(workdir: pathlib.Path, mesh: str, steps: int, rng: random.Random, processes: int) -> str:
     """Start, and kill one process at random: while it starts, in a step, or in a save; returns what was said last."""
-    process = start(workdir, mesh, processes)
+    process = start(workdir, mesh, steps, processes)
     pids = [process.pid]
     watchdog = threading.Timer(PATIENCE_SECS, process.kill)
     watchdog.start()
@@ -119,17 +118,21 @@ def kill_in_the_middle(workdir: pathlib.Path, mesh: str, rng: random.Random, pro
     process.communicate()
     watchdog.cancel()
     if ended is not None:
-        sys.exit(f"{workdir} ended by itself with status {ended} after {said!r}; train.steps={STEPS} are too few")
+        sys.exit(f"{workdir} ended by itself with status {ended} after {said!r}; --steps={steps} are too few")
     return said
 
 
 def numbers(workdir: pathlib.Path, key: str) -> dict[int, float]:
     """One metric by step; equal floats are equal bits."""
+    from parallax.loop.journal import read_metrics
+
     return {row["step"]: row[key] for row in read_metrics(workdir / "metrics.jsonl") if key in row}
 
 
-def compare(killed: pathlib.Path, whole: pathlib.Path) -> tuple[float, bool]:
+def compare(killed: pathlib.Path, whole: pathlib.Path, steps: int) -> tuple[float, bool]:
     """The largest difference of losses, and whether all is equal bit for bit, the final checkpoint too."""
+    from parallax.checkpoint import read_manifest
+
     worst, same = 0.0, True
     for key in ("train/loss", "eval/loss"):
         here, there = numbers(killed, key), numbers(whole, key)
@@ -137,29 +140,35 @@ def compare(killed: pathlib.Path, whole: pathlib.Path) -> tuple[float, bool]:
             sys.exit(f"{killed} has {key} of steps {sorted(here)}, {whole} of {sorted(there)}")
         worst = max(worst, *(abs(here[step] - there[step]) for step in here))
         same &= here == there
-    arrays = [read_manifest(folder / "checkpoints", STEPS)["arrays"] for folder in (killed, whole)]
+    arrays = [read_manifest(folder / "checkpoints", steps)["arrays"] for folder in (killed, whole)]
     return worst, same and arrays[0] == arrays[1]
 
 
 def main() -> None:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else KILLS
+    parser = Arguments(description=__doc__, smallest={"kills": 2, "steps": 30})
+    parser.add_argument("kills", type=whole_number, nargs="?", default=50)
+    parser.add_argument(
+        "--steps", type=whole_number, default=80, help="of each run; a kill that comes after the last ends it all"
+    )
+    args = parser.parse_args()
+    kills, steps = args.kills, args.steps
     rng, began = random.Random(0), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         whole, still, moving = (pathlib.Path(folder) / name for name in ("whole", "still", "moving"))
-        finish(whole, FIRST)
+        finish(whole, FIRST, steps)
         for number in range(1, kills + 1):
             moves = number % 2 == 0
             mesh = rng.choice(list(MESHES)) if moves else FIRST
             processes = rng.choice(PROCESSES) if moves else 1
-            said = kill_in_the_middle(moving if moves else still, mesh, rng, processes)
+            said = kill_in_the_middle(moving if moves else still, mesh, steps, rng, processes)
             by = "one process" if processes == 1 else f"{processes} processes"
             print(
                 f"kill {number}/{kills} on {mesh} by {by}, {time.perf_counter() - began:.0f} s, after {said[:60]!r}",
                 flush=True,
             )
-        finish(still, FIRST)
-        finish(moving, FIRST)
-        (_, same), (worst, _) = compare(still, whole), compare(moving, whole)
+        finish(still, FIRST, steps)
+        finish(moving, FIRST, steps)
+        (_, same), (worst, _) = compare(still, whole, steps), compare(moving, whole, steps)
         lost = {
             name: len(list(at.glob("checkpoints/damaged-*"))) for name, at in (("still", still), ("moving", moving))
         }
@@ -172,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

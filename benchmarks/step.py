@@ -4,7 +4,7 @@
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
 seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
-process measures what a float32 matmul reaches, 2 x 2048^3 FLOPs a time; the median over steps is printed.
+process measures what a float32 matmul reaches, 2 x matmul^3 FLOPs a time; the median over steps is printed.
 
     share = model FLOPs per CPU second of the step / matmul FLOPs per CPU second
 
@@ -19,23 +19,23 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-MATMUL, MATMUL_TIMES = 2048, 4
+MATMUL_TIMES = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--meshes", nargs="+", default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
-    parser.add_argument("--steps", type=int, default=4)
+    smallest = {"config": "tiny_gqa", "meshes": ["1,1,1"], "steps": 1, "microbatches": 1, "matmul": 256}
+    parser = Arguments(description=__doc__, smallest=smallest)
+    parser.add_argument("--config", default="bench_small", choices=WORKS)
+    parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
+    parser.add_argument("--steps", type=whole_number, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=whole_number, default=8)
+    parser.add_argument("--matmul", type=whole_number, default=2048, help="rows of the matmul that is measured")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def run_child(mesh: str, args: argparse.Namespace) -> dict:
-    options = {"steps": args.steps, "remat": args.remat, "gather": args.gather, "microbatches": args.microbatches}
-    flags = [f"--{name}={value}" for name, value in options.items()]
+    names = ("config", "steps", "remat", "gather", "microbatches", "matmul")
+    flags = [f"--{name}={getattr(args, name)}" for name in names]
     command = [sys.executable, __file__, "--child", mesh, *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])
@@ -73,42 +73,41 @@ class Prepared(NamedTuple):
     compile_secs: float
 
 
-def prepare(mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepared:
+def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepared:
     """The reference work on a mesh, compiled."""
     import jax
 
     import parallax as px
-    from configs.bench_small import get_config
-    from parallax import plan
     from parallax.assembly import model_and_optimizer
+    from parallax.budget import flops_per_token
     from parallax.step import init_state, make_train_step
 
     pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)
-    config = get_config()
+    config = config_of(config_name)
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
     config.pipeline.remat, config.pipeline.gather = remat, gather
     config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
-    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
+    model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
     rows, seq = settings.data.global_batch, settings.data.seq
     batch = jax.device_put(random_batch(rows, seq, settings.model.vocab), model.batch_sharding)
     state = init_state(model, tx, 0)
     started = time.perf_counter()
     step = make_train_step(model, tx, 0).lower(rows, seq).compile()
     compile_secs = time.perf_counter() - started
-    flops = plan.flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
+    flops = flops_per_token(settings.model, model.shapes, seq=seq) * rows * seq
     return Prepared(step, state, batch, flops, compile_secs)
 
 
 def measure(args: argparse.Namespace) -> dict:
     import jax
 
-    work = prepare(args.child, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
+    work = prepare(args.config, args.child, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     cpu, wall, rates = [], [], []
     for _ in range(args.steps):
-        rates.append(matmul_rate())
+        rates.append(matmul_rate(args.matmul))
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         state, _ = jax.block_until_ready(work.step(state, work.batch))
         cpu.append(time.process_time() - cpu_start)
@@ -124,24 +123,26 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def random_batch(rows: int, seq: int, vocab: int) -> dict:
+    import numpy as np
+
     tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq), dtype=np.int32)
     positions = np.tile(np.arange(seq, dtype=np.int32), (rows, 1))
     labels = np.roll(tokens, -1, axis=1)
     return {"tokens": tokens, "labels": labels, "segments": np.ones_like(tokens), "positions": positions}
 
 
-def matmul_rate() -> float:
-    """FLOPs per CPU second of float32 matmuls."""
+def matmul_rate(size: int) -> float:
+    """FLOPs per CPU second of float32 matmuls of so many rows and columns."""
     import jax
 
-    square = jax.numpy.ones((MATMUL, MATMUL))
+    square = jax.numpy.ones((size, size))
     product = jax.jit(lambda a: a @ a)
     product(square).block_until_ready()
     cpu = time.process_time()
     for _ in range(MATMUL_TIMES):
         product(square).block_until_ready()
-    return MATMUL_TIMES * 2 * MATMUL**3 / (time.process_time() - cpu)
+    return MATMUL_TIMES * 2 * size**3 / (time.process_time() - cpu)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

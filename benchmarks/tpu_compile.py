@@ -11,17 +11,11 @@ their start and their done. `step ms`, `exposed`, `bubble` and `mfu` are as para
 latter three as shares in percent. `--save FOLDER` keeps the programs.
 """
 
-import argparse
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SIZES = ("arguments", "temporaries", "peak")
@@ -52,16 +46,17 @@ def main() -> None:
         print(f"{name:15}" + row(step), flush=True)
 
 
-def parse() -> argparse.Namespace:
-    from parallax.pipeline.config import REMAT
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> Any:
+    smallest = {"config": "tiny_gqa", "topology": "v5e:2x2", "mesh": "2,2,1", "schedules": SCHEDULES[:1]}
+    smallest |= {"microbatches": 2, "seq": 64}
+    parser = Arguments(description=__doc__, smallest=smallest)
+    parser.add_argument("--config", default="llama_1b_16", choices=["llama_1b_16", "tiny_gqa"])
     parser.add_argument("--topology", default="v5e:4x4")
-    parser.add_argument("--mesh", default="4,2,2", metavar="PP,DP,TP")
+    parser.add_argument("--mesh", type=mesh_sizes, default="4,2,2", metavar="PP,DP,TP")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--remat", default="layer", choices=REMAT)
+    parser.add_argument("--microbatches", type=whole_number, default=16)
+    parser.add_argument("--seq", type=whole_number, default=2048)
+    parser.add_argument("--remat", default="layer", help="as pipeline.remat")
     parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
@@ -70,19 +65,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tpu_devices(topology: str) -> Any:
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
-        raise SystemExit("the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'") from None
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-
-
-def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
+def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     import parallax as px
-    from configs.llama_1b_16 import get_config
     from parallax.assembly import step_of
     from parallax.budget import flops_per_token
     from parallax.chips import chip
@@ -90,7 +74,7 @@ def compile_step(schedule: str, devices: Any, args: argparse.Namespace) -> Step:
     from parallax.report.shares import branch_shares
     from parallax.report.steptime import step_time
 
-    config = get_config()
+    config = config_of(args.config)
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
     config.pipeline.update(
         schedule=schedule,
@@ -144,4 +128,4 @@ def messages(events: list) -> list[bool]:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -5,6 +5,7 @@ from typing import Any
 
 # Imported when first asked for, so that commands which need no JAX, as those on data, start without it.
 HOME = {
+    "IGNORED": "batch",
     "Layout": "notation",
     "MeshConfig": "mesh",
     "Run": "run",

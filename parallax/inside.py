@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.batch import IGNORED, checked
 from parallax.layers.attention import SHOWN
 from parallax.layers.context import training_context
 from parallax.layers.embedding import EMBEDDINGS, logits
@@ -69,13 +70,15 @@ def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[s
         params: those of `model.init` or of a checkpoint, from any mesh; they must fit one device.
         batch: int32 arrays [B, S]: tokens, labels, segments, positions; see `as_batch`. Attention takes
             layers * B * heads * S * S * 4 bytes.
+    Raises:
+        DataError: the batch is not as parallax.batch says.
     """
     config = model if isinstance(model, ModelConfig) else model.model
     config = dataclasses.replace(config, kernel="xla")  # the others never hold the weights
-    params, batch = jax.device_get((params, dict(batch)))
+    params, batch = jax.device_get((params, checked(batch, config.vocab)))
     seen = jax.device_get(_run(config)(params, batch))
     as_float32 = lambda array: np.asarray(array, np.float32)  # noqa: E731
-    losses = np.where(batch["labels"] < 0, np.nan, seen.losses).astype(np.float32)
+    losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
     return Inside(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
 
 

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import as_varying, max_over, offset, sum_over, varying_axes
+from parallax.batch import IGNORED
+from parallax.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
 from parallax.errors import ConfigError
 from parallax.notation import Layout
-
-IGNORED = -1  # the label of a position that has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,9 @@ def cross_entropy(logits_CV: Array, labels_C: Array, table: Layout, z_coefficien
 
 
 def token_losses(logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float) -> Array:
-    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is ignored.
+    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is IGNORED.
+
+    Where it is no id of the vocab either, both are NaN, and so are their gradients.
 
     Its communication is that of `cross_entropy`, which adds these up.
     """
@@ -54,6 +55,9 @@ def token_losses(logits_CV: Array, labels_C: Array, table: Layout, z_coefficient
     is_label_CV = columns_V[None, :] == labels_C[:, None]
     label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
     losses_2C = jnp.stack([logsumexp_C - label_logit_C, z_coefficient * jnp.square(logsumexp_C)])
+    vocab = logits_CV.shape[1] * math.prod(size for axis, size in bound_axis_sizes().items() if axis in axes)
+    known_C = (labels_C == IGNORED) | (labels_C >= 0) & (labels_C < vocab)
+    losses_2C *= jnp.where(known_C, 1, jnp.nan)[None]  # a factor: the gradient is NaN, too
     return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
 
 

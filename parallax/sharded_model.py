@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.batch import BATCH_ARRAYS, checked
 from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_layouts, check_stages
 from parallax.collectives import as_varying, offset, sum_over
 from parallax.compiler import first_group, relays_what_is_read
@@ -33,7 +34,6 @@ from parallax.pipeline.storage import ENDS, Storage
 from parallax.schedules import Schedule, by_name, in_turn
 
 BATCH = Layout.parse("batch/dp seq")
-BATCH_ARRAYS = ("tokens", "labels", "segments", "positions")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
@@ -93,21 +93,19 @@ class ShardedModel(Overview):
         """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are
         not ignored; "tokens", their number; with a z-coefficient "z_loss", which the gradients include.
 
-        `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions. `noise` is
-        int32 [2], (seed, step) of dropout; None drops nothing. Gradients are float32, cut as their parameters.
+        `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions, as parallax.batch has them;
+        labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None drops
+        nothing. Gradients are float32, cut as their parameters.
         """
-        self.check_batch(*batch["tokens"].shape)
-        return self.mapped(self._loss_and_grad, (P(), self._specs))(params, dict(batch), noise)
+        return self.mapped(self._loss_and_grad, (P(), self._specs))(params, self.checked(batch), noise)
 
     def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The metrics of `loss_and_grad`, forward only and without dropout."""
-        self.check_batch(*batch["tokens"].shape)
-        return self.mapped(self._loss, P())(params, dict(batch), None)
+        return self.mapped(self._loss, P())(params, self.checked(batch), None)
 
     def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
         """What embedding and layers give in the forward pass of `loss_and_grad`: see ObservedStage."""
-        self.check_batch(*batch["tokens"].shape)
-        return self.mapped(self._activations, P())(params, dict(batch), noise)
+        return self.mapped(self._activations, P())(params, self.checked(batch), noise)
 
     def logits(
         self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
@@ -116,13 +114,21 @@ class ShardedModel(Overview):
 
         Without `segments` each row is one document; without `positions` they count from 0 in each row.
         """
+        given = {"tokens": tokens, "segments": segments, "positions": positions}
+        given = {name: array for name, array in given.items() if array is not None}
+        batch = checked(given, self.model.vocab, names=tuple(given))
+        tokens = batch["tokens"]
         self.check_batch(*tokens.shape, microbatches=1)
         self._check_shared_rows(len(tokens))
-        segments = jnp.ones_like(tokens) if segments is None else segments
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
-        batch = {"tokens": tokens, "labels": tokens, "segments": segments, "positions": positions}
+        counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
+        batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
         return self.mapped(self._logits, self._logits_layout.spec())(params, batch, None)
+
+    def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """The batch's arrays as int32; DataError or ConfigError unless the model, cut over its mesh, can take them."""
+        arrays = checked(batch, self.model.vocab)
+        self.check_batch(*arrays["tokens"].shape)
+        return arrays
 
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
         """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""

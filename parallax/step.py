@@ -10,10 +10,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.batch import BATCH_ARRAYS
 from parallax.compiler import compiler_options
 from parallax.guard import GuardConfig, GuardState, init_guard, judge
 from parallax.optimizer import global_norm
-from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
+from parallax.sharded_model import ShardedModel
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
 
@@ -59,7 +60,8 @@ class TrainStep:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
 
     Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard let nothing change;
-    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite. `seed` is that of
+    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite. A batch is as
+    parallax.batch has it, or a DataError; `take` does the same without a look at its values. `seed` is that of
     dropout, `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batch that it was last traced for, None
     before.
     """
@@ -74,6 +76,10 @@ class TrainStep:
         self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        return self.take(state, self.model.checked(batch))
+
+    def take(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        """The step on a batch of a reader, which has looked at its values: nothing is read back from the devices."""
         return self._jitted(state, batch)
 
     def __repr__(self) -> str:
@@ -119,8 +125,9 @@ def make_train_step(
 
 
 def make_eval_step(model: ShardedModel) -> Callable:
-    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only."""
-    return jax.jit(model.loss, compiler_options=compiler_options(model.mesh))
+    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as parallax.batch has it."""
+    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh))
+    return lambda params, batch: jitted(params, model.checked(batch))
 
 
 def _like_params(model: ShardedModel, opt_state: Any, whole: NamedSharding) -> Any:

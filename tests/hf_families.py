@@ -20,9 +20,9 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from parallax.assembly import model_of
+from parallax.batch import IGNORED
 from parallax.convert.__main__ import main
 from parallax.generate import SampleConfig, generate
-from parallax.loss import IGNORED
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.optimizer import make_optimizer
 from parallax.settings import load_settings

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallax.batch import IGNORED
 from parallax.layers.context import Context, causal_mask
 from parallax.layers.embedding import EMBEDDINGS
 from parallax.layers.families import FAMILIES
-from parallax.loss import IGNORED
 from parallax.model import Parts
 
 

@@ -10,7 +10,8 @@ import pytest
 from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 from hypothesis import given
 
-from parallax.data import IGNORED, open_reader
+from parallax.batch import IGNORED
+from parallax.data import open_reader
 from parallax.errors import ConfigError, DataError
 
 END = 256

@@ -10,8 +10,8 @@ from reference import plain_logits, plain_parts
 from tiny import build, make_batch, params_of
 
 import parallax as px
+from parallax.batch import IGNORED
 from parallax.layers.context import training_context
-from parallax.loss import IGNORED
 
 ROWS, SEQ = 8, 16
 CASES = {"mla": {}, "mla_latent_queries": {"d_latent_q": 16}, "gqa": {"attention": "gqa"}, "yarn": {}}

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from tiny import build, make_batch, mesh_of, params_of
 
+from parallax.batch import IGNORED
 from parallax.collectives import as_varying, sum_over
 from parallax.errors import ConfigError
-from parallax.loss import IGNORED, LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.loss import LossConfig, chunked_loss, chunked_loss_and_grads
 from parallax.mesh import AXES
 from parallax.notation import Layout
 

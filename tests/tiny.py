@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from configs.base import get_config
-from parallax.loss import IGNORED, LossConfig
+from parallax.batch import IGNORED
+from parallax.loss import LossConfig
 from parallax.mesh import MeshConfig, make_mesh
 from parallax.model import LayoutConfig, ModelConfig
 from parallax.optimizer import OptimizerConfig

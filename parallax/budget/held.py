@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from parallax.batch import BATCH_ARRAYS
 from parallax.budget.constants import without_constants
 from parallax.budget.counts import bytes_on_device
 from parallax.budget.flow import DATA, WEIGHTS
@@ -16,7 +17,7 @@ from parallax.budget.program import Op, Program, Value, flat
 from parallax.budget.written import ACCELERATOR, CPU
 from parallax.jaxprs import called
 from parallax.mesh import is_simulated
-from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
+from parallax.sharded_model import ShardedModel
 
 
 class Memory(NamedTuple):

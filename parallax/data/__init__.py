@@ -3,6 +3,6 @@
 from parallax.data.config import DataConfig
 from parallax.data.prefetch import Prefetcher
 from parallax.data.reader import Reader, open_reader
-from parallax.data.windows import IGNORED, as_batch
+from parallax.data.windows import as_batch
 
-__all__ = ["IGNORED", "DataConfig", "Prefetcher", "Reader", "as_batch", "open_reader"]
+__all__ = ["DataConfig", "Prefetcher", "Reader", "as_batch", "open_reader"]

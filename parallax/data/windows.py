@@ -2,7 +2,8 @@
 
 import numpy as np
 
-IGNORED = -1  # a label that is not counted
+from parallax.batch import IGNORED
+from parallax.errors import LARGEST_INT32, DataError
 
 
 def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, np.ndarray]:
@@ -41,9 +42,18 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
 def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
     """The arrays of rows of token ids [rows, seq + 1], all real; without an `end` each row is one document.
 
+    What they are and may hold is in parallax.batch. Raises DataError for what are no rows of token ids.
+
     >>> as_batch(np.array([[5, 6, 7]]))["labels"].tolist()
     [[6, 7]]
     """
+    ids = np.asarray(ids)
+    if ids.ndim != 2 or ids.size == 0 or ids.shape[1] < 2:
+        raise DataError(f"ids has shape {list(ids.shape)}; use [rows, seq + 1], with two columns or more")
+    if ids.dtype.kind not in "iu":
+        raise DataError(f"ids is {ids.dtype}; token ids are whole numbers")
+    if ids.min() < 0 or ids.max() > LARGEST_INT32:
+        raise DataError(f"ids are from {ids.min()} to {ids.max()}; token ids are 0 to {LARGEST_INT32}")
     return batch_arrays(ids, np.full(len(ids), ids.shape[1]), end=end)
 
 

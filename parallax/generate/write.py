@@ -96,13 +96,18 @@ def _before_end(ids_N: np.ndarray, end: int) -> np.ndarray:
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int) -> None:
-    if not prompts:
+    if len(prompts) == 0:
         raise ConfigError("there is no prompt; give at least one")
     for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
+        ids = np.asarray(prompt)
+        if ids.size == 0:
             raise ConfigError(f"prompt {row} has no tokens; give it at least one")
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ConfigError(
+                f"prompt {row} is {ids.dtype} of shape {list(ids.shape)}; a prompt is a list of whole token ids"
+            )
+        if not 0 <= ids.min() <= ids.max() < vocab:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
             raise ConfigError(
                 f"prompt {row} has token id {wrong}; the model knows 0 to {vocab - 1} (model.vocab={vocab})"
             )

@@ -65,6 +65,8 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int]) ->
 class Embedding(nn.Module):
     """Rows of the table for token ids [B, S] that every `tp` rank holds; returns the residual's layout.
 
+    An id that the vocab does not have gets NaN.
+
     Communication, vocab_parallel:
         forward   all_gather of the table over dp if it is cut over dp; reduce_scatter of what was found over tp
         backward  the transposes
@@ -88,6 +90,8 @@ class Embedding(nn.Module):
         ids = cut(f"{self.rows} seq -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.gathered, "vocab", table.shape[0])
         found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        # A factor: the backward pass needs it alone, and not the table again.
+        found *= jnp.where((ids >= 0) & (ids < self.sizes["vocab"]), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
         x = reshard(f"{partial} -> {residual}", found)

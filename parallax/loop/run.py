@@ -142,7 +142,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
         steps = Steps(
             settings,
-            train_step,
+            train_step.take,
             evaluation(parts),
             stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
             checkpoints,

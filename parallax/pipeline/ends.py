@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.batch import IGNORED
 from parallax.collectives import as_varying, cut, sum_over
 from parallax.layers.embedding import logits, with_rows
-from parallax.loss import IGNORED, LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.loss import LossConfig, chunked_loss, chunked_loss_and_grads
 from parallax.mesh import AXES
 from parallax.model import Parts
 from parallax.notation import Layout

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from parallax.batch import BATCH_ARRAYS
 from parallax.mesh import AXES
 from parallax.report.origin import Origin
 from parallax.report.walk import walk
-from parallax.sharded_model import BATCH_ARRAYS, ShardedModel
+from parallax.sharded_model import ShardedModel
 
 # How JAX calls what the notation calls.
 KINDS = {

@@ -1,5 +1,6 @@
 """Numbers that go wrong: found before the update, skipped or the end of the run, named, and replayed."""
 
+import copy
 import functools
 import json
 import shutil
@@ -393,18 +394,20 @@ def faulty(make, fault):
     """A maker of steps of which the `fault`-th call, counted from 1, loses a bit of what it has computed."""
 
     def made(*args):
-        step, calls = make(*args), []
+        step, calls = copy.copy(make(*args)), []
+        take = step.take
 
         def run(state, batch):
             calls.append(None)
-            state, metrics = step(state, batch)
+            state, metrics = take(state, batch)
             if len(calls) == fault:
                 params = jax.tree.map(lambda x: x, state.params)
                 params["blocks"]["mlp"]["up"]["kernel"] = flip(params["blocks"]["mlp"]["up"]["kernel"], device=2)
                 state = state._replace(params=params)
             return state, metrics
 
-        return run
+        step.take = run
+        return step
 
     return made
 

@@ -1,0 +1,68 @@
+"""What the command lines of benchmarks share: --help at once, --smoke, and one line for what is wrong."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from parallax.arguments import Parser
+from parallax.errors import ConfigError, exit_status
+
+WORKS = ("bench_small", "tiny_gqa")  # configs of a size for simulated devices
+
+
+class Arguments(Parser):
+    """Flags of a benchmark; `smallest` are their defaults with --smoke."""
+
+    def __init__(self, *, smallest: Mapping[str, Any] | None = None, **how: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
+        self.smallest = smallest or {}
+        self.add_argument("--smoke", action="store_true", help="the smallest size: it runs, its figures say nothing")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        written = sys.argv[1:] if args is None else args
+        if "--smoke" in written:
+            self.set_defaults(**self.smallest)
+        return super().parse_known_args(written, namespace)
+
+
+def whole_number(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return int(text)
+
+
+def mesh_sizes(text: str) -> str:
+    """Sizes of pp, dp and tp, as written."""
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write PP,DP,TP such as 2,2,2")
+    return text
+
+
+def config_of(name: str) -> Any:
+    """A config of the repository by name, with a vocab where it leaves that to the tokenizer."""
+    config = importlib.import_module(f"configs.{name}").get_config()
+    config.model.vocab = config.model.vocab or 256
+    return config
+
+
+def tpu_devices(topology: str) -> list[Any]:
+    """The devices of a TPU slice that is not here; ConfigError where there is no such slice, or no compiler for it."""
+    from parallax.report.place import devices_of, read_topology, why_not, without_chips
+
+    place = read_topology(topology)
+    if reason := why_not(place):
+        raise ConfigError(reason)
+    without_chips([f"--topology={topology}"])
+    return devices_of(place)
+
+
+def run_benchmark(main: Callable[[], None]) -> NoReturn:
+    """Run a benchmark and end with its status; what a user got wrong is one line on stderr."""
+    sys.exit(exit_status(main, one_line=True))

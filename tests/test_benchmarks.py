@@ -1,0 +1,181 @@
+"""Every benchmark says at once what it does, runs at its smallest size, and takes what is wrong as one line."""
+
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks"
+# All but what they share, so that none is forgotten.
+NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "arguments.py")
+PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
+# What is run of each, --smoke apart, and a line of figures that it must print.
+RUNS = {
+    "account.py": r"matmuls of layers +\d+\.\d%",
+    "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
+    "compile_time.py": r" +1 +\d+\.\d",
+    "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
+    "guard.py": r"CPU time +with / without +\d+\.\d{3}",
+    "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
+    "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|",
+    "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
+    "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
+    "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
+    "schedules.py memory": r"one_f_one_b +\d+\.\d / \d+\.\d .*",
+    "schedules.py time": r"one_f_one_b +\d+\.\d\d +\d+\.\d\d",
+    "schedules.py flops": r"one_f_one_b +1\.0000 +1\.0000",
+    "schedules.py compile": r"one_f_one_b +\d+\.\d +\d+\.\d\d",
+    "soak.py": r'\{"kills": 2, "bitwise on one mesh": true, .*"damaged": \{"still": 0, "moving": 0\}\}',
+    "step.py": r"1,1,1 +\d+\.\d%.* GiB",
+    "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
+}
+NEED_LIBTPU = ("overlap.py", "predictions.py --tpu", "tpu_compile.py")
+PROCESSES = ("soak.py", "step.py")
+# The others compile seconds of programs: those are run always that share the least.
+SECONDS = ("compile_time.py", "plan.py", "schedules.py time", "schedules.py flops", "schedules.py compile")
+
+
+def run_here(line, monkeypatch):
+    """The status of a command line of a benchmark, run in this process."""
+    name, *arguments = line.split()
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    monkeypatch.setattr("parallax.mesh.simulate_devices", lambda count: None)  # eight are here, whatever is asked for
+    caches = jax.config.jax_enable_compilation_cache
+    try:
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(FOLDER / name), run_name="__main__")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", caches)
+        for module in {"arguments", *(path.stem for path in FOLDER.glob("*.py"))} & {*sys.modules}:
+            del sys.modules[module]
+    return end.value.code
+
+
+def run_apart(line, **env):
+    """The same in a process of its own."""
+    name, *arguments = line.split()
+    command = [sys.executable, str(FOLDER / name), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+
+
+def only_line(capsys):
+    """What was said on stderr, and nothing on stdout."""
+    out, error = capsys.readouterr()
+    assert not out and len(error.splitlines()) == 1, (out, error)
+    return error
+
+
+def has_figures(line, out):
+    return any(re.fullmatch(RUNS[line], printed) for printed in out.splitlines())
+
+
+def test_every_benchmark_is_run_here():
+    assert {line.split()[0] for line in RUNS} == {*NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_is_there_without_jax(name, tmp_path):
+    for module in ("jax", "flax"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('help needs no JAX')")
+    done = run_apart(f"{name} --help", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    first = re.match(r'"""(.*)', (FOLDER / name).read_text())[1]
+    assert first in done.stdout and f"python benchmarks/{name}" in done.stdout
+
+
+def test_every_command_has_a_smallest_size(monkeypatch, capsys):
+    for line in RUNS:
+        assert run_here(f"{line} --help", monkeypatch) == 0
+        assert "--smoke" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.slow) if line in SECONDS else line
+        for line in RUNS
+        if line not in (*NEED_LIBTPU, *PROCESSES, "hf_table.py")
+    ],
+)
+def test_a_benchmark_prints_its_figures(line, monkeypatch, capsys):
+    status, out = run_here(f"{line} --smoke", monkeypatch), capsys.readouterr().out
+    assert status == 0 and has_figures(line, out), out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("line", (*NEED_LIBTPU, *PROCESSES))
+def test_a_benchmark_of_processes_or_of_tpus_prints_its_figures(line):
+    if line in NEED_LIBTPU and find_spec("libtpu") is None:
+        pytest.skip("needs the TPU compiler, libtpu")
+    done = run_apart(f"{line} --smoke")
+    assert done.returncode == 0 and has_figures(line, done.stdout), done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_table_of_transformers_has_figures():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    done = run_apart("hf_table.py --smoke")
+    assert done.returncode == 0 and has_figures("hf_table.py", done.stdout), done.stdout + done.stderr[-3000:]
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
+    command = "memory" if name == "schedules.py" else ""
+    assert run_here(f"{name} {command} --stepz=3", monkeypatch) == 2
+    assert only_line(capsys) == "ConfigError: unrecognized arguments: --stepz=3\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("account.py --mesh 2,2", "argument --mesh: '2,2' is no mesh; write PP,DP,TP such as 2,2,2"),
+        ("checkpoints.py nowhere", "'nowhere' is no folder; name one on the disk that is to be measured"),
+        ("checkpoints.py --every 99", "--every=99 is more than --steps=48: nothing would be saved"),
+        ("compile_time.py --counts 4 x", "argument --counts: 'x' must be a whole number of 1 or more"),
+        ("data.py --tokens 5", "--tokens=5 is less than two batches of 32 x 256; use 16384"),
+        ("guard.py --rows 0", "argument --rows: '0' must be a whole number of 1 or more"),
+        ("hf_table.py --smoke --write", "--smoke measures nothing that docs/convert.md should have; leave out --write"),
+        ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),
+        ("overlap.py --topology v5e:4x", "--topology=v5e:4x is no topology"),
+        ("predictions.py --configs nothing", "no row is of these configs, meshes, schedules and remat"),
+        ("schedules.py memroy", "argument command: invalid choice: 'memroy'"),
+        ("schedules.py", "the following arguments are required: command"),
+        ("soak.py often", "argument kills: 'often' must be a whole number of 1 or more"),
+        ("step.py --config=tiny", "argument --config: invalid choice: 'tiny'"),
+        ("tpu_compile.py --topology v5e:3x3x3", "--topology=v5e:3x3x3 has 3 sizes, but slices of TPU v5e have 2"),
+    ],
+)
+def test_a_wrong_value_is_one_line(line, message, monkeypatch, capsys):
+    assert run_here(line, monkeypatch) == 2
+    error = only_line(capsys)
+    assert error.startswith(f"ConfigError: {message}"), error
+
+
+@pytest.mark.parametrize("line", NEED_LIBTPU)
+def test_without_the_tpu_compiler_a_line_says_how_to_get_it(line, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_here(f"{line} --smoke", monkeypatch) == 2
+    wanted = "ConfigError: the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'\n"
+    assert only_line(capsys) == wanted
+
+
+def test_without_transformers_a_line_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run_here("hf_table.py", monkeypatch) == 2
+    assert re.fullmatch(
+        r"ConfigError: torch cannot be imported .*; pip install -e '\.\[hf-tests\]'\n", only_line(capsys)
+    )
