@@ -23,6 +23,8 @@ from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
 
+LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
+
 _peers: Peers | None = None
 _config: DistributedConfig | None = None
 
@@ -215,9 +217,10 @@ def _meet_by_jax(config: DistributedConfig) -> Peers | None:
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
     """A socket that listens for so many; without a host, on every address."""
+    backlog = max(processes, LEAST_BACKLOG)
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
-    return socket.create_server((host, port), backlog=processes)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server((host, port), backlog=backlog)
 
 
 def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
