@@ -84,6 +84,11 @@ class Peers:
         return answer
 
     @property
+    def doing(self) -> str:
+        """Where this process is."""
+        return self._doing
+
+    @property
     def is_leaving(self) -> bool:
         return self._leaving.is_set()
 
