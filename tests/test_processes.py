@@ -205,7 +205,7 @@ def test_a_process_that_is_late_for_its_first_collective_is_waited_for(corpus, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1)], ids=str)
 def test_after_the_start_no_group_of_devices_is_new(corpus, tmp_path, sizes):
     """Not in a step, an evaluation, a check, a save, nor in a resumed run: each would be a first collective."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

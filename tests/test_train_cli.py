@@ -1,7 +1,6 @@
 """The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import os
@@ -10,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-import termios
 
 import pytest
 from run_examples import as_flags, tiny_config, write_corpus
@@ -163,21 +161,24 @@ def test_a_run_whose_console_is_closed_takes_all_its_steps(flags, tmp_path):
     assert len(losses(tmp_path)) == 8 == latest_step(tmp_path / "checkpoints")
 
 
+# Leads the session of its terminal, so that it has SIGHUP when that is closed.
+LEADER = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 class Terminal:
     """A program in a terminal of its own, which can be closed; a context that leaves no process behind."""
 
     def __init__(self, *command, nohup=False):
         self._master, slave = pty.openpty()
-
-        def own_terminal():
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-            if nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        command = [sys.executable, "-u", *command]
-        # In a session that the program leads: what closes its terminal sends it SIGHUP.
-        self.process = subprocess.Popen(command, cwd=ROOT, **streams, start_new_session=True, preexec_fn=own_terminal)
+        program = [sys.executable, "-c", LEADER, "nohup" if nohup else "", sys.executable, "-u", *command]
+        self.process = subprocess.Popen(program, cwd=ROOT, **streams, start_new_session=True)
         os.close(slave)
 
     def __enter__(self):

@@ -300,6 +300,7 @@ def test_a_process_that_reads_nothing_stalls_nobody_and_is_lost(monkeypatch):
     second.socket.settimeout(30)
     asking = threading.Thread(target=second.write, args=(b'{"where": 1}\n' * 150_000,))
     asking.start()
+    message = {}
     while asking.is_alive():
         first.send({"sign": "of life"})
         begun = time.monotonic()
