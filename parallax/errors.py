@@ -2,8 +2,10 @@
 
 import contextlib
 import difflib
+import errno
 import math
 import os
+import select
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,23 +63,30 @@ class LostError(ParallaxError):
 def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:
     """Run a command; its exit status, and on stderr what a user got wrong, in `one_line` if asked for.
 
-    Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough.
+    Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough, as has
+    who closes the terminal.
     """
     try:
-        status = act()
-        sys.stdout.flush()
-        return status or 0
+        status = act() or 0
     except ParallaxError as error:
         message = " ".join(str(error).split()) if one_line else str(error)
-        print(f"{type(error).__name__}: {printable(message)}", file=sys.stderr)
-        return error.exit_status
-    except BrokenPipeError:
-        lead_nowhere(sys.stdout)
-        return 0
+        tell(f"{type(error).__name__}: {printable(message)}", sys.stderr)
+        status = error.exit_status
+    except OSError as error:
+        # Of a closed pipe and of a closed terminal; another error of a file is not to be taken for it.
+        if error.errno not in (errno.EPIPE, errno.EIO) or error.filename is not None or not _is_gone(sys.stdout):
+            raise
+        status = 0
     except KeyboardInterrupt:
         if interrupted:
-            print(interrupted, file=sys.stderr)
-        return INTERRUPTED
+            tell(interrupted, sys.stderr)
+        status = INTERRUPTED
+    for stream in (sys.stdout, sys.stderr):
+        # What is left in them would fail when Python ends, and change the status.
+        if _is_gone(stream):
+            lead_nowhere(stream)
+    sys.stdout.flush()
+    return status
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
@@ -104,6 +113,17 @@ def tell(text: str, stream: TextIO) -> None:
         print(printable(text) if stream.isatty() else text, file=stream, flush=True)
     except OSError:
         lead_nowhere(stream)
+
+
+def _is_gone(stream: TextIO) -> bool:
+    """Whether nobody can read the stream any more: its pipe is closed at the other end, or its terminal is."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # it is no file, or has been closed
+        return False
+    poll = select.poll()
+    poll.register(number, 0)  # asked for nothing, it says what is wrong
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def lead_nowhere(stream: TextIO) -> None:

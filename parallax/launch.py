@@ -4,8 +4,8 @@
     python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/llama_1b_16.py
 
 What follows -- is a Python file, or -m and a module, with its arguments. Each line of output begins with the number of
-its process. SIGTERM and Ctrl-C go on to all processes. When one ends, the others have --grace-secs to follow; the exit
-status is that of the first that failed by itself: 75, with which the others follow it, comes last.
+its process. SIGTERM, Ctrl-C and SIGHUP go on to all processes. When one ends, the others have --grace-secs to follow;
+the exit status is that of the first that failed by itself: 75, with which the others follow it, comes last.
 """
 
 import argparse
@@ -102,7 +102,11 @@ class Job:
         self._command, self._environments = command, environments
 
     def __enter__(self) -> "Job":
-        self._before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        # What is ignored, as SIGHUP is under nohup, the processes ignore too.
+        heard = set(FORWARDED)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            heard.remove(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._forward) for number in heard}
         for rank, environment in enumerate(self._environments):
             self._processes.append(self._start(rank, environment))
         return self

@@ -2,8 +2,9 @@
 
 FAULT is what happens when the process of that rank reads the batch of that step ("raise", "raise-data", "sleep",
 "die"), is to take the step ("skip": it goes on without), begins to save it ("die-saving") or starts ("die-starting"),
-or how it differs from the others from the start: another "config", other "code", other "data", another "clock", a
-folder that is "unshared".
+is late, by STEP seconds, to connect with the others or to load ("late-connecting", "late-loading"), or says when it
+has connected ("say-connected"); or how it differs from the others from the start: another "config", other "code",
+other "data", another "clock", a folder that is "unshared".
 """
 
 import os
@@ -18,6 +19,7 @@ import train
 from parallax.checkpoint import Checkpoints
 from parallax.data import Reader
 from parallax.errors import DataError
+from parallax.loop import run
 from parallax.step import TrainStep
 
 
@@ -48,6 +50,11 @@ def main() -> int:
             time.time = lambda: right() + 3600
         elif fault == "die-starting":
             die()
+        elif fault.startswith("late-"):
+            be_late("connect" if fault == "late-connecting" else "begin", int(step))
+        elif fault == "say-connected":
+            connect = run.connect
+            run.connect = lambda mesh: connect(mesh) or print("all groups are connected", flush=True)
         elif fault == "die-saving":
             die_saving(int(step))
         elif fault == "skip":
@@ -60,6 +67,11 @@ def main() -> int:
         else:
             break_at(int(step), FAULTS[fault])
     return train.main(["train.py", *arguments])
+
+
+def be_late(name: str, secs: int) -> None:
+    act = getattr(run, name)
+    setattr(run, name, lambda *args: time.sleep(secs) or act(*args))
 
 
 def die_saving(step: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -192,6 +193,35 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
         assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
     assert "Current thread" in text  # the stacks
     assert "start the same command again to go on from the last checkpoint" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["late-connecting", "late-loading"])
+def test_a_process_that_is_late_for_its_first_collective_is_waited_for(corpus, tmp_path, fault):
+    """By more than the half minute for which Gloo waits."""
+    with launched(FAULTY, fault, "1", "40", *flags_of(corpus, **MESH), f"--workdir={tmp_path}") as job:
+        status, text = job.end()
+    assert status == 0 and "finished: step 8" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1)], ids=str)
+def test_after_the_start_no_group_of_devices_is_new(corpus, tmp_path, sizes):
+    """Not in a step, an evaluation, a check, a save, nor in a resumed run: each would be a first collective."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    mesh = dict(zip(("mesh.pp", "mesh.dp", "mesh.tp"), sizes)) | {"model.layers": 4, "pipeline.microbatches": 1}
+    flags = [*flags_of(corpus, **mesh, **{"train.check_every": 3}), "--config.mesh.simulate=8"]
+    place = {"PARALLAX_COORDINATOR": f"127.0.0.1:{port}", "PARALLAX_NUM_PROCESSES": "2"}
+    for steps in (4, 8):
+        command = [FAULTY, "say-connected", "0", "0", *flags, f"--config.train.steps={steps}", f"--workdir={tmp_path}"]
+        places = [place | {"PARALLAX_PROCESS_ID": str(rank)} for rank in range(2)]
+        with Started(*command, environment=places[0]) as first, Started(*command, environment=places[1]) as second:
+            (status, text), (_, other) = first.end(), second.end()
+        assert status == 0 and f"finished: step {steps}" in text, text + other
+        before, after = text.split("all groups are connected")
+        connected = r"Expected number of connected peer ranks is : [1-9]"  # a group of one device waits for nobody
+        assert re.search(connected, before) and not re.search(connected, after), text
 
 
 @pytest.mark.slow
@@ -457,6 +487,33 @@ def test_the_launcher_goes_on_where_nobody_reads_its_output(tmp_path):
         launcher.stdout.close()
         said = launcher.stderr.read()
         assert launcher.wait(timeout=60) == 7 and "process 1 ended with status 7" in said, said
+
+
+HANGS_UP = """
+import signal, sys, time
+ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+if not ignored:
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(9))
+print("ready")
+time.sleep(2 if ignored else 600)
+"""
+NOHUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(("nohup", "status"), [(False, 9), (True, 0)])
+def test_a_closed_terminal_reaches_the_processes_unless_nohup_has_it_ignored(tmp_path, nohup, status):
+    script = tmp_path / "children.py"
+    script.write_text(HANGS_UP)
+    launcher = ["-m", "parallax.launch", "--processes", "2", "--", str(script)]
+    with Started(*(["-c", NOHUP, "-u"] if nohup else []), *launcher) as job:
+        for rank in (0, 1):
+            job.wait_for(f"[{rank}] ready")
+        job.send(signal.SIGHUP)
+        assert job.end()[0] == status
 
 
 def test_no_process_outlives_the_launcher(tmp_path):

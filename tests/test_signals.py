@@ -24,6 +24,13 @@ def test_ctrl_c_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
     assert latest_step(tmp_path / "checkpoints") == outcome.step
 
 
+def test_a_closed_terminal_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, capsys):
+    stop_at(monkeypatch, 2, signal.SIGHUP)
+    outcome = train(tiny_config(corpus), tmp_path)
+    assert outcome.reason == "stopped" and f"stopped by SIGHUP: step {outcome.step} is saved" in capsys.readouterr().out
+    assert latest_step(tmp_path / "checkpoints") == outcome.step
+
+
 def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
     def begin_then_signal(*args):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -99,3 +106,41 @@ def test_a_second_signal_ends_the_process_at_once():
     assert process.stdout.readline() == "SIGTERM\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 75
+
+
+def test_a_terminal_that_is_closed_twice_ends_no_process_and_a_second_sigterm_does():
+    """The system says that it is closed, and so does the shell."""
+    code = f"{WAITING}    print(stop.signal, flush=True); time.sleep(60)\n"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGHUP)
+            assert process.stdout.readline() == "SIGHUP\n"
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+                process.stderr.readline()
+                process.send_signal(number)
+            process.stderr.readline()
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 75
+        finally:
+            process.kill()
+
+
+def test_under_nohup_a_closed_terminal_is_ignored():
+    code = f"{WAITING}    print(stop.signal, flush=True)\n"
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignoring, sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "SIGTERM\n" and process.wait(timeout=20) == 0
+        finally:
+            process.kill()

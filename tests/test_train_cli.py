@@ -1,9 +1,11 @@
 """The command of the README, in processes of its own: it trains, stops when told, and goes on by itself."""
 
+import contextlib
 import functools
 import itertools
 import os
 import pathlib
+import pty
 import signal
 import subprocess
 import sys
@@ -157,3 +159,106 @@ def test_a_run_whose_console_is_closed_takes_all_its_steps(flags, tmp_path):
     process.stdout.close()
     assert (process.wait(timeout=240), process.stderr.read()) == (0, "")
     assert len(losses(tmp_path)) == 8 == latest_step(tmp_path / "checkpoints")
+
+
+# Leads the session of its terminal, so that it has SIGHUP when that is closed.
+LEADER = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Terminal:
+    """A program in a terminal of its own, which can be closed; a context that leaves no process behind."""
+
+    def __init__(self, *command, nohup=False):
+        self._master, slave = pty.openpty()
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        program = [sys.executable, "-c", LEADER, "nohup" if nohup else "", sys.executable, "-u", *command]
+        self.process = subprocess.Popen(program, cwd=ROOT, **streams, start_new_session=True)
+        os.close(slave)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):
+            self.close()
+
+    def read_until(self, word):
+        seen = b""
+        while word.encode() not in seen:
+            seen += os.read(self._master, 1000)  # an error, once the program has ended
+
+    def close(self):
+        os.close(self._master)
+
+
+IN_A_TERMINAL = """
+import signal, sys, time
+from parallax.errors import CheckpointError, exit_status, tell
+heard = []
+signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
+def act():
+    print("ready", flush=True)
+    while not heard: time.sleep(0.01)
+    if sys.argv[1] == "tells":
+        tell("stopped", sys.stdout)
+    elif sys.argv[1] == "prints":
+        print("the result", flush=True)
+    elif sys.argv[1] == "warns":
+        try:
+            print("a warning of somebody else's", file=sys.stderr)
+        except OSError:
+            pass
+    else:
+        raise CheckpointError("a disk is full")
+sys.exit(exit_status(act))
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("tells", 0), ("prints", 0), ("warns", 0), ("fails", 3)])
+def test_a_closed_terminal_changes_no_status(what, status):
+    """What is written then is an error, EIO, which Python would turn into a status of 1, or of 120 when it ends."""
+    with Terminal("-c", IN_A_TERMINAL, what) as terminal:
+        terminal.read_until("ready\r\n")
+        terminal.close()
+        assert terminal.process.wait(timeout=60) == status
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_is_saved(flags, tmp_path):
+    with Terminal("train.py", *flags, "--config.train.steps=20000", f"--workdir={tmp_path}") as terminal:
+        terminal.read_until("step 2/20000")
+        terminal.close()
+        assert terminal.process.wait(timeout=240) == 0
+    done = latest_step(tmp_path / "checkpoints")
+    assert len(losses(tmp_path)) == done > 1
+    assert f"stopped by SIGHUP: step {done} is saved" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(flags, tmp_path):
+    with Terminal("train.py", *flags, f"--workdir={tmp_path}", nohup=True) as terminal:
+        terminal.read_until("step 1/8")
+        terminal.close()
+        assert terminal.process.wait(timeout=240) == 0
+    assert len(losses(tmp_path)) == 8 == latest_step(tmp_path / "checkpoints")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nohup", "word"), [(False, "stopped by SIGHUP: step"), (True, "finished: step 8")])
+def test_a_job_whose_terminal_is_closed_is_saved_and_under_nohup_goes_on(flags, tmp_path, nohup, word):
+    launcher = ["-m", "parallax.launch", "--processes", "2", "--devices-per-process", "4", "--", "train.py"]
+    steps = [] if nohup else ["--config.train.steps=20000"]
+    with Terminal(*launcher, *flags, *steps, f"--workdir={tmp_path}", nohup=nohup) as terminal:
+        terminal.read_until("] step 2/")
+        terminal.close()
+        assert terminal.process.wait(timeout=240) == 0
+    assert word in (tmp_path / "log.txt").read_text()
+    assert len(losses(tmp_path)) == latest_step(tmp_path / "checkpoints")

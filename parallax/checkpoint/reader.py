@@ -23,7 +23,7 @@ from parallax.checkpoint.manifest import (
 )
 from parallax.checkpoint.steps import complete_steps
 from parallax.checkpoint.stored import damaged_arrays
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
 
@@ -97,7 +97,7 @@ def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     if jax.process_count() > 1:
         verdicts = multihost_utils.process_allgather(np.array(verdict))
         if error is not None and jax.process_index():
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # only process 0 has a log
+            tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
         if verdicts.max() > verdict:
             others = f"process {verdicts.argmax()} refuses it, and says why"
             error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)

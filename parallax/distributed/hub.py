@@ -1,6 +1,7 @@
 """Process 0's end of the lines to all processes, its own among them: who is there, who is gone, who waits for whom."""
 
-import contextlib
+import hmac
+import math
 import selectors
 import socket
 import threading
@@ -9,18 +10,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallax.distributed.wire import Message, Wire
+from parallax.distributed.wire import Message, PatientWire
 from parallax.errors import EXIT_BAD_INPUT, EXIT_RESTART
 
 TICK_SECS = 0.2
 NAMED_DIFFERENCES = 8
+# Who has connected, and has not yet shown the job's token: how many of them, how long, and what they may send.
+MOST_STRANGERS = 256
+STRANGER_SECS = 30.0
+LONGEST_HELLO_BYTES = 1 << 14
+LONGEST_HOST = 255
+UNPASSED = 64  # points that a process says it has reached, and the others have not: it waits at one
+# What processes say. What else they may send is not looked at.
+HELLO = {"hello": int, "of": int, "host": str, "clock": float}
+SAID = {"doing": str, "reached": str, "values": dict, "bye": int, "why": str}
+NEEDS = {"reached": "values", "bye": "why"}
 
 
 @dataclass
 class Member:
     """A process as the hub knows it."""
 
-    wire: Wire
+    wire: PatientWire
     host: str
     heard: float
     doing: str = "starting"
@@ -54,9 +65,12 @@ class Hub:
         self._clock = clock
         self._begun = time.monotonic()
         self._members: dict[int, Member] = {}
+        self._rank_of: dict[PatientWire, int] = {}
+        self._strangers: dict[PatientWire, float] = {}  # and since when, the longest first
         self._complete = False
         self._others_gone = threading.Event()
         self._selector = selectors.DefaultSelector()
+        self._listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="hub", daemon=True).start()
 
@@ -65,56 +79,96 @@ class Hub:
         self._others_gone.wait(secs)
 
     def _serve(self) -> None:
+        next_look = 0.0
         while True:
-            for key, _ in self._selector.select(TICK_SECS):
+            for key, events in self._selector.select(TICK_SECS):
                 if key.fileobj is self._listener:
                     self._accept()
-                else:
-                    self._read(key.data, key.fileobj)
-            self._look_at_the_clock()
+                elif key.fileobj.fileno() >= 0:  # it may have been closed since it was ready
+                    self._attend(key.data, events)
+            if time.monotonic() > next_look:
+                self._look_at_the_clock()
+                next_look = time.monotonic() + TICK_SECS
+
+    def _attend(self, wire: PatientWire, events: int) -> None:
+        """Write what can be written, and read what has come."""
+        if events & selectors.EVENT_WRITE:
+            wire.flush()
+        if events & selectors.EVENT_READ:
+            self._read(wire)
+        self._watch(wire)
+
+    def _watch(self, wire: PatientWire) -> None:
+        """Wake where there is something to read, and where what is unsent can be sent."""
+        if wire.socket.fileno() >= 0:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.is_behind else 0)
+            self._selector.modify(wire.socket, events, wire)
 
     # ---- beginning
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has changed its mind
+        try:
             connected, _ = self._listener.accept()
-            self._selector.register(connected, selectors.EVENT_READ, Wire(connected))
-
-    def _read(self, wire: Wire, connected: socket.socket) -> None:
-        messages = wire.receive()
-        rank = next((rank for rank, member in self._members.items() if member.wire is wire), None)
-        if messages is None:
-            self._selector.unregister(connected)
-            wire.close()
-            if rank is not None:
-                self._gone(rank, "its connection was closed")
+            wire = PatientWire(connected)
+        except OSError:  # it has changed its mind, or this process may open no more files: then one has to go
+            if self._strangers:
+                self._hang_up(next(iter(self._strangers)))
             return
-        for message in messages:
-            if rank is not None:
-                self._hear(rank, message)
-            elif "hello" in message:
-                rank = self._welcome(wire, message)
+        self._selector.register(connected, selectors.EVENT_READ, wire)
+        self._strangers[wire] = time.monotonic()
+        if len(self._strangers) > MOST_STRANGERS:
+            self._hang_up(next(iter(self._strangers)))
 
-    def _welcome(self, wire: Wire, hello: Message) -> int | None:
-        """Its number, once it belongs to us; who does not is told why."""
-        if hello.get("token") != self._token or not _is_hello(hello):
-            wire.send(_refusal("this coordinator port belongs to another job; give each job a port of its own"))
-            return None
-        rank, processes, host, seconds = (hello[key] for key in ("hello", "of", "host", "clock"))
+    def _hang_up(self, wire: PatientWire, why: str = "its connection was closed") -> None:
+        """Close a connection; if it is a member's, that one is gone."""
+        self._strangers.pop(wire, None)
+        self._selector.unregister(wire.socket)
+        wire.close()
+        rank = self._rank_of.pop(wire, None)
+        if rank is not None:
+            self._gone(rank, why)
+
+    def _read(self, wire: PatientWire) -> None:
+        stranger = wire in self._strangers
+        messages = wire.receive(LONGEST_HELLO_BYTES) if stranger else wire.receive()
+        if messages is None:
+            return self._hang_up(wire)
+        for message in messages:
+            if wire.is_cut:
+                break
+            if wire in self._strangers:
+                refusal = self._welcome(wire, message)
+                if refusal is not None:
+                    wire.send(refusal)
+                    return self._hang_up(wire)
+            elif _is(message, SAID) and len(self._members[self._rank_of[wire]].reached) < UNPASSED:
+                self._hear(self._rank_of[wire], message)
+            else:
+                return self._hang_up(wire, "it has sent what no process of the job sends")
+        return None
+
+    def _welcome(self, wire: PatientWire, hello: Message) -> Message | None:
+        """Make a member of who belongs to us; who does not is told why, and if the job cannot be, all are."""
+        if not _is_same(hello.get("token"), self._token):
+            return _refusal("this coordinator port belongs to another job; give each job a port of its own")
+        if not _is(hello, HELLO, whole=True) or not _is_name(hello["host"]) or not math.isfinite(hello["clock"]):
+            return _refusal("this is not how a process of the job begins; is another program using its token?")
+        rank, processes, host, seconds = (hello[key] for key in HELLO)
         if processes != self._processes:
             counts = f"{self._processes} in process 0, {processes} in process {rank}"
-            self._refuse(f"the processes disagree: distributed.num_processes is {counts}", also=wire)
-        elif rank in self._members:
+            return self._refuse(f"the processes disagree: distributed.num_processes is {counts}")
+        if not 0 <= rank < processes:
+            return _refusal(f"distributed.process_id={rank} is none of {processes} processes; use 0 to {processes - 1}")
+        if rank in self._members:
             other = self._members[rank].host
-            self._refuse(f"distributed.process_id={rank} was given twice: on {other} and on {host}", also=wire)
-        elif abs(seconds - self._clock()) > self._clock_secs:
+            return self._refuse(f"distributed.process_id={rank} was given twice: on {other} and on {host}")
+        if abs(seconds - self._clock()) > self._clock_secs:
             times = f"{_time(self._clock())} in process 0, {_time(seconds)} in process {rank} on {host}"
             limit = f"distributed.clock_secs={self._clock_secs:.0f} allows; set the clocks"
-            self._refuse(f"the clocks disagree: {times}, more than {limit}", also=wire)
-        else:
-            self._members[rank] = Member(wire, host, time.monotonic())
-            self._begin_if_complete()
-            return rank
+            return self._refuse(f"the clocks disagree: {times}, more than {limit}")
+        del self._strangers[wire]
+        self._members[rank], self._rank_of[wire] = Member(wire, host, time.monotonic()), rank
+        self._begin_if_complete()
         return None
 
     def _begin_if_complete(self) -> None:
@@ -122,12 +176,14 @@ class Hub:
             self._complete = True
             self._selector.unregister(self._listener)
             self._listener.close()
+            for stranger in list(self._strangers):
+                self._hang_up(stranger)
             self._tell({"all": True})
 
-    def _refuse(self, why: str, *, status: int = EXIT_BAD_INPUT, also: Wire | None = None) -> None:
+    def _refuse(self, why: str, *, status: int = EXIT_BAD_INPUT) -> Message:
+        """Tell all members that the job cannot be; returns what they are told."""
         self._tell(_refusal(why, status))
-        if also is not None:
-            also.send(_refusal(why, status))
+        return _refusal(why, status)
 
     # ---- what processes say
 
@@ -140,14 +196,14 @@ class Hub:
             member.reached[message["reached"]] = message["values"]
             self._pass(message["reached"])
         if "sign" in message:
-            member.wire.send({"sign": "of life"})
+            self._send(member, {"sign": "of life"})
         if "where" in message:
-            member.wire.send({"where": self._places()})
+            self._send(member, {"where": self._places()})
         if "bye" in message:
             if member.status is None and message["bye"]:
                 self._lose(rank, message["why"], message["bye"])
             member.status = member.status or message["bye"]
-            member.wire.send({"heard": "bye"})
+            self._send(member, {"heard": "bye"})
 
     def _pass(self, what: str) -> None:
         """Let all go on from `what` once all have reached it; they hear what process 0 has, and what differs."""
@@ -180,6 +236,8 @@ class Hub:
                 status=EXIT_RESTART,
             )
             self._begun = float("inf")
+        for stranger in [wire for wire, since in self._strangers.items() if now > since + STRANGER_SECS]:
+            self._hang_up(stranger)
         for rank, member in list(self._members.items()):
             if self._complete and now > member.heard + self._silence_secs:
                 self._gone(rank, f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)")
@@ -198,12 +256,28 @@ class Hub:
     def _tell(self, message: Message, but: int | None = None) -> None:
         for rank, member in self._members.items():
             if rank != but:
-                member.wire.send(message)
+                self._send(member, message)
+
+    def _send(self, member: Member, message: Message) -> None:
+        # Where it cannot be sent the connection is over, as reading will show.
+        if member.wire.send(message):
+            self._watch(member.wire)
 
 
-def _is_hello(message: Message) -> bool:
-    kinds = {"hello": int, "of": int, "host": str, "clock": float}
-    return all(type(message.get(key)) is kind for key, kind in kinds.items())
+def _is(message: Message, kinds: Mapping[str, type], *, whole: bool = False) -> bool:
+    """Whether what it says is of these types, and nothing is left out: `whole` is all of them."""
+    known = [key for key in kinds if whole or key in message]
+    needed = [NEEDS[key] for key in known if key in NEEDS]
+    return all(type(message.get(key)) is kinds[key] for key in (*known, *needed))
+
+
+def _is_same(token: object, ours: str) -> bool:
+    spelled = [text.encode(errors="surrogatepass") for text in (token, ours) if isinstance(text, str)]
+    return len(spelled) == 2 and hmac.compare_digest(*spelled)
+
+
+def _is_name(host: str) -> bool:
+    return len(host) <= LONGEST_HOST and host.isprintable()
 
 
 def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:
@@ -211,4 +285,7 @@ def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:
 
 
 def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a year that no calendar has
+        return f"{seconds:g} s since 1970"

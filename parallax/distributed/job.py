@@ -1,6 +1,7 @@
 """The job that this process belongs to. With one process all functions return at once."""
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -11,18 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.distributed.cluster import has_tpu, started_by_scheduler
 from parallax.distributed.config import BEHIND_SECS, DistributedConfig
 from parallax.distributed.gloo import avoid_reduce_scatter, needs_detour
 from parallax.distributed.hub import Hub
+from parallax.distributed.lost import lost_process
 from parallax.distributed.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
 from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
 from parallax.plainfile import write_whole
+
+LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 
 _peers: Peers | None = None
 _config: DistributedConfig | None = None
@@ -78,6 +85,25 @@ def at(what: str, *, compiling: bool = False) -> None:
     if _peers is not None:
         setting = "compile_secs" if compiling else "wait_secs"
         _peers.at(what, getattr(_config, setting), f"distributed.{setting}")
+
+
+def connect(mesh: Mesh) -> None:
+    """Bring the processes together for their first collective, along each of the mesh's axes and all their products.
+
+    Gloo connects a group of devices when it first sends, and waits half a minute for a process that is not there yet;
+    a group that is connected has the limit of its collectives.
+    """
+    if _peers is None:
+        return
+    wait_for_all("the first collective", setting="compile_secs")
+    at("connecting the devices", compiling=True)
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    multihost_utils.sync_global_devices("the first collective")  # between the processes, as checkpoints have it
+    wide = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.permutations(wide, count):  # the same devices in another order are another group
+            _sum_over(mesh, axes)
 
 
 def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
@@ -150,7 +176,8 @@ def log_to(log: Callable[[str], None]) -> None:
 def reporting() -> Iterator[None]:
     """Tell the others of an error in here, as it leaves; if it is one of them who caused it, that is said instead."""
     try:
-        yield
+        with _naming_the_lost():
+            yield
     except BaseException as error:
         if _peers is not None:
             if not isinstance(error, ConfigError | KeyboardInterrupt):
@@ -166,7 +193,8 @@ def leave(command: Callable[[], int]) -> int:
     except Exception:
         if _peers is None:
             raise
-        traceback.print_exc()
+        with nothing_in_the_way():
+            traceback.print_exc()
         status = 1
     if _peers is None:
         return status
@@ -174,8 +202,27 @@ def leave(command: Callable[[], int]) -> int:
         end_now(status)
     wait_for_all("the end of the run")
     _peers.leave(0, "")
-    jax.distributed.shutdown()
+    try:
+        jax.distributed.shutdown()
+    except jax.errors.JaxRuntimeError:
+        end_now(status)  # who is lost now has nothing left to do
     return status
+
+
+@contextlib.contextmanager
+def _naming_the_lost() -> Iterator[None]:
+    """Turn what the runtime says of a lost process into a LostError."""
+    try:
+        yield
+    except Exception as error:
+        said = lost_process(error) if jax.distributed.is_initialized() else None
+        if said is None or isinstance(error, LostError):
+            raise
+        where = f"; this process was at {_peers.doing!r}" if _peers is not None else ""
+        raise LostError(
+            f"another process is gone, or does not come: {said}{where}; "
+            "start the same command again to go on from the last checkpoint"
+        ) from error
 
 
 # ---- meeting
@@ -216,9 +263,10 @@ def _meet_by_jax(config: DistributedConfig) -> Peers | None:
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
     """A socket that listens for so many; without a host, on every address."""
+    backlog = max(processes, LEAST_BACKLOG)
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
-    return socket.create_server((host, port), backlog=processes)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server((host, port), backlog=backlog)
 
 
 def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
@@ -270,6 +318,17 @@ def _ending_after(secs: float) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """A sum of next to nothing in each group of devices along these axes."""
+    others = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in axes))
+    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    one_each = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
+    add = jax.shard_map(
+        lambda one: lax.psum(one, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
+    )
+    jax.jit(add)(one_each).block_until_ready()
 
 
 def _first_line(error: Exception) -> str:

@@ -84,6 +84,11 @@ class Peers:
         return answer
 
     @property
+    def doing(self) -> str:
+        """Where this process is."""
+        return self._doing
+
+    @property
     def is_leaving(self) -> bool:
         return self._leaving.is_set()
 
@@ -150,7 +155,7 @@ class Peers:
 
     def _lose(self, message: Message) -> None:
         """Another process is gone: end this one, after a while where it may come to the same end by itself."""
-        status = message["status"]
+        status = message.get("status")
         if self._leaving.is_set():
             # This one's work is over, whoever else is gone; without process 0 nobody will say that it was heard.
             return self._answers.put({"heard": "bye"})
@@ -160,8 +165,8 @@ class Peers:
         here = f"this process was at {self._doing!r}"
         if status is None:
             there = f". It was at {message['doing']!r}" if "doing" in message else ""
-            return self._end(f"{who} is gone: {message['why']}{there}; {here}", EXIT_RESTART, 0.0)
-        text = f"{who} ended with status {status}: {message['why']}; {here}"
+            return self._end(f"{who} is gone: {message.get('why')}{there}; {here}", EXIT_RESTART, 0.0)
+        text = f"{who} ended with status {status}: {message.get('why')}; {here}"
         return self._end(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
 
     def _too_late(self) -> None:
@@ -208,7 +213,7 @@ class Peers:
         except queue.Empty:
             raise LostError(f"waited {secs:.0f} s ({setting}) for {what}, and process 0 does not answer") from None
         if "refused" in answer:
-            kind = LostError if answer["status"] == EXIT_RESTART else ConfigError
+            kind = LostError if answer.get("status") == EXIT_RESTART else ConfigError
             raise kind(answer["refused"])
         return answer
 
@@ -244,7 +249,11 @@ def _connect(address: tuple[str, int], secs: float) -> Wire:
     deadline = time.monotonic() + secs
     while True:
         try:
-            return Wire(socket.create_connection(address, timeout=max(deadline - time.monotonic(), CONNECT_SECS)))
+            connected = socket.create_connection(address, timeout=max(deadline - time.monotonic(), CONNECT_SECS))
+            # Where nobody listens yet on a port of this host that is free, TCP may connect it with itself.
+            if connected.getsockname() != connected.getpeername():
+                return Wire(connected)
+            connected.close()
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostError(

@@ -17,7 +17,17 @@ from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
 from parallax.data import Prefetcher, Reader
 from parallax.data.config import AUTO
-from parallax.distributed import at, check_shared, compare, is_first, log_to, prepare_once, several, wait_for_all
+from parallax.distributed import (
+    at,
+    check_shared,
+    compare,
+    connect,
+    is_first,
+    log_to,
+    prepare_once,
+    several,
+    wait_for_all,
+)
 from parallax.errors import writing
 from parallax.generate import complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
@@ -101,6 +111,7 @@ def train(
 def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
+    connect(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
@@ -155,6 +166,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             Recheck(state_shardings(model, parts.tx)),
             stack.enter_context(Profile(settings, train_step, folder, journal.say)),
         )
+        wait_for_all("the first step", setting="compile_secs")
         state, done = steps.run(state, start)
         checkpoints.wait()
         return end(parts, folder, journal, stop, state, done, steps.eval_loss)

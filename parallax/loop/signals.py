@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first asks the run to stop after its step, the second ends the process."""
+"""SIGTERM, Ctrl-C and SIGHUP ask the run to stop after its step; the second SIGTERM or Ctrl-C ends the process."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from parallax.distributed import is_first
 from parallax.errors import EXIT_RESTART
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT)  # where they come a second time
+STOPPING = (*ENDING, signal.SIGHUP)
 
 
 class StopRequest:
@@ -43,7 +44,7 @@ class StopRequest:
             self._arrivals, writer = socket.socketpair()
             writer.setblocking(False)
             self._writer = writer
-            self._before = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+            self._before = {number: signal.signal(number, lambda *_: None) for number in STOPPING if _is_heard(number)}
             self._wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._read, name="signals", daemon=True).start()
         return self
@@ -77,14 +78,22 @@ class StopRequest:
         while arrived := self._arrivals.recv(1):
             if arrived[0] not in STOPPING:
                 continue
-            if self._signalled:
+            ending = arrived[0] in ENDING  # of a terminal that is closed one hears from the system and from the shell
+            if ending and self._signalled:
                 os._exit(EXIT_RESTART)
-            self._signalled = True
+            self._signalled = self._signalled or ending
             name = signal.Signals(arrived[0]).name
-            self._ask(name)
+            if self.signal is None:
+                self._ask(name)
+            advice = "; once more to exit at once" if ending else ""
             with contextlib.suppress(OSError):  # nobody reads it
-                os.write(2, f"{name}: stopping after this step; once more to exit at once\n".encode())
+                os.write(2, f"{name}: stopping after this step{advice}\n".encode())
         self._arrivals.close()
+
+
+def _is_heard(number: int) -> bool:
+    """Whether a signal is for us: nohup has SIGHUP ignored, and so it stays."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _handler_of_jax() -> Callable[[int], None]:

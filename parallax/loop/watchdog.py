@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 
+from parallax.errors import tell
+
 LEAST_STEPS = 5  # before a median means anything
 REMEMBERED_STEPS = 100
 LEAST_SECS = 5.0  # what is over sooner needs no explaining
@@ -57,10 +59,9 @@ class Watchdog:
                 self._say(current[0], taken, median)
 
     def _say(self, step: int, taken: float, median: float) -> None:
-        print(
+        tell(
             f"step {step} has taken {taken:.1f} s so far, the median is {median:.2f} s "
             f"(train.stall_factor={self._factor:g}); all threads:",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -1,0 +1,406 @@
+"""The line to process 0, against bytes: whoever writes on it, the job's own processes are answered, and meet.
+
+All of it is on loopback, with sockets in place of processes, and fixed seeds.
+"""
+
+import contextlib
+import json
+import math
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from parallax.distributed import hub as hub_module
+from parallax.distributed import wire as wire_module
+from parallax.distributed.hub import Hub
+from parallax.distributed.job import listen
+
+TOKEN = "a secret of the job"
+# What a process is answered within, on a busy machine; it is lost after distributed.heartbeat_secs=60.
+ANSWER_SECS = 5.0
+SEEDS = range(4)
+CASES = 60  # of each seed
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def no_tracebacks(monkeypatch, capfd):
+    """No thread ends with an error, and nobody is told of what strangers write."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
+    yield
+    assert raised == [] and capfd.readouterr().err == ""
+
+
+class Job:
+    """A hub for so many processes, and what they have connected."""
+
+    def __init__(self, processes):
+        self.processes = processes
+        listener = listen("127.0.0.1", 0, processes)
+        self.address = listener.getsockname()
+        self.hub = Hub(listener, processes, TOKEN, start_secs=60, silence_secs=60, clock_secs=60)
+
+    def connect(self):
+        return Line(socket.create_connection(self.address, timeout=ANSWER_SECS))
+
+    def hello(self, rank, **changes):
+        hello = {"hello": rank, "of": self.processes, "token": TOKEN, "host": f"host{rank}", "clock": time.time()}
+        return hello | changes
+
+    def join(self, rank, **changes):
+        line = self.connect()
+        line.send(self.hello(rank, **changes))
+        return line
+
+
+class Line:
+    """A process's end: it writes what it likes, and reads messages."""
+
+    def __init__(self, connected):
+        self.socket, self._reader = connected, connected.makefile("rb")
+
+    def send(self, message):
+        self.write(json.dumps(message).encode() + b"\n")
+
+    def write(self, data):
+        """As far as the other end takes it."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(data)
+
+    def read(self):
+        """The next message, None where the connection has ended."""
+        try:
+            line = self._reader.readline()
+        except ConnectionError:
+            return None
+        return json.loads(line) if line else None
+
+    def read_until(self, key):
+        while (message := self.read()) is not None and key not in message:
+            continue
+        return message
+
+    def is_answered(self):
+        """Ask where all are, and hear it in time."""
+        self.send({"where": True})
+        begun = time.monotonic()
+        answer = self.read_until("where")
+        return answer is not None and time.monotonic() - begun < ANSWER_SECS
+
+    def is_ended(self):
+        while self.read() is not None:
+            continue
+        return True
+
+    def close(self):
+        self._reader.close()
+        self.socket.close()
+
+
+def meets(job, *joined):
+    """Whether the others can join those that are there, and all hear that the job is complete."""
+    lines = [*joined, *(job.join(rank) for rank in range(len(joined), job.processes))]
+    return all(line.read_until("all") is not None for line in lines)
+
+
+# ---- before the job is complete
+
+
+def says(data):
+    return lambda line: line.write(data)
+
+
+def leaves(line):
+    """A reset in place of an end."""
+    line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    line.write(b'{"hello"')
+    line.close()
+
+
+def never_reads(line):
+    """Each line would have an answer; they fill what the sockets hold."""
+    line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.write(b'{"hello": 1, "token": "guessed"}\n' * 200_000)
+
+
+STRANGERS = {
+    "nested JSON": says(b'{"hello": ' + DEEP + b"}\n"),
+    "short nested JSON": says(b"[" * 5000 + b"]" * 5000 + b"\n"),
+    "an endless line": says(b"x" * (64 << 20)),
+    "a long number": says(b'{"hello": ' + b"1" * 9000 + b"}\n"),
+    "no text": says(bytes(range(128, 256)) + b"\n"),
+    "half a surrogate": says(b'{"hello": 1, "token": "\\ud800"}\n'),
+    "no object": says(b"null\n[]\n1\n"),
+    "another protocol": says(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "a closed end": lambda line: line.socket.shutdown(socket.SHUT_WR),
+    "a reset": leaves,
+    "silence": lambda line: None,
+    "half a line": says(b'{"hello": 1, "tok'),
+    "no token": says(json.dumps({"hello": 1, "of": 2, "host": "h", "clock": 0.0}).encode() + b"\n"),
+    "never reading": never_reads,
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_neither_stops_nor_stalls_a_job_that_is_not_complete(stranger):
+    job = Job(2)
+    first = job.join(0)
+    lines = [job.connect() for _ in range(3)]
+    for line in lines:
+        acting = threading.Thread(target=stranger, args=(line,))
+        acting.start()
+        assert first.is_answered()
+        acting.join(30)
+        assert not acting.is_alive() and first.is_answered()
+    assert meets(job, first)
+
+
+def test_a_stranger_who_writes_slowly_or_not_at_all_is_sent_away(monkeypatch):
+    monkeypatch.setattr(hub_module, "STRANGER_SECS", 0.5)
+    job = Job(2)
+    first, silent, slow = job.join(0), job.connect(), job.connect()
+    for byte in b'{"hello"':
+        slow.write(bytes([byte]))
+        time.sleep(0.05)
+    assert silent.is_ended() and slow.is_ended()
+    assert first.is_answered() and meets(job, first)
+
+
+def test_of_thousands_of_strangers_a_few_are_listened_to():
+    job = Job(2)
+    first = job.join(0)
+    oldest = job.connect()
+    for each in range(2000):
+        # Most stay open at their end, as those of a machine that has vanished.
+        line = job.connect()
+        if each % 4:
+            line.write(b"{")
+            HALF_OPEN.append(line)
+        if len(HALF_OPEN) > 400:
+            HALF_OPEN.pop(0).close()
+        if not each % 250:
+            assert first.is_answered()
+    assert oldest.is_ended() and len(job.hub._strangers) <= hub_module.MOST_STRANGERS
+    assert meets(job, first)
+
+
+HALF_OPEN = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed():
+    yield
+    while HALF_OPEN:
+        HALF_OPEN.pop().close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hello": -5}, "distributed.process_id=-5 is none of 2 processes; use 0 to 1"),
+        ({"hello": 2}, "distributed.process_id=2 is none of 2 processes; use 0 to 1"),
+        ({"hello": 10**300}, "is none of 2 processes"),
+        *(
+            (change, "this is not how a process of the job begins")
+            for change in (
+                {"hello": True},
+                {"hello": 1.0},
+                {"hello": "1"},
+                {"hello": None},
+                {"hello": [1]},
+                {"of": True},
+                {"of": "2"},
+                {"clock": math.nan},
+                {"clock": math.inf},
+                {"clock": -math.inf},
+                {"clock": True},
+                {"clock": None},
+                {"clock": 10**300},
+                {"host": 1},
+                {"host": "\x1b[2J"},
+                {"host": "h" * 10_000},
+            )
+        ),
+        *(
+            ({"token": token}, "this coordinator port belongs to another job")
+            for token in (None, "", True, 0, [TOKEN], TOKEN + " ", "\ud800")
+        ),
+    ],
+    ids=str,
+)
+def test_who_says_of_itself_what_cannot_be_is_refused_and_the_job_goes_on(changes, message):
+    job = Job(2)
+    first = job.join(0)
+    refused = job.join(1, **changes)
+    assert message in refused.read()["refused"] and refused.is_ended()
+    assert first.is_answered() and meets(job, first)
+
+
+@pytest.mark.parametrize("clock", [1e300, -1e300, 1e15, 0.0])
+def test_a_clock_that_no_calendar_has_is_refused_as_others_are(clock):
+    job = Job(2)
+    first = job.join(0)
+    assert "the clocks disagree" in job.join(1, clock=clock).read()["refused"]
+    assert "in process 1 on host1, more than distributed.clock_secs=60" in first.read()["refused"]
+    assert first.is_answered()
+
+
+# ---- once it is complete
+
+
+def test_when_the_job_is_complete_nobody_else_is_listened_to():
+    job = Job(2)
+    waiting = [job.connect() for _ in range(5)]
+    first, second = job.join(0), job.join(1)
+    assert first.read_until("all") and second.read_until("all")
+    assert all(line.is_ended() for line in waiting)
+    with pytest.raises(ConnectionRefusedError):
+        job.join(1)
+    assert first.is_answered() and second.is_answered()
+
+
+NONSENSE = {
+    "a number for a place": b'{"doing": 5}\n',
+    "a list for a point": b'{"reached": [], "values": {}}\n',
+    "a point without values": b'{"reached": "x"}\n',
+    "values that are none": b'{"reached": "x", "values": 5}\n',
+    "nested values": b'{"reached": "x", "values": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}\n",
+    "no status": b'{"bye": "x", "why": ""}\n',
+    "a boolean for a status": b'{"bye": true, "why": ""}\n',
+    "a status without its reason": b'{"bye": 1}\n',
+    "nested JSON": DEEP + b"\n",
+    "an endless line": b"x" * (2 << 20),
+    "no text": b"\xff\xfe\n",
+    "many points": b"".join(b'{"reached": "%d", "values": {}}\n' % at for at in range(100)),
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
+def test_a_process_that_talks_nonsense_is_lost_and_the_others_hear_it(said):
+    job = Job(3)
+    first, second, third = (job.join(rank) for rank in range(3))
+    assert third.read_until("all")
+    third.write(said)
+    for line in (first, second):
+        lost = line.read_until("lost")
+        assert (lost["lost"], lost["host"], lost["status"]) == (2, "host2", None)
+        assert line.is_answered()
+
+
+def test_a_process_that_reads_nothing_stalls_nobody_and_is_lost(monkeypatch):
+    monkeypatch.setattr(wire_module, "UNREAD_BYTES", 1 << 16)
+    job = Job(2)
+    first, second = job.join(0), job.join(1)
+    assert second.read_until("all")
+    second.socket.settimeout(30)
+    asking = threading.Thread(target=second.write, args=(b'{"where": 1}\n' * 150_000,))
+    asking.start()
+    message = {}
+    while asking.is_alive():
+        first.send({"sign": "of life"})
+        begun = time.monotonic()
+        message = first.read()
+        assert time.monotonic() - begun < ANSWER_SECS
+        if "lost" in message:
+            break
+    assert "lost" in message or first.read_until("lost")
+    assert first.is_answered()
+    second.close()
+
+
+# ---- anything
+
+
+def valid_messages(job, rank, rng):
+    """What processes say, as text."""
+    messages = [
+        job.hello(rank),
+        {"doing": "step 12"},
+        {"reached": f"the run {rng.random()}", "values": {"step": 0, "data": "ab"}},
+        {"sign": "of life"},
+        {"where": True},
+        {"bye": 75, "why": "LostError: gone"},
+    ]
+    return [json.dumps(message).encode() for message in messages]
+
+
+def mutated(line, rng):
+    """The line with a few changes that a fuzzer makes: of bytes, of length, of values."""
+    values = [b"null", b"true", b"-5", b"1e999", b"NaN", b'""', b"[]", b"{}", b"1" * 5000, b'"\\ud800"', b"[" * 2000]
+    line = bytearray(line)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(line) + 1)
+        kind = rng.randrange(5)
+        if kind == 0:
+            line[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            del line[at : at + rng.randint(1, 8)]
+        elif kind == 2:
+            line[at:at] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 3:
+            line[at:at] = line[: rng.randint(0, 40)]
+        else:
+            colons = [place for place, byte in enumerate(line) if byte == ord(":")]
+            if colons:
+                place = rng.choice(colons) + 1
+                end = min((line.find(mark, place) for mark in b",}" if line.find(mark, place) >= 0), default=len(line))
+                line[place:end] = rng.choice(values)
+    return bytes(line)
+
+
+def fuzzed(job, rank, rng):
+    """A few lines, of which some may be right."""
+    kinds = [
+        lambda: rng.randbytes(rng.randint(0, 400)),
+        lambda: (line := rng.choice(valid_messages(job, rank, rng)))[: rng.randrange(len(line))],
+        lambda: mutated(rng.choice(valid_messages(job, rank, rng)), rng),
+        lambda: mutated(valid_messages(job, rank, rng)[0], rng),
+    ]
+    return b"\n".join(rng.choice(kinds)() for _ in range(rng.randint(1, 5))) + rng.choice([b"", b"\n"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_bytes_of_strangers_leave_a_job_that_is_not_complete_as_it_was(seed):
+    rng, job = random.Random(seed), Job(3)
+    first, lines = job.join(0), []
+    for _ in range(CASES):
+        lines.append(job.connect())
+        lines[-1].write(fuzzed(job, 1, rng).replace(TOKEN.encode(), b"guessed"))
+    assert first.is_answered() and meets(job, first)
+    for line in lines:
+        assert line.is_ended()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_bytes_of_who_has_the_token_leave_process_0_answering(seed):
+    """They may be those of a process, which is then lost, or is told with the others that the job cannot be."""
+    rng, job = random.Random(seed), Job(100)
+    first = job.join(0)
+    for rank in range(1, CASES):
+        line = job.connect()
+        line.write(fuzzed(job, rank, rng))
+        if rank % 2:
+            line.close()
+        if not rank % 10:
+            assert first.is_answered()
+    assert first.is_answered()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_bytes_of_processes_of_a_complete_job_leave_the_others_answered(seed):
+    rng, job = random.Random(seed), Job(CASES)
+    lines = [job.join(rank) for rank in range(CASES)]
+    first, last = lines[0], lines[-1]
+    assert last.read_until("all")
+    for rank, line in enumerate(lines[1:-1], 1):
+        line.write(fuzzed(job, rank, rng))
+        if not rank % 10:
+            assert first.is_answered() and last.is_answered()
+    for line in lines[1:-1]:
+        line.close()
+    assert first.is_answered() and last.is_answered()
