@@ -245,7 +245,7 @@ def test_a_tokenizer_that_changed_between_two_starts_is_refused(prepared, tmp_pa
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("prompt, message", [("\udc80", "is no text: surrogates not allowed; write it in UTF-8")])
+@pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, no text; leave it out")])
 def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("parallax.loop.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
     with pytest.raises(ConfigError, match=message):
