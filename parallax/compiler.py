@@ -64,8 +64,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
 @functools.cache
 def _taken(chip_name: str, device: jax.Device, options: Said) -> Said:
     """Those of the options that the installed compiler takes: all at once or, where it refuses, one after the other."""
-    if not options or not refusal(device, dict(options)):
-        return options
+    if not options or not refusal(device, dict(options)) or refusal(device, {}):
+        return options  # what is refused without any is not the options' fault: the step itself will say it
     taken: dict[str, bool | int] = {}
     for name, value in options:
         if why := refusal(device, taken | {name: value}):

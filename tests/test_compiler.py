@@ -82,6 +82,12 @@ def test_what_the_installed_compiler_does_not_take_is_left_out_with_a_line(monke
     assert len(lines) == 1 and "new=True for TPU v5p, left out: No such compile option: 'new'" in lines[0]
 
 
+def test_a_compiler_that_takes_nothing_at_all_is_not_told_less(monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "refusal", lambda device, options: "UNAVAILABLE: the TPU is in use")
+    assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1))) == compiler.OPTIONS["TPU v5p"]
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shape", "torus", "group"),
     [
