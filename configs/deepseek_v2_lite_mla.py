@@ -10,8 +10,8 @@ Numbers:  DeepSeek-AI 2024, "DeepSeek-V2", appendix B, and the published configu
 Command:  python train.py --config=configs/deepseek_v2_lite_mla.py --config.data.path=FILES \\
               --config.data.tokenizer=FILE
 Hardware: 16 TPU v5p chips (95 GB each).
-Memory:   6.8 GiB a chip as compiled for TPU (python -m parallax.plan). 16 microbatches of 4 windows a chip.
-Time:     estimated from the compiled program, 9.1 s a step (MFU 50 %), much of it messages over tp; not yet run.
+Memory:   6.7 GiB a chip as compiled for TPU (python -m parallax.plan). 16 microbatches of 4 windows a chip.
+Time:     estimated from the compiled program, 9.2 s a step (MFU 50 %), much of it messages over tp; not yet run.
 Loss:     not yet run.
 """
 
