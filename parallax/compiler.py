@@ -11,8 +11,7 @@ import sys
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.chips import chip
 from parallax.errors import ConfigError
@@ -58,32 +57,40 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
         name = chip(mesh.devices.flat[0].device_kind).name
     except ConfigError:
         return {}
-    return dict(_taken(name, _own_device(mesh), tuple(OPTIONS.get(name, {}).items())))
+    return dict(_taken(name, mesh, tuple(OPTIONS.get(name, {}).items())))
 
 
 @functools.cache
-def _taken(chip_name: str, device: jax.Device, options: Said) -> Said:
+def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
     """Those of the options that the installed compiler takes: all at once or, where it refuses, one after the other."""
-    if not options or not refusal(device, dict(options)) or refusal(device, {}):
+    if not options or not refusal(mesh, dict(options)) or refusal(mesh, {}):
         return options  # what is refused without any is not the options' fault: the step itself will say it
     taken: dict[str, bool | int] = {}
     for name, value in options:
-        if why := refusal(device, taken | {name: value}):
+        if why := refusal(mesh, taken | {name: value}):
             print(f"{_compiler()} does not take {name}={value} for {chip_name}, left out: {why}", file=sys.stderr)
         else:
             taken[name] = value
     return tuple(taken.items())
 
 
-def refusal(device: jax.Device, options: dict[str, bool | int]) -> str:
-    """Why the compiler takes no program with an all-gather with these options, in a line; "" where it does."""
-    mesh = Mesh(np.array([[device]]), ("dp", "tp"))
-    gather = jax.shard_map(
-        lambda x: lax.all_gather(x, "dp", tiled=True), mesh=mesh, in_specs=P("dp"), out_specs=P("dp")
-    )
-    x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=NamedSharding(mesh, P("dp")))
+def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
+    """Why the compiler does not take a program with these options, in a line; "" where it does.
+
+    The program gathers and exchanges along each axis: what is refused may depend on the slice, as asynchronous
+    all-to-alls are on 64 chips of v5e.
+    """
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+
+    def send(x: jax.Array) -> jax.Array:
+        for axis in axes:
+            x = lax.all_to_all(x, axis, 0, 0, tiled=True) + lax.all_gather(x, axis, tiled=True)[: len(x)]
+        return x
+
+    cut = PartitionSpec(mesh.axis_names)
+    x = jax.ShapeDtypeStruct((mesh.size**2, 128), "float32", sharding=NamedSharding(mesh, cut))
     try:
-        jax.jit(gather).lower(x).compile(compiler_options=options)
+        jax.jit(jax.shard_map(send, mesh=mesh, in_specs=cut, out_specs=cut)).lower(x).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
     return ""
@@ -120,12 +127,6 @@ def first_group(mesh: Mesh, axis: str) -> int:
     turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
     near = int(turns[0]) + 1 if len(turns) else 1
     return near if len(ranks) % near == 0 else 1
-
-
-def _own_device(mesh: Mesh) -> jax.Device:
-    """A device that this process may compile for; of chips that are not here, any."""
-    here = (one for one in mesh.devices.flat if one.process_index == jax.process_index())
-    return next(here, mesh.devices.flat[0])
 
 
 def _is_tpu(mesh: Mesh) -> bool:

@@ -54,7 +54,7 @@ class Stand(Mesh):
     ],
 )
 def test_each_chip_is_told_what_was_measured_on_it(kind, said, monkeypatch):
-    monkeypatch.setattr(compiler, "refusal", lambda device, options: "")
+    monkeypatch.setattr(compiler, "refusal", lambda mesh, options: "")
     options = compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))
     assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
 
@@ -71,7 +71,7 @@ def test_gathers_are_fused_into_compute_on_v5e_alone():
 
 
 def test_what_the_installed_compiler_does_not_take_is_left_out_with_a_line(monkeypatch, capsys):
-    def refusal(device, options):
+    def refusal(mesh, options):
         return "No such compile option: 'new'" if "new" in options else ""
 
     monkeypatch.setattr(compiler, "refusal", refusal)
@@ -83,7 +83,7 @@ def test_what_the_installed_compiler_does_not_take_is_left_out_with_a_line(monke
 
 
 def test_a_compiler_that_takes_nothing_at_all_is_not_told_less(monkeypatch, capsys):
-    monkeypatch.setattr(compiler, "refusal", lambda device, options: "UNAVAILABLE: the TPU is in use")
+    monkeypatch.setattr(compiler, "refusal", lambda mesh, options: "UNAVAILABLE: the TPU is in use")
     assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1))) == compiler.OPTIONS["TPU v5p"]
     assert not capsys.readouterr().err
 

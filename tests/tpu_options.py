@@ -26,6 +26,11 @@ def main() -> None:
         (line,) = heard.getvalue().splitlines()
         assert line.startswith("libtpu 0.0.") and f"xla_tpu_no_such_option=True for {name}, left out" in line
         print(f"{name}: {len(said)} options taken")
+    heard = io.StringIO()
+    mesh = make_mesh(MeshConfig(pp=1, dp=64, tp=1, simulate=0), devices_of(read_topology("v5e:8x8")))
+    with contextlib.redirect_stderr(heard):
+        assert "xla_tpu_enable_async_all_to_all" not in compiler.compiler_options(mesh)
+    assert "left out: UNIMPLEMENTED: Async all-to-all not supported on limited ICI" in heard.getvalue()
 
 
 if __name__ == "__main__":
