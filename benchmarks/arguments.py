@@ -25,8 +25,8 @@ class Arguments(Parser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         written = sys.argv[1:] if args is None else args
-        if "--smoke" in written:
-            self.set_defaults(**self.smallest)
+        if "--smoke" in sys.argv or "--smoke" in written:  # it may stand before the name of a command
+            self.set_defaults(smoke=True, **self.smallest)
         return super().parse_known_args(written, namespace)
 
 

@@ -62,8 +62,8 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
         raise ConfigError(
             f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
         )
-    if isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    if device is not None:
         check_kernel_on(model, device.platform, device.device_kind)
     else:
         check_kernel_on(model, KERNELS[model.kernel].native[0], "these devices")
@@ -72,7 +72,7 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide."""
     runs = KERNELS[model.kernel]
-    if platform not in runs.native + runs.interpreted:
+    if platform not in runs.platforms:
         needs = " or ".join(f"{name.upper()}s" for name in runs.native)
         tried = "".join(f", or {name.upper()}s to try it on" for name in runs.interpreted)
         fit = ", ".join(repr(name) for name, other in KERNELS.items() if platform in other.native)
@@ -97,3 +97,5 @@ def check_kernel_seq(model: ModelConfig, seq: int) -> None:
             f"data.seq={seq} is not a multiple of {LANES}, the least block of model.kernel='splash'; "
             f"use seq={more}, or kernel='xla'."
         )
+    if model.kernel == "cudnn" and seq % 2:
+        raise ConfigError(f"data.seq={seq} is odd, which model.kernel='cudnn' does not take; use seq={seq + 1}.")

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.chips import chip
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, tell
 
 # Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
@@ -68,7 +68,7 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
     taken: dict[str, bool | int] = {}
     for name, value in options:
         if why := refusal(mesh, taken | {name: value}):
-            print(f"{_compiler()} does not take {name}={value} for {chip_name}, left out: {why}", file=sys.stderr)
+            tell(f"{_compiler()} does not take {name}={value} for {chip_name}, left out: {why}", sys.stderr)
         else:
             taken[name] = value
     return tuple(taken.items())

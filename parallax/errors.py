@@ -23,7 +23,7 @@ INTERRUPTED = 130  # as shells count Ctrl-C
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
 QUOTED_LETTERS = 80  # of what was written, in an error
-LISTED_NUMBERS = 12
+LISTED_NUMBERS = LISTED_NAMES = 12
 
 JOINERS = "\u200c\u200d"  # within words and emoji
 
@@ -85,7 +85,12 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         # What is left in them would fail when Python ends, and change the status.
         if _is_gone(stream):
             lead_nowhere(stream)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # a full disk
+        lead_nowhere(sys.stdout)
+        tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
+        status = status or EXIT_BAD_INPUT
     return status
 
 
@@ -167,6 +172,17 @@ def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
     ('mesh.tp', "'a\\\\nb'")
     """
     return text if text.isprintable() and len(text) <= letters else quoted(text, letters)
+
+
+def names_of(names: Iterable[str]) -> str:
+    """Somebody else's names in a line: the first twelve, and how many more there are.
+
+    >>> names_of("abc"), names_of(map(str, range(100)))
+    ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 88 more')
+    """
+    names = list(names)
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(shown(name) for name in names[:LISTED_NAMES]) + more
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

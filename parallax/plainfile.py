@@ -78,18 +78,27 @@ def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
     return object_of(read_bytes(path), odd_numbers=odd_numbers)
 
 
-def object_of(text: str | bytes, *, odd_numbers: bool = False) -> dict[str, Any]:
+def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:
     """A JSON object; ValueError says in a few words why the text is none, or one that nobody would mean.
 
-    `odd_numbers` lets pass what Python writes and JSON does not have, NaN and infinities.
+    `odd_numbers` lets pass what Python writes and JSON does not have, NaN and infinities. With the key of the one entry
+    that is `read`, that one must be there at most once, and others may be whatever JSON allows.
 
     >>> object_of('{"steps": 8}')
     {'steps': 8}
     """
     how = {} if odd_numbers else {"parse_constant": _no_number, "parse_float": _finite}
+    pairs: list[tuple[str, Any]] = []
+
+    def outermost(inner: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal pairs
+        pairs = inner  # the outermost object is the last one to end
+        return dict(inner)
+
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=_each_once, **how)
+        content = json.loads(text, object_pairs_hook=_each_once if read is None else outermost, **how)
+        _each_once([pair for pair in pairs if pair[0] == read])
     except RecursionError:
         raise ValueError("it is nested without end") from None
     except UnicodeDecodeError as error:
@@ -100,7 +109,7 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False) -> dict[str, Any]
         raise
     if not isinstance(content, dict):
         raise ValueError(f"it is {text.strip()[:SHOWN]!r} and no JSON object")
-    if text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
+    if read is None and text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
         raise ValueError(f"it is nested more than {DEEPEST} deep")
     return content
 

@@ -129,6 +129,14 @@ def test_the_table_of_transformers_has_figures():
     assert done.returncode == 0 and has_figures("hf_table.py", done.stdout), done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("arguments", [["--smoke", "memory"], ["memory", "--smoke"]])
+def test_smoke_may_stand_before_the_name_of_a_command(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["schedules.py", *arguments])
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    parsed = runpy.run_path(str(FOLDER / "schedules.py"))["parse"]()
+    assert parsed.smoke and (parsed.config, parsed.microbatches, parsed.rounds) == ("tiny_gqa", [2], 1)
+
+
 # ---- what is wrong
 
 

@@ -1,6 +1,9 @@
 """A checkpoint is complete or not there, loads onto any mesh bit for bit, and damage never passes."""
 
+import logging
 import os
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from parallax.checkpoint import (
     restore,
 )
 from parallax.checkpoint.fingerprint import Running, fingerprint, fingerprints
+from parallax.checkpoint.writer import _is_no_error_of_orbax, say_errors_once
 from parallax.errors import CheckpointError, ConfigError
 
 
@@ -214,3 +218,23 @@ def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):
     step = tmp_path / "1"
     wanted = [tmp_path, step, step / "manifest.json", step / "tokenizer.json", step / "params", step / "params" / "d"]
     assert all((path.stat().st_dev, path.stat().st_ino) in flushed for path in wanted)
+
+
+def test_what_others_hang_above_our_hook_is_not_called_without_end(monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    say_errors_once.cache_clear()
+    say_errors_once()
+    ours = sys.unraisablehook
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: ours(about))
+    say_errors_once()
+    sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("Event loop is closed")))
+    assert not heard
+    sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("another")))
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize(("level", "passes"), [(logging.WARNING, True), (logging.ERROR, False)])
+def test_of_what_orbax_logs_errors_alone_are_left_out(level, passes):
+    record = logging.LogRecord("absl", level, "/x/orbax/checkpoint/handler.py", 1, "text", (), None)
+    assert _is_no_error_of_orbax(record) == passes

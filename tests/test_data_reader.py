@@ -1,6 +1,8 @@
 """Windows against dumb oracles, and the law that a batch is a function of (data, seed, step)."""
 
+import gc
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -238,3 +240,17 @@ def test_rows_outside_of_the_batch_are_refused(folder, rows):
 
 
 GOLDEN_MOBY = "e994a5b016025a282d3e9a0b4aaf5e2d063db610540cb46341da51a935759ea6"
+
+
+def test_a_stream_that_is_dropped_closes_its_files_at_once(tmp_path):
+    """Without a collection of garbage, which may be late."""
+    prepare_texts(TEXTS, tmp_path)
+    reader = prepared_reader(tmp_path)
+    reader.batch(0)
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        del reader
+        assert len(os.listdir("/proc/self/fd")) < before
+    finally:
+        gc.enable()

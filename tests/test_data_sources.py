@@ -124,14 +124,14 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[1]", r"is not JSON: it is '\[1\]' and no JSON object"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[1]", r"cannot be read as JSON: it is '\[1\]' and no JSON object"),
         ('{"body": "x", "id": 3}', r"has no field 'text' \(data.field\); fields: body, id"),
         ("{}", "has no field 'text' .* fields: none"),
         ('{"text": 7}', r"field 'text' \(data.field\) holds int, not a string"),
         (r'{"text": "ab\ud800"}', "has half a surrogate pair at character 2"),
-        (b'{"text": "\xff"}', "is not JSON"),
+        (b'{"text": "\xff"}', "cannot be read as JSON"),
     ],
 )
 def test_a_wrong_line_is_named(line, message, tmp_path):

@@ -298,3 +298,11 @@ def test_complete_is_the_prompt_and_more():
     model = model_on("gqa", (2, 2, 2))
     text = complete(model, params_on("gqa", model), Bytes(), dataclasses.replace(GREEDY, prompt="\n\t"))
     assert text.startswith("\n\t") and len(text) > 2
+
+
+def test_a_text_that_cannot_be_written_is_said_and_is_no_success(run_folder, monkeypatch, capsys):
+    """On a full disk; whoever closes the pipe has seen enough, and that is none."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--workdir", str(run_folder), *WRITES_LITTLE]) == 2
+    assert capsys.readouterr().err.endswith("what was printed is not all written: No space left on device\n")

@@ -314,12 +314,13 @@ def test_cudnn_is_for_gpus_alone(platform):
     assert "model.kernel='cudnn' needs GPUs, and these are " in refused(check_kernel_on, cudnn, platform, "a kind")
 
 
-def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole_width_on_all():
+@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA L4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090", "Tesla V100"])
+def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole_width_on_all(kind):
     wide = model_config(kernel="cudnn", dtype="bfloat16", attention="mla", d_head=128, d_rope=64)
-    check_kernel_on(wide, "gpu", "NVIDIA H100")
-    assert (
-        "on NVIDIA A100 takes heads whose width is a multiple of 8, at most 128; these are 192 wide (model.d_head="
-        in (refused(check_kernel_on, wide, "gpu", "NVIDIA A100"))
+    for newer in ("NVIDIA H100", "NVIDIA H200", "NVIDIA GeForce RTX 5090", "NVIDIA GB200"):
+        check_kernel_on(wide, "gpu", newer)
+    assert f"on {kind} takes heads whose width is a multiple of 8, at most 128; these are 192 wide (model.d_head=" in (
+        refused(check_kernel_on, wide, "gpu", kind)
     )
     odd = model_config(kernel="cudnn", dtype="bfloat16", attention="gqa", d_head=12)
     assert "these are 12 wide (model.d_head=12)" in refused(check_kernel_on, odd, "gpu", "NVIDIA H100")

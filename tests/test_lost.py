@@ -38,6 +38,12 @@ OURS = [
     "INTERNAL: NCCL operation ncclAllReduce() failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
     "INTERNAL: NCCL operation ncclAllReduce() failed: invalid argument (run with NCCL_DEBUG=WARN for details)",
     "FAILED_PRECONDITION: Buffer has been donated.",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm.\n"
+    '  Operator: op_name="jit(step)/optimization_barrier"',
+    "INTERNAL: Mosaic failed to compile TPU kernel: barrier semaphore is not supported",
+    "INTERNAL: during lowering\n  heartbeat, Gloo all-reduce failed, in the text of a program",
+    "UNIMPLEMENTED: reduce-scatter of complex numbers is not supported by Gloo",
+    "RESOURCE_EXHAUSTED: Gloo all-reduce failed: out of memory",
 ]
 
 

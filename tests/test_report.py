@@ -232,7 +232,9 @@ def test_json_is_all_that_is_printed(in_root, capsys):
     assert found["compiled_for"] == "Nothing was compiled: --trace_only."
 
 
-@pytest.mark.parametrize("flags", [["dp=8", "--trace_only"], ["dp=16"], ["dp=8", "--topology=H100:8"]])
+@pytest.mark.parametrize(
+    "flags", [["dp=8", "--trace_only"], ["dp=-1", "--trace_only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
+)
 def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys):
     arguments = ["--config=configs/tiny_gqa.py", "--config.mesh.simulate=0", "--config.pipeline.microbatches=1", *CUDNN]
     assert main(["report", *arguments, f"--config.mesh.{flags[0]}", *flags[1:]]) == 0
@@ -255,6 +257,18 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
         ([QUICKSTART, "--topology=v5e:2x4", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are TPUs (TPU v5e)"),
         ([QUICKSTART, "--topology=h100:8", SPLASH], "model.kernel='splash' needs TPUs, or CPUs to try it on, and "),
         ([QUICKSTART, *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel in {'xla'}."),
+        ([QUICKSTART, "--trace_only", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel"),
+        (
+            [
+                QUICKSTART,
+                "--topology=H100:8",
+                "--config.mesh.tp=1",
+                "--config.mesh.dp=4",
+                "--config.data.seq=255",
+                *CUDNN,
+            ],
+            "data.seq=255 is odd, which model.kernel='cudnn' does not take; use seq=256.",
+        ),
         ([QUICKSTART, "--html=/nowhere/x.html", "--trace_only"], "--html=/nowhere/x.html cannot be written: No such"),
         ([QUICKSTART, "--trace_only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
         ([QUICKSTART, "--trace_only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),

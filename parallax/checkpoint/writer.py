@@ -1,6 +1,7 @@
 """Saving in the background, and keeping the last few steps and the best few."""
 
 import contextlib
+import functools
 import logging
 import shutil
 import sys
@@ -160,6 +161,7 @@ class Checkpoints:
             ) from error
 
 
+@functools.cache  # once in a process: somebody else may put hooks above ours
 def say_errors_once() -> None:
     """Leave out what orbax and TensorStore print of a save that fails, as it is raised to us too.
 
@@ -167,24 +169,20 @@ def say_errors_once() -> None:
     or its event loop is closed by then.
     """
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(_is_not_orbax)
-    if sys.unraisablehook is not _unraisable:
-        global _unraisable_before
-        _unraisable_before, sys.unraisablehook = sys.unraisablehook, _unraisable
+        logger.addFilter(_is_no_error_of_orbax)
+    sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
 
 
-_unraisable_before = sys.unraisablehook
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     abandoned = record.name == "asyncio" and "orbax" in record.getMessage()
-    return not abandoned and "orbax" not in Path(record.pathname).parts
+    logged = record.levelno >= logging.ERROR and "orbax" in Path(record.pathname).parts
+    return not (abandoned or logged)
 
 
-def _unraisable(about: Any) -> None:
+def _unraisable(before: Callable[[Any], None], about: Any) -> None:
     # A write of TensorStore that ends late calls back into a loop that is closed, and nothing can be raised there.
     if str(about.exc_value) != "Event loop is closed":
-        _unraisable_before(about)
+        before(about)
 
 
 def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

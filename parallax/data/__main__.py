@@ -17,11 +17,13 @@ from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
 from parallax.errors import ConfigError, DataError, exit_status
 
+AGAIN = "stopped; run the same command again to resume"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the result is the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
     parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: parsed.run(parsed), interrupted="stopped; run the same command again to resume")
+    return exit_status(lambda: parsed.run(parsed), one_line=True, interrupted=AGAIN)
 
 
 def _parser() -> argparse.ArgumentParser:

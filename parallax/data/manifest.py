@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from parallax.data.shard import Shard, smallest_dtype
-from parallax.errors import DataError
+from parallax.errors import DataError, names_of
 from parallax.plainfile import read_object, write_whole
 
 FILE_NAME = "manifest.json"
@@ -99,8 +99,8 @@ def _check_fields(content: object, kind: type, file: Path) -> dict:
         raise DataError(f"{file} is damaged: {kind.__name__.lower()} is {type(content).__name__}, not an object")
     names = {field.name for field in fields(kind)}
     if content.keys() != names:
-        differing = ", ".join(sorted(content.keys() ^ names))
-        raise DataError(f"{file} is damaged: {kind.__name__.lower()} lacks, or should not have, {differing}")
+        differing = sorted(content.keys() ^ names)
+        raise DataError(f"{file} is damaged: {kind.__name__.lower()} lacks, or should not have, {names_of(differing)}")
     for field in fields(kind):
         if not _JSON[field.type](content[field.name]):
             raise DataError(f"{file} is damaged: {field.name}={reprlib.repr(content[field.name])} is not a legal value")

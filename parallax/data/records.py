@@ -4,7 +4,7 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallax.errors import ConfigError, DataError
+from parallax.errors import ConfigError, DataError, names_of, quoted
 from parallax.plainfile import object_of
 
 
@@ -17,7 +17,7 @@ def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
     with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _field(_object(line, f"{file}:{number}"), field, f"{file}:{number}")
+                yield _field(line, field, f"{file}:{number}")
 
 
 def read_parquet(file: Path, *, field: str) -> Iterator[str]:
@@ -50,7 +50,7 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
 
 def _check_column(schema, field: str, file: Path) -> None:
     if field not in schema.names:
-        raise DataError(f"{file} has no column {field!r} (data.field); columns: {', '.join(schema.names)}")
+        raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(schema.names)}")
     kind = schema.field(field).type
     if str(kind) not in ("string", "large_string", "string_view"):
         raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
@@ -66,16 +66,13 @@ def _not_text(column, field: str, place: str, rows: int) -> str:
             return f"{place} {row}: column {field!r} (data.field) is not UTF-8: {byte}; write it as UTF-8"
 
 
-def _object(line: bytes, place: str) -> dict:
+def _field(line: bytes, field: str, place: str) -> str:
     try:
-        return object_of(line, odd_numbers=True)  # pandas writes NaN in other fields
+        record = object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
     except ValueError as error:
-        raise DataError(f"{place} is not JSON: {error}") from None
-
-
-def _field(record: dict, field: str, place: str) -> str:
+        raise DataError(f"{place} cannot be read as JSON: {error}") from None
     if field not in record:
-        raise DataError(f"{place} has no field {field!r} (data.field); fields: {', '.join(record) or 'none'}")
+        raise DataError(f"{place} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{place}: field {field!r} (data.field) holds {type(text).__name__}, not a string")

@@ -1,13 +1,14 @@
 """The ids of one split's documents, end to end, read from the shards in any place."""
 
 import os
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from parallax.data.manifest import Manifest
+from parallax.data.manifest import Manifest, Shard
 from parallax.data.shard import check_file, ids_file, reading
 from parallax.errors import DataError
 
@@ -27,13 +28,13 @@ class Stream:
     def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
         self._folder = folder
         self._names = [shard.name for shard in manifest.shards]
-        self._checked = {shard.name: (shard, _state(ids_file(folder, shard.name))) for shard in manifest.shards}
+        checked = {shard.name: (shard, _state(ids_file(folder, shard.name))) for shard in manifest.shards}
         self._dtype = manifest.dtype
         self._vocab = manifest.vocab
         self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         # What falls out of the cache is closed with its last reference.
-        self._open = lru_cache(OPEN_FILES)(self._open_anew)
+        self._open = lru_cache(OPEN_FILES)(partial(_open_anew, folder, manifest.dtype, checked))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -62,15 +63,6 @@ class Stream:
     def _offset(self, at: np.ndarray, runs: np.ndarray) -> np.ndarray:
         """Ids before these places in their shards."""
         return self._offsets[runs] + at - self._starts[runs]
-
-    def _open_anew(self, name: str) -> BinaryIO:
-        """A shard, which may have been replaced since the stream was opened, though not by other ids."""
-        file = ids_file(self._folder, name)
-        shard, state = self._checked[name]
-        size, now = shard.tokens * self._dtype.itemsize, _state(file)
-        if now != state and now.st_size >= size:  # one that was cut says so where it is read
-            check_file(file, size, shard.ids_sha256)
-        return open(file, "rb", buffering=0)
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
         name, at = self._names[shard], offset * self._dtype.itemsize
@@ -106,6 +98,16 @@ def _state(file: Path) -> State:
     with reading(file):
         about = file.stat()
     return State(*(getattr(about, name) for name in State._fields))
+
+
+def _open_anew(folder: Path, dtype: np.dtype, checked: Mapping[str, tuple[Shard, State]], name: str) -> BinaryIO:
+    """A shard, which may have been replaced since the stream was opened, though not by other ids."""
+    file = ids_file(folder, name)
+    shard, state = checked[name]
+    size, now = shard.tokens * dtype.itemsize, _state(file)
+    if now != state and now.st_size >= size:  # one that was cut says so where it is read
+        check_file(file, size, shard.ids_sha256)
+    return open(file, "rb", buffering=0)
 
 
 def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):

@@ -1,5 +1,6 @@
 """Process 0's end of the lines to all processes, its own among them: who is there, who is gone, who waits for whom."""
 
+import errno
 import hmac
 import math
 import selectors
@@ -110,8 +111,8 @@ class Hub:
         try:
             connected, _ = self._listener.accept()
             wire = PatientWire(connected)
-        except OSError:  # it has changed its mind, or this process may open no more files: then one has to go
-            if self._strangers:
+        except OSError as error:  # it has changed its mind, or no more files may be opened: then a stranger has to go
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
                 self._hang_up(next(iter(self._strangers)))
             return
         self._selector.register(connected, selectors.EVENT_READ, wire)

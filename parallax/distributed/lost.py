@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from jax.errors import JaxRuntimeError
 
 STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls from one process to another
+OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+# Searched for in the first line alone: what follows are names of operations, and "optimization_barrier" is one.
 SAYINGS = re.compile(
-    r"\bgloo\b"
-    r"|coordination ?service|GetKeyValue|heartbeat|barrier"
+    r"\bgloo .*\bfailed"
+    r"|coordination ?service|GetKeyValue|heartbeats?\b|\bbarrier (timed out|failed)|shutdown barrier"
     # Of NCCL's errors those of its network, not of a device, nor of what it was asked for.
     r"|nccl.*(remote process|network error|system error|remote ?error|abort|timed? ?out)",
-    re.DOTALL | re.IGNORECASE,
+    re.IGNORECASE,
 )
 
 
@@ -22,8 +24,11 @@ def lost_process(error: BaseException) -> str | None:
     'UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234'
     """
     for each in _with_causes(error):
-        if isinstance(each, JaxRuntimeError) and (str(each).startswith(STATUSES) or SAYINGS.search(str(each))):
-            return str(each).splitlines()[0]
+        if not isinstance(each, JaxRuntimeError):
+            continue
+        said = (str(each).splitlines() or [""])[0]
+        if said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS)):
+            return said
     return None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import absl.logging
 
 from parallax.arguments import Parser
-from parallax.errors import ConfigError, exit_status, nearest, tell
+from parallax.errors import ConfigError, exit_status, nearest, printable
 from parallax.generate.write import complete, encode
 from parallax.sampling import SampleConfig
 from parallax.settings import load_settings
@@ -48,7 +48,12 @@ MESH_FLAGS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
-    return exit_status(lambda: tell(run(parse(arguments)), sys.stdout))
+    return exit_status(lambda: show(run(parse(arguments))))
+
+
+def show(text: str) -> None:
+    """Print what the model wrote; a terminal gets what is printable."""
+    print(printable(text) if sys.stdout.isatty() else text)
 
 
 def run(flags: argparse.Namespace) -> str:

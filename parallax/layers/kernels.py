@@ -29,6 +29,11 @@ class Runs(NamedTuple):
     native: tuple[str, ...]
     interpreted: tuple[str, ...] = ()
 
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """All on which it gives results."""
+        return self.native + self.interpreted
+
 
 # What model.kernel may be, and the only place that says where each of them runs.
 KERNELS = {
@@ -36,8 +41,10 @@ KERNELS = {
     "cudnn": Runs(("gpu",)),
     "splash": Runs(("tpu",), interpreted=("cpu",)),
 }
-# Of cuDNN's attention, by a name within the kind of device; JAX's own limits.
-WIDEST_HEAD, WIDEST_HEADS = 256, {"A100": 128}
+# Entries of a head that cuDNN's attention takes, as JAX limits them: by compute capability, which only a GPU that is
+# here could say, so by the names of those that have 9.0 or more.
+WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
+SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
 LANES = 128  # of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
@@ -75,7 +82,7 @@ def widest_head(kind: str) -> int:
     >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
     (128, 256)
     """
-    return next((width for name, width in WIDEST_HEADS.items() if name in kind), WIDEST_HEAD)
+    return WIDEST_SINCE_HOPPER if any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
 
 
 def devices_known() -> bool:

@@ -92,7 +92,7 @@ def report_trace(arguments: Sequence[str]) -> None:
 
 def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
     """The mesh of a config; an abstract one, and why, where nothing is compiled."""
-    config, runs = settings.mesh, KERNELS[settings.model.kernel]
+    config, runs_on_cpu = settings.mesh, "cpu" in KERNELS[settings.model.kernel].platforms
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
         simulate_devices(config.simulate)
@@ -102,10 +102,9 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
         return make_mesh(config), ""
     sizes = resolve_sizes(config, config.simulate or wanted)
     if not compiled:
-        simulated = config.simulate > 0 or (inferred and jax.default_backend() == "cpu")
+        simulated = config.simulate > 0 or (inferred and runs_on_cpu and jax.default_backend() == "cpu")
         return abstract_mesh(sizes, simulated=simulated), TRACE_ONLY
-    instead = f" --config.mesh.simulate={wanted} compiles for simulated ones."
-    instead = instead if "cpu" in runs.native + runs.interpreted else ""
+    instead = f" --config.mesh.simulate={wanted} compiles for simulated ones." if runs_on_cpu else ""
     return abstract_mesh(sizes), f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}.{instead}"
 
 

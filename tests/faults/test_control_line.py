@@ -4,6 +4,7 @@ All of it is on loopback, with sockets in place of processes, and fixed seeds.
 """
 
 import contextlib
+import errno
 import json
 import math
 import random
@@ -187,6 +188,28 @@ def test_of_thousands_of_strangers_a_few_are_listened_to():
             assert first.is_answered()
     assert oldest.is_ended() and len(job.hub._strangers) <= hub_module.MOST_STRANGERS
     assert meets(job, first)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.ECONNABORTED, False), (errno.EMFILE, True)])
+def test_only_for_want_of_open_files_is_the_oldest_stranger_hung_up(number, ends, monkeypatch):
+    job, failed = Job(2), threading.Event()
+    stranger = job.connect()
+    while not job.hub._strangers:
+        time.sleep(0.01)
+
+    def fails(connected):
+        monkeypatch.undo()
+        failed.set()
+        raise OSError(number, "on purpose")
+
+    monkeypatch.setattr(hub_module, "PatientWire", fails)
+    job.connect()
+    assert failed.wait(ANSWER_SECS)
+    if ends:
+        assert stranger.is_ended()
+    else:
+        stranger.send(job.hello(0))
+        assert stranger.is_answered() and meets(job, stranger)
 
 
 HALF_OPEN = []

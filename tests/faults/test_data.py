@@ -33,14 +33,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 BROKEN = {
     "text that is not UTF-8": ("text", "a.txt", b"good\xffbad", "a.txt is not UTF-8 text: byte 0xff at offset 4"),
     "an empty file": ("text", "a.txt", b"", "the corpus is empty: 0 documents, none with text; give it some"),
-    "a line that is no JSON": ("jsonl", "a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 is not JSON"),
+    "a line that is no JSON": ("jsonl", "a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 cannot be read as JSON"),
     "a line without its field": (
         "jsonl",
         "a.jsonl",
         b'{"txt": "x"}\n',
         "has no field 'text' (data.field); fields: txt",
     ),
-    "JSON that is not UTF-8": ("jsonl", "a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1 is not JSON"),
+    "JSON that is not UTF-8": ("jsonl", "a.jsonl", b'{"text": "\xff"}\n', "a.jsonl:1 cannot be read as JSON"),
     "a file that is no Parquet": ("parquet", "a.parquet", b"PAR1 and nothing more", "a.parquet"),
     "an empty Parquet file": ("parquet", "a.parquet", b"", "a.parquet"),
     "an empty JSONL file": ("jsonl", "a.jsonl", b"", "the corpus is empty"),

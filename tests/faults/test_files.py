@@ -266,7 +266,7 @@ def test_a_line_of_jsonl_that_is_odd_is_named_unless_a_field_that_nobody_reads_i
     line = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "score": NaN}\n' + line + b"\n")
     source = open_source("jsonl", path=str(tmp_path / "a.jsonl"), field="text", synthetic_tokens=0)
-    if what in ("NaN", "infinity", "1e400"):
+    if what in ("NaN", "infinity", "1e400", "nested too deep", "lists in lists", "a key twice"):
         why = "has no field 'text'"
     if what == "nothing":
         assert list(source.documents()) == ["one"]
@@ -512,3 +512,29 @@ def test_a_step_that_goes_back_or_is_there_twice_is_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     shown, _ = watched(Run(tmp_path), svg=tmp_path / "a.svg")
     assert "step 4" in shown and "1 lines of metrics.jsonl" in shown
+
+
+def test_what_a_line_of_jsonl_has_beside_its_text_may_be_whatever_json_allows(tmp_path):
+    deep = '{"text": "two", "meta": ' + "[" * 100 + "]" * 100 + "}"
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "meta": {"a": 1, "a": 2}, "id": 1, "id": 2}\n' + deep)
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"), field="text", synthetic_tokens=0)
+    assert list(source.documents()) == ["one", "two"]
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "text": "two"}')
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"), field="text", synthetic_tokens=0)
+    with pytest.raises(DataError, match="a.jsonl:1 cannot be read as JSON: 'text' is there twice"):
+        list(source.documents())
+
+
+def test_names_of_a_stranger_are_a_line_that_has_an_end(tmp_path):
+    record = {f"name\n{each}" + "x" * 2000: each for each in range(5000)}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"), field="text", synthetic_tokens=0)
+    with pytest.raises(DataError, match="and 4988 more") as error:
+        list(source.documents())
+    assert "\n" not in str(error.value) and len(str(error.value)) < 2000
+    prepare_texts(["one little document"], tmp_path / "made")
+    file = tmp_path / "made" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | record))
+    with pytest.raises(DataError, match="lacks, or should not have") as error:
+        read_manifest(tmp_path / "made")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 2000
