@@ -87,11 +87,8 @@ def test_initial_values_do_not_depend_on_the_schedule(mesh, changes):
     jax.tree.map(np.testing.assert_array_equal, initial(mesh, **changes), expected)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changes"),
-    [SCHEDULES[1], *(pytest.param(*case, marks=pytest.mark.slow) for case in SCHEDULES[::2])],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "changes"), SCHEDULES, ids=str)
 def test_a_run_with_dropout_has_the_losses_of_one_device(mesh, changes):
     expected = losses_on_one_device(6, layers=changes["layers"], dropout=0.1)
     np.testing.assert_allclose(losses_of_run(mesh, 6, dropout=0.1, **changes), expected, rtol=0, atol=RUN_ERROR)

@@ -56,7 +56,9 @@ def test_the_mask_is_the_same_however_it_is_cut(layout):
     np.testing.assert_array_equal(jax.jit(run)(x, rows, key), drop(x, rows, key))
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "layer", "stage"])
+@pytest.mark.parametrize(
+    "remat", ["attention", "stage", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "layer"))]
+)
 def test_recomputing_drops_the_same_again(remat):
     """With dropout the loss is still one function: its gradient along itself says how it rises."""
     model, batch = build((2, 1, 2), dropout=0.2, remat=remat, layers=4), make_batch(rows=8)

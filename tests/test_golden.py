@@ -12,7 +12,7 @@ from parallax.loop.journal import read_metrics
 LOSSES = [6.0099058, 5.8388548, 5.6377430, 5.4516315, 5.3206644, 5.2418056]
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_a_short_run_has_the_recorded_losses(sizes, tmp_path):
     config = get_config()
     config.mesh.pp, config.mesh.dp, config.mesh.tp = sizes

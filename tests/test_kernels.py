@@ -173,6 +173,7 @@ def test_a_zero_bubble_schedule_with_all_kept():
     check_model((2, 2, 2), GQA, schedule="zero_bubble", remat="none")
 
 
+@pytest.mark.slow
 def test_latent_attention_in_a_recomputing_pipeline():
     check_model((2, 1, 2), MLA, schedule="one_f_one_b", remat="layer")
 

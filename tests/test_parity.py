@@ -164,6 +164,7 @@ def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case,
     check_parity(case, record_property)
 
 
+@pytest.mark.slow
 def test_layers_gathered_ahead_give_the_same_bits():
     """What XLA fuses into what differs in the layers that stand before and after the loop, so nothing is fused."""
 

@@ -171,6 +171,7 @@ def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
     assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "loss"}
 
 
+@pytest.mark.slow
 def test_a_step_in_a_notebook_is_reported_as_it_runs():
     model = tiny.build((1, 2, 2), attention="gqa", layers=1)
     tx = make_optimizer(tiny.optimizer_config(warmup_steps=0), 10, model.layouts)

@@ -31,8 +31,9 @@ WITHIN = 0.1  # the aim of the prediction, as the docs state it
 SCHEDULES = [dict(schedule=name) for name in ("one_f_one_b", "zero_bubble_v")]
 SCHEDULES.append(dict(schedule="interleaved", virtual=2))
 LOGITS_MOST = dict(vocab=8192, chunk_tokens=1024)  # the peak is at the loss
-CASES = [(mesh, {}) for mesh in tiny.MESHES] + [((2, 2, 2), dict(schedule="zero_bubble")), ((2, 2, 2), LOGITS_MOST)]
+CASES = [((1, 1, 1), {}), ((1, 8, 1), {}), ((2, 2, 2), dict(schedule="zero_bubble")), ((2, 2, 2), LOGITS_MOST)]
 MORE = [
+    *((mesh, {}) for mesh in tiny.MESHES if (mesh, {}) not in CASES),
     *(((2, 2, 2), changes) for changes in SCHEDULES),
     *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
     *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),

@@ -66,7 +66,7 @@ def losses_on_one_device(steps, **changes):
     return losses_of_run((1, 1, 1), steps, **changes)
 
 
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, pytest.param(SEQ_CUT, marks=pytest.mark.slow)])
 def test_twenty_steps_have_the_same_losses_on_one_device_and_on_eight(residual):
     losses = losses_on_one_device(20)
     np.testing.assert_allclose(losses_of_run((2, 2, 2), 20, residual=residual), losses, rtol=0, atol=RUN_ERROR)
@@ -75,7 +75,10 @@ def test_twenty_steps_have_the_same_losses_on_one_device_and_on_eight(residual):
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
-    [((2, 2, 2), {"residual": HIDDEN_CUT}), ((1, 2, 4), {"residual": SEQ_CUT, "embedding": "all_to_all"})],
+    [
+        ((2, 2, 2), {"residual": HIDDEN_CUT}),
+        pytest.param((1, 2, 4), {"residual": SEQ_CUT, "embedding": "all_to_all"}, marks=pytest.mark.slow),
+    ],
 )
 def test_dropout_does_not_depend_on_the_mesh(mesh, changes):
     losses = losses_on_one_device(3, dropout=0.1)

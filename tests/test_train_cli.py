@@ -85,6 +85,7 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_same_losses(flags, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_goes_on_with_the_same_losses(flags, tmp_path):
     arguments = [*flags, "--config.checkpoint.every_steps=2", f"--workdir={tmp_path / 'run'}"]
     killed = start(*arguments)
