@@ -20,6 +20,8 @@ def get_config() -> ConfigDict:
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
     config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
+    # Tables get rows up to such a multiple, as 128; those behind `vocab` are padding: zeros, and no logits. 1: none.
+    config.model.vocab_multiple = 1
     config.model.layers = 4  # blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP
@@ -40,6 +42,7 @@ def get_config() -> ConfigDict:
     config.model.rope_magnitude = 1.0  # times the rotated parts of queries and of keys
     config.model.qkv_bias = False  # biases on the projections to heads: of q, k and v; in mla of q alone
     config.model.qk_norm = False  # gqa: an RMSNorm over d_head of each query and key head, before it is rotated
+    config.model.sliding_window = 0  # tokens that a query sees, itself too; data.seq must not be longer. 0: all
     config.model.norm_eps = 1e-6  # added to the mean square in RMSNorm
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches

@@ -37,9 +37,13 @@ def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Ma
     size, pieces = model.sizes[dim], math.prod(axis_sizes[axis] for axis in axes)
     if size % pieces:
         cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes)
+        # What a tokenizer or a published model has is not for users to choose: the table is padded instead.
+        multiple = math.lcm(model.vocab_multiple, pieces)
+        larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
+        padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
         raise ConfigError(
-            f"model.{dim}={size} does not divide over {cut}{why}; "
-            f"use {' x '.join(axes)} in {listed(divisors(size))} or {dim}={-(-size // pieces) * pieces}."
+            f"model.{dim}={size}{padded} does not divide over {cut}{why}; "
+            f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
         )
 
 
@@ -86,6 +90,15 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"model.kernel='cudnn' on {kind} takes heads whose width is a multiple of 8, at most {widest}; these are "
             f"{width} wide (model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
             f"use kernel='xla'."
+        )
+
+
+def check_window(model: ModelConfig, seq: int, key: str = "data.seq") -> None:
+    """Raise ConfigError where so many tokens are more than the model's attention may see: no window is computed."""
+    if 0 < model.sliding_window < seq:
+        raise ConfigError(
+            f"{key}={seq} is longer than model.sliding_window={model.sliding_window}, and windows are not computed; "
+            f"use {model.sliding_window} or less, or model.sliding_window=0 for another model, which sees all tokens."
         )
 
 

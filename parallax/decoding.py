@@ -62,7 +62,7 @@ class Decoder:
         self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
 
     def logits(self, params: Any, prompts: Prompts, prefill: int) -> Array:
-        """Logits [B, S, vocab] in float32: of the first `prefill` tokens at once, then of one at a time."""
+        """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
         local = partial(self._logits, prefill=prefill)
         return self._mapped(local, LOGITS.spec())(params, prompts, None)
 
@@ -171,7 +171,7 @@ class Decoder:
         """Logits [B, S, V] in float32, cut over the vocab."""
         table = weights["embedding" if self.model.tied else "head"]["table"]
         hidden = self.parts.head.apply({"params": weights["head"]}, x)
-        return logits(FORM, ROWS, hidden, table.astype(self.model.dtype))
+        return logits(FORM, ROWS, hidden, table.astype(self.model.dtype), self.model.vocab)
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] behind the last token, not cut over the vocab."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.batch import IGNORED, checked
+from parallax.checks import check_window
 from parallax.layers.attention import SHOWN
 from parallax.layers.context import training_context
 from parallax.layers.embedding import EMBEDDINGS, logits
@@ -76,6 +77,7 @@ def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[s
     config = model if isinstance(model, ModelConfig) else model.model
     config = dataclasses.replace(config, kernel="xla")  # the others never hold the weights
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
+    check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))
     as_float32 = lambda array: np.asarray(array, np.float32)  # noqa: E731
     losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
@@ -98,7 +100,7 @@ def _run(model: ModelConfig):
         x, seen = lax.scan(layer, x, params["blocks"])
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
-        logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype))
+        logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
         losses, _ = token_losses(
             logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), Layout.parse(FORM.table), 0.0
         )

@@ -33,6 +33,7 @@ class ModelConfig:
     """A decoder-only transformer; see configs/base.py for each field's meaning and unit."""
 
     vocab: int
+    vocab_multiple: int
     layers: int
     d_model: int
     d_ff: int
@@ -53,6 +54,7 @@ class ModelConfig:
     rope_magnitude: float
     qkv_bias: bool
     qk_norm: bool
+    sliding_window: int
     norm_eps: float
     tied: bool
     dropout: float
@@ -64,18 +66,17 @@ class ModelConfig:
         check_choice("model.rope_scaling", self.rope_scaling, ["none", "linear", "yarn", "llama3"])
         check_choice("model.dtype", self.dtype, ["float32", "bfloat16"])
         check_choice("model.kernel", self.kernel, list(KERNELS))
-        for key in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
+        for key in ("vocab_multiple", "layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "rope_original_seq"):
             self._check_at_least(key, 1)
-        for key in ("vocab", "d_latent_q"):
+        for key in ("vocab", "d_latent_q", "sliding_window"):
             self._check_at_least(key, 0)
         self._check_floats()
         self._check_mla() if self.attention == "mla" else self._check_gqa()
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Size of every dim that a parameter or an activation's last dims may have."""
+        """Size of every dim that a parameter or an activation's last dims may have; of `vocab` with its padding."""
         names = (
-            "vocab",
             "layers",
             "d_model",
             "d_ff",
@@ -86,7 +87,13 @@ class ModelConfig:
             "d_latent_q",
             "d_rope",
         )
-        return {**{name: getattr(self, name) for name in names}, "d_qk": self.d_head + self.d_rope}
+        sizes = {name: getattr(self, name) for name in names}
+        return {"vocab": self.padded_vocab, **sizes, "d_qk": self.d_head + self.d_rope}
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the tables: `vocab`, and rows of padding up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def rope(self) -> Rope:
@@ -239,8 +246,8 @@ class Parts(NamedTuple):
     @staticmethod
     def build(model: ModelConfig, residual: str, family: Family, form: TableForm, kv: str, rows: str) -> "Parts":
         """`rows` says how the batch is cut where embedding and head work."""
-        embedding = Embedding(form, rows, residual, model.sizes, model.dtype, model.dropout)
-        head = Head(form, rows, residual, model.sizes, model.norm_eps, model.tied)
+        embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
+        head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
         return Parts(embedding, Block(model, residual, family, kv), head)
 
     def declare(self, key: Array) -> dict[str, Any]:

@@ -95,10 +95,11 @@ class Run:
         model, data = self.settings.model, self.settings.data
         sizes = " ".join(f"{axis}={size}" for axis, size in self.model.axis_sizes.items())
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
+        padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
         ends = {label: (name, *self.curve(name)) for label, name in SHOWN.items() if name in self.numbers}
         return [
             ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
-            ("model", f"{kind}, vocab {model.vocab}"),
+            ("model", f"{kind}, vocab {model.vocab}{padded}"),
             ("mesh", f"{sizes} (trained on {_sizes(self.settings)})"),
             ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
             *((label, f"{name} {_written(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),

@@ -40,6 +40,8 @@ LARGEST = {
     "train.seed": 2**63 - 1,
     "sample.seed": 2**63 - 1,
 }
+# What runs that were saved before these keys existed do.
+NEWER_KEYS = {"model": {"vocab_multiple": 1, "sliding_window": 0}}
 LARGEST_FLOAT32 = 3.4028234e38
 AXIS_KEYS = [f"mesh.{axis}" for axis in AXES]  # may be -1
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
@@ -171,7 +173,22 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
 
 def load_settings(run: Path) -> Settings:
     """The settings with which a run folder was last trained."""
-    return read_settings(load_json(run / "config.json"))
+    return read_settings(load_saved(run / "config.json"))
+
+
+def load_saved(path: Path) -> dict[str, Any]:
+    """The config that a run has saved, with the keys that are newer than the run."""
+    return completed(load_json(path))
+
+
+def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings with the keys that are newer than the run, at the values by which it was computed.
+
+    >>> completed({"model": {"vocab": 64, "sliding_window": 16}})
+    {'model': {'vocab_multiple': 1, 'sliding_window': 16, 'vocab': 64}}
+    """
+    known = {section: keys for section, keys in NEWER_KEYS.items() if isinstance(saved.get(section), Mapping)}
+    return {**saved, **{section: {**keys, **saved[section]} for section, keys in known.items()}}
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -187,8 +204,10 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def with_vocab(settings: Settings, entries: int) -> Settings:
-    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries."""
-    rounded = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries; or the entries
+    themselves, where model.vocab_multiple says to what they are padded."""
+    padded = settings.model.vocab_multiple > 1
+    rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     model = dataclasses.replace(settings.model, vocab=settings.model.vocab or rounded)
     return dataclasses.replace(settings, model=model)
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.batch import BATCH_ARRAYS, checked
-from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_layouts, check_stages
+from parallax.checks import check_divides, check_kernel, check_kernel_seq, check_layouts, check_stages, check_window
 from parallax.collectives import as_varying, offset, sum_over
 from parallax.compiler import first_group, relays_what_is_read
 from parallax.errors import ConfigError
@@ -112,7 +112,8 @@ class ShardedModel(Overview):
     ) -> Array:
         """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; forward only.
 
-        Without `segments` each row is one document; without `positions` they count from 0 in each row.
+        Those of a vocab's padding are there, too, and -inf. Without `segments` each row is one document; without
+        `positions` they count from 0 in each row.
         """
         given = {"tokens": tokens, "segments": segments, "positions": positions}
         given = {name: array for name, array in given.items() if array is not None}
@@ -145,6 +146,7 @@ class ShardedModel(Overview):
             raise ConfigError(
                 f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
             )
+        check_window(self.model, seq)
         check_kernel_seq(self.model, seq)
         self._check_folds(global_batch // pieces, seq)
 

@@ -7,8 +7,10 @@ from parallax.checkpoint import complete_steps, examine, read_manifest
 from parallax.data.config import AUTO
 from parallax.errors import ConfigError, DataError
 from parallax.runfiles import RunFiles
-from parallax.settings import Settings
+from parallax.settings import Settings, completed
 from parallax.tokenizer import FILE_NAME, Bytes, load
+
+LEFT_OPEN = {"vocab": 0, "vocab_multiple": 1}  # keys of a model that follow from first weights where they are so
 
 
 def with_tokenizer(settings: Settings, run: Path) -> Settings:
@@ -24,7 +26,7 @@ def with_tokenizer(settings: Settings, run: Path) -> Settings:
 
 
 def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Settings:
-    """Settings whose model.vocab, if it is 0, is that of the weights in train.init_from.
+    """Settings whose model.vocab, if it is 0, is that of the weights in train.init_from, and their padding.
 
     A run that goes on has its own, whatever has become of those weights; whether it fits is judged when it is resumed.
 
@@ -40,15 +42,21 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     valid = examine(folder).valid
     if not valid:
         return settings  # loading says how all of them are damaged
-    there = read_manifest(folder, valid[0])["settings"].get("model", {}).get("vocab")
-    if type(there) is not int or here == there:
+    saved = completed(read_manifest(folder, valid[0])["settings"]).get("model", {})
+    there = {key: saved.get(key) for key in LEFT_OPEN}
+    if not all(type(value) is int for value in there.values()):
         return settings
-    if here:
-        raise ConfigError(
-            f"model.vocab={here}, but the weights of train.init_from={source!r} have model.vocab={there}; "
-            f"use {there}, or 0 to take it from there"
-        )
-    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab=there))
+    model, theirs = settings.model, dataclasses.replace(settings.model, **there)
+    if here and (here, model.padded_vocab) == (theirs.vocab, theirs.padded_vocab):
+        return settings
+    for key, value in there.items():
+        written = getattr(model, key)
+        if written != value and (here or written != LEFT_OPEN[key]):
+            raise ConfigError(
+                f"model.{key}={written}, but the weights of train.init_from={source!r} have model.{key}={value}; "
+                f"use {value}, or {'0' if key == 'vocab' else 'model.vocab=0 and 1 here'} to take it from there"
+            )
+    return dataclasses.replace(settings, model=theirs)
 
 
 def _origin(settings: Settings, run: Path) -> RunFiles | None:

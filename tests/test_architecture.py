@@ -17,6 +17,7 @@ ROWS = [
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},
+    {"padding"},
     {"layers", "loss", "optimizer", "guard"},
     {"model"},
     {"pipeline", "checks", "overview"},

@@ -50,7 +50,8 @@ def qk_width(model: ModelConfig) -> int:
 
 
 def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
-    """Parameters that multiply every token: all kernels, and the head's table, tied or not; no embedding."""
+    """Parameters that multiply every token: all kernels, and the head's table, tied or not, without rows that pad its
+    vocab; no embedding."""
     kernels = (math.prod(leaf.shape) for path, leaf in _named_leaves(shapes) if path.endswith("/kernel"))
     return sum(kernels) + model.vocab * model.d_model
 

@@ -114,5 +114,6 @@ def _component(model: ShardedModel, kept: set[tuple], value: Value, made_of: int
         return "gradients"
     if made_of != DATA:
         return "gathered_weights" if made_of == WEIGHTS else "other"
-    columns = {model.model.vocab, model.model.vocab // model.axis_sizes["tp"]}
+    vocab = model.model.padded_vocab
+    columns = {vocab, vocab // model.axis_sizes["tp"]}
     return "logits" if len(value.shape) == 2 and value.shape[1] in columns else "working_activations"

@@ -26,7 +26,7 @@ from parallax.convert.architectures import check_own_keys
 from parallax.convert.huggingface import DTYPES, from_hf, to_hf
 from parallax.convert.move import export_params, import_params
 from parallax.errors import ConfigError, check_whole, exit_status
-from parallax.settings import Settings, read_settings
+from parallax.settings import VOCAB_MULTIPLE, Settings, read_settings
 
 SHARD_MBYTES = 4096
 BASE = str(CONFIGS / "base.py")
@@ -56,6 +56,8 @@ def _export(flags: argparse.Namespace) -> None:
 
 def _from_hf(flags: argparse.Namespace) -> None:
     found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+    for note in found.notes:
+        print(note)
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
@@ -79,6 +81,8 @@ def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
     overrides = [word[len(CONFIG_PREFIX) :].partition("=")[0] for word in argv if word.startswith(CONFIG_PREFIX)]
     check_own_keys(overrides)
     config = line.config.to_dict()
+    if "model.vocab_multiple" not in overrides:
+        config["model"]["vocab_multiple"] = VOCAB_MULTIPLE
     if "data.tokenizer" not in overrides:
         config["data"]["tokenizer"] = str(workdir / "tokenizer.json")
     return read_settings(config)

@@ -5,40 +5,69 @@ here, or is on a list of those that change no number. Any other is refused by na
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from parallax.convert.fields import NEEDED, Fields
+from parallax.convert.quantized import Block, read_quantization
 from parallax.convert.rope_fields import read_rope, write_rope
 from parallax.errors import ConfigError
 from parallax.model import ModelConfig
 
 # How a model is computed, and not which: what no config.json says.
-OWN_KEYS = ("dtype", "kernel", "dropout")
+OWN_KEYS = ("dtype", "kernel", "dropout", "vocab_multiple")
+DEFAULT_WINDOW, FULL_LAYERS = 4096, 28  # of sliding_window and max_window_layers where they are absent
+FULL = "full_attention"
 LATENT_NORM_EPS = 1e-6  # of the norms inside DeepSeek's attention, which rms_norm_eps does not reach
-# What files say of themselves, of texts and how they are written, of initial values, of caches and of kernels.
+# What files say of themselves, of texts and how they are written, of training, of initial values, of caches and of
+# kernels, and of other programs' ways of running the model.
 HARMLESS = (
     "_name_or_path name_or_path transformers_version torch_dtype dtype auto_map use_cache initializer_range "
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class "
     "pretraining_tp return_dict output_attentions output_hidden_states torchscript is_decoder is_encoder_decoder "
     "id2label label2id problem_type chunk_size_feed_forward task_specific_params attn_implementation "
     "_attn_implementation_autoset _flash_attn_2_enabled unsloth_version max_length min_length do_sample temperature "
-    "top_k top_p repetition_penalty num_beams max_sequence_length unsloth_fixed"
+    "top_k top_p repetition_penalty num_beams max_sequence_length unsloth_fixed model_max_length "
+    "bad_words_ids begin_suppress_tokens diversity_penalty early_stopping encoder_no_repeat_ngram_size "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id length_penalty "
+    "no_repeat_ngram_size num_beam_groups num_return_sequences output_scores prefix remove_invalid_values "
+    "return_dict_in_generate suppress_tokens tf_legacy_loss typical_p use_bfloat16 keys_to_ignore_at_inference "
+    "cache_implementation is_llama_config is_qwen2_config neftune_noise_alpha transformers.js_config "
+    "_attn_implementation_internal use_flash_attention"
 )
-# Of experts, where no layer has any; of predictions of more than one token, whose layers are no part of the model.
+# What would compute something else, but for these values: those of the models that are computed here.
+AT_DEFAULT = {
+    "rope_interleaved": (False,),
+    "qk_layer_norms": (False,),
+    "use_qk_norm": (False,),
+    "activation": ("swiglu", "silu"),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "hidden_dropout": (0,),
+    "resid_pdrop": (0,),
+    "embd_pdrop": (0,),
+}
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # that predict more than the next token
+# Of experts, where no layer has any.
 OF_EXPERTS = (
     "n_routed_experts n_shared_experts num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
     "moe_layer_freq n_group topk_group topk_method norm_topk_prob routed_scaling_factor scoring_func aux_loss_alpha "
-    "seq_aux ep_size output_router_logits router_aux_loss_coef num_nextn_predict_layers num_mtp_layers"
+    "seq_aux ep_size output_router_logits router_aux_loss_coef"
 )
 
 
 class Described(NamedTuple):
-    """What a config.json says: keys of `model`, and whether rotated pairs are neighbours in the weights' rows."""
+    """What a config.json says: keys of `model`, whether rotated pairs are neighbours in the weights' rows, blocks of
+    float8 weights that share a scale, layers behind the model's that predict further tokens, and what to say of it."""
 
     architecture: str
     model: dict[str, Any]
     interleaved: bool
+    block: Block | None
+    further_layers: int
+    notes: tuple[str, ...]
 
 
 class Architecture(NamedTuple):
@@ -46,6 +75,7 @@ class Architecture(NamedTuple):
 
     model_type: str
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]]
+    context: int  # tokens, where max_position_embeddings is absent
     interleaved: Callable[[Fields], bool] = lambda fields: False
 
 
@@ -59,8 +89,7 @@ def describe(content: Mapping[str, Any]) -> Described:
     name = _architecture(fields)
     kind = ARCHITECTURES[name]
     fields.only("model_type", kind.model_type, absent=kind.model_type)
-    if fields.object("quantization_config"):
-        fields.refuse("quantization_config", content["quantization_config"], "float32, bfloat16 or float16 weights")
+    block = read_quantization(fields)
     model = {
         "vocab": fields.whole("vocab_size", least=2),
         "layers": fields.whole("num_hidden_layers"),
@@ -71,15 +100,35 @@ def describe(content: Mapping[str, Any]) -> Described:
         "tied": fields.flag("tie_word_embeddings", False),
         "qkv_bias": False,
         "qk_norm": False,
+        "sliding_window": 0,
     }
     fields.only("hidden_act", "silu", "swish", absent="silu")
     fields.only("attention_dropout", 0, absent=0)
     model |= kind.read(fields, model)
-    model |= read_rope(fields, fields.whole("max_position_embeddings"), model["attention"])
-    interleaved = kind.interleaved(fields)
+    model |= read_rope(fields, fields.whole("max_position_embeddings", kind.context), model["attention"])
+    interleaved, further = kind.interleaved(fields), _further_layers(fields)
+    for field, values in AT_DEFAULT.items():
+        fields.only(field, None, *values, absent=None)
     fields.ignore(HARMLESS.split())
     fields.end()
-    return Described(name, model, interleaved)
+    return Described(name, model, interleaved, block, further, (*fields.notes, *_noted(model, block, further)))
+
+
+def _further_layers(fields: Fields) -> int:
+    """Layers that predict tokens behind the next one, which only their training and drafts need."""
+    return max(fields.whole(name, 0, least=0) for name in FURTHER_LAYERS)
+
+
+def _noted(model: Mapping[str, Any], block: Block | None, further: int) -> Iterator[str]:
+    if model["sliding_window"]:
+        yield (
+            f"sliding_window={model['sliding_window']} hides nothing from windows that are no longer: it is kept as "
+            "model.sliding_window, and a longer data.seq is refused"
+        )
+    if block:
+        yield f"float8 weights become float32, each block of {block[0]} x {block[1]} times its scale"
+    if further:
+        yield f"{further} layer{'s' * (further > 1)} for multi-token prediction, behind the model's, left out"
 
 
 def _architecture(fields: Fields) -> str:
@@ -107,34 +156,44 @@ def _llama(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
-    was_null = "sliding_window" in fields.left
-    fields.only("sliding_window", None, absent=None if was_null else 4096)
-    _check_full_attention(fields)
-    return _heads(fields, model)
+    window = _window(fields)
+    _layer_types(fields, window)
+    return {**_heads(fields, model), "sliding_window": window}
 
 
 def _qwen2(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
     fields.only("use_mrope", False, absent=False)
-    _check_no_window(fields)
-    return {**_heads(fields, model), "qkv_bias": True}
+    return {**_heads(fields, model), "qkv_bias": True, "sliding_window": _window_of_some(fields, model["layers"])}
 
 
 def _qwen3(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
-    _check_no_window(fields)
     fields.only("attention_bias", False, absent=False)
-    return {**_heads(fields, model, d_head=128), "qk_norm": True}
+    window = _window_of_some(fields, model["layers"])
+    return {**_heads(fields, model, d_head=128), "qk_norm": True, "sliding_window": window}
 
 
-def _check_no_window(fields: Fields) -> None:
-    fields.only("use_sliding_window", False, absent=False)
-    fields.ignore(["sliding_window", "max_window_layers"])  # which nothing uses then
-    _check_full_attention(fields)
+def _window(fields: Fields) -> int:
+    """Tokens of the window; 0 where it is null, which is not what it stands for where it is absent."""
+    absent = None if "sliding_window" in fields.left else DEFAULT_WINDOW
+    return fields.whole("sliding_window", absent) or 0
 
 
-def _check_full_attention(fields: Fields) -> None:
+def _window_of_some(fields: Fields, layers: int) -> int:
+    """The same of Qwen's: it is for use_sliding_window, and for layers from max_window_layers on or by layer_types."""
+    window = _window(fields)
+    window *= fields.flag("use_sliding_window", False)
+    full = fields.whole("max_window_layers", FULL_LAYERS, least=0)
+    types = _layer_types(fields, window)
+    some = set(types) != {FULL} if types else full < layers
+    return window if some else 0
+
+
+def _layer_types(fields: Fields, window: int) -> list[str]:
     types = fields.take("layer_types", [])
-    if not isinstance(types, list) or set(map(str, types)) - {"full_attention"}:
-        fields.refuse("layer_types", types, "'full_attention' in every layer")
+    known = (FULL, "sliding_attention") if window else (FULL,)
+    if not isinstance(types, list) or set(map(str, types)) - {*known}:
+        fields.refuse("layer_types", types, " or ".join(map(repr, known)) + " in every layer")
+    return types
 
 
 # ---- multi-head latent attention
@@ -177,13 +236,13 @@ def _deepseek_v3(fields: Fields, model: dict[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", _llama),
-    "MistralForCausalLM": Architecture("mistral", _mistral),
-    "Qwen2ForCausalLM": Architecture("qwen2", _qwen2),
-    "Qwen3ForCausalLM": Architecture("qwen3", _qwen3),
-    "DeepseekV2ForCausalLM": Architecture("deepseek_v2", _deepseek_v2, lambda fields: True),
+    "LlamaForCausalLM": Architecture("llama", _llama, 2048),
+    "MistralForCausalLM": Architecture("mistral", _mistral, 131_072),
+    "Qwen2ForCausalLM": Architecture("qwen2", _qwen2, 32_768),
+    "Qwen3ForCausalLM": Architecture("qwen3", _qwen3, 32_768),
+    "DeepseekV2ForCausalLM": Architecture("deepseek_v2", _deepseek_v2, 2048, lambda fields: True),
     "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3", _deepseek_v3, lambda fields: fields.flag("rope_interleave", True)
+        "deepseek_v3", _deepseek_v3, 4096, lambda fields: fields.flag("rope_interleave", True)
     ),
 }
 
@@ -225,26 +284,48 @@ def write_config(model: ModelConfig) -> dict[str, Any]:
             "rope_interleave": True,
             "attention_bias": False,
         }
-    return content | {"head_dim": model.d_head}
+    return content | {"head_dim": model.d_head, **_window_fields(name, model.sliding_window)}
 
 
 def _plainest(model: ModelConfig) -> str:
-    if model.attention == "mla" and not model.qkv_bias and model.norm_eps == LATENT_NORM_EPS:
+    latents = model.attention == "mla" and not model.qkv_bias and model.norm_eps == LATENT_NORM_EPS
+    if latents and not model.sliding_window:
         return "DeepseekV3ForCausalLM"
     if model.attention == "gqa" and not (model.qkv_bias and model.qk_norm):
-        return f"{'Qwen2' if model.qkv_bias else 'Qwen3' if model.qk_norm else 'Llama'}ForCausalLM"
-    keys = ("attention", "qkv_bias", "qk_norm", "norm_eps")
+        plain = "Mistral" if model.sliding_window else "Llama"
+        return f"{'Qwen2' if model.qkv_bias else 'Qwen3' if model.qk_norm else plain}ForCausalLM"
+    keys = ("attention", "qkv_bias", "qk_norm", "norm_eps", "sliding_window")
     has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
     raise ConfigError(
         f"no architecture of transformers that is known here has {has} together: Qwen3 has norms and no biases, "
-        f"Qwen2 biases and no norms, DeepSeek no biases and norm_eps={LATENT_NORM_EPS}"
+        f"Qwen2 biases and no norms, DeepSeek no biases, no window and norm_eps={LATENT_NORM_EPS}"
     )
 
 
+def with_window(config: Mapping[str, Any], described: Described, model: ModelConfig) -> dict[str, Any]:
+    """A config.json that was described, with the model's window."""
+    if described.model["sliding_window"] == model.sliding_window:
+        return dict(config)
+    old = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    rest = {key: value for key, value in config.items() if key not in old}
+    return rest | _window_fields(described.architecture, model.sliding_window)
+
+
+def _window_fields(architecture: str, window: int) -> dict[str, Any]:
+    if architecture == "MistralForCausalLM":
+        return {"sliding_window": window or None}
+    if architecture.startswith("Qwen"):
+        used = {"sliding_window": window, "max_window_layers": 0} if window else {}
+        return {"use_sliding_window": bool(window), **used}
+    if window:
+        raise ConfigError(f"model.sliding_window={window} has no place in a {architecture}; use model.sliding_window=0")
+    return {}
+
+
 def differing_keys(described: Described, model: ModelConfig) -> list[str]:
-    """Keys of `model` in which it is not the one that is described, but for those of its rotary embedding."""
-    there = described.model.items()
-    return [key for key, value in there if not key.startswith("rope_") and getattr(model, key) != value]
+    """Keys of `model` in which it is not the one that is described, but for those of context extension."""
+    fixed = {key: value for key, value in described.model.items() if not key.startswith(("rope_", "sliding_window"))}
+    return [key for key, value in fixed.items() if getattr(model, key) != value]
 
 
 def same_rope(described: Described, model: ModelConfig) -> bool:

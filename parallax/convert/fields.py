@@ -22,6 +22,13 @@ class Fields:
 
     def __init__(self, where: str, content: Mapping[str, Any]):
         self.where, self.left, self._known = where, dict(content), set()  # `left`: what was not taken yet
+        self.notes: list[str] = []  # what users should know of fields that were taken
+
+    def within(self, name: str, content: Mapping[str, Any]) -> "Fields":
+        """The fields of an object that is a field of this one; what is noted there is noted here."""
+        inner = Fields(f"{self.where}: {name}", content)
+        inner.notes = self.notes
+        return inner
 
     def take(self, name: str, absent: Any = NEEDED) -> Any:
         """The value as it is."""
@@ -81,6 +88,12 @@ class Fields:
         for name in names:
             self._known.add(name)
             self.left.pop(name, None)
+
+    def pass_over(self, name: str, why: str) -> None:
+        """A field that is not read, and noted where it is there."""
+        value = self.take(name, None)
+        if value is not None:
+            self.notes.append(f"{self.where}: {name}={value!r:.100} is passed over: {why}")
 
     def end(self) -> None:
         """ConfigError if there is a field that nobody asked for; a null says nothing."""

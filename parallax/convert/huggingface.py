@@ -11,22 +11,26 @@ import numpy as np
 
 from parallax.checkpoint.manifest import shortened
 from parallax.checkpoint.stored import PIECE_BYTES, Written
+from parallax.checks import check_window
 from parallax.convert.architectures import (
+    FURTHER_LAYERS,
     Described,
     describe,
     differing_keys,
     same_rope,
+    with_window,
     write_config,
 )
 from parallax.convert.folders import RECORD, Arrays, Step, as_json, damaged, made_whole, make_run, open_step
 from parallax.convert.names import plain_names
+from parallax.convert.quantized import Weight, with_scales
 from parallax.convert.rope_fields import write_rope
-from parallax.convert.safetensors import Tensor, in_pieces, read_pieces, read_tensor
+from parallax.convert.safetensors import Tensor, in_pieces
 from parallax.convert.shards import read_shards, write_shards
-from parallax.convert.weights import HEAD, TABLE, Place, places
+from parallax.convert.weights import HEAD, LAYER, TABLE, Place, places
 from parallax.errors import CheckpointError, ConfigError, DataError, shown
 from parallax.model import ModelConfig
-from parallax.settings import Settings, load_json, read_settings
+from parallax.settings import Settings, load_json, load_saved, read_settings
 from parallax.tokenizer import FILE_NAME, load
 
 CONFIG = "config.json"
@@ -58,6 +62,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     # As a config that somebody wrote, for the checks of sizes that no machine has.
     written = settings.to_dict()
     settings = read_settings(written | {"model": written["model"] | described.model})
+    check_window(settings.model, settings.data.seq)
     tokenizer = load(source)
     if tokenizer.vocab > settings.model.vocab:
         raise DataError(
@@ -66,9 +71,9 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
         )
     tensors = read_shards(source)
     at = places(settings.model, interleaved=described.interleaved)
-    tensors = _wanted(source, tensors, _theirs(settings.model, at))
+    tensors = _wanted(source, tensors, _theirs(settings.model, at), described)
     beside = {name: _text_of(source / name) for name in BESIDE.split() if _is_small(source / name)}
-    record = {"config": content, "dtypes": {name: str(tensor.dtype) for name, (_, tensor) in tensors.items()}}
+    record = {"config": _without_what_is_left_out(content), "dtypes": _dtypes_to_write(content, tensors)}
 
     def write(arrays: Mapping[str, Written]) -> None:
         for here in plain_names(arrays).values():
@@ -78,19 +83,51 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
                 values = np.ascontiguousarray(place.take(piece), np.float32)
                 arrays[here.name].write((*here.index, slice(row, row + len(values))), values)
                 row += len(values)
+            for zeros in _padding(here.shape, row):
+                arrays[here.name].write((slice(row, row + len(zeros)),), zeros)
+                row += len(zeros)
 
     carried = {CONFIG: as_json(settings), FILE_NAME: source / FILE_NAME, RECORD: json.dumps(record | {"files": beside})}
     with made_whole(workdir) as unfinished:
         make_run(unfinished, settings, tokenizer, carried, write)
-    return described
+    return described._replace(notes=(*described.notes, *_said_of_padding(settings.model)))
 
 
-def _rows(place: Place, found: tuple[Path, Tensor]) -> Iterator[np.ndarray]:
+def _rows(place: Place, found: Weight) -> Iterator[np.ndarray]:
     """Rows of an array: out of the file where they lie there as they are, else out of the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if place.view is None:
-        return read_pieces(*found, limit)
-    return in_pieces(place.ours(read_tensor(*found)), limit)
+        return found.pieces(limit)
+    return in_pieces(place.ours(found.whole()), limit)
+
+
+def _said_of_padding(model: ModelConfig) -> list[str]:
+    if model.padded_vocab == model.vocab:
+        return []
+    multiple = f"model.vocab_multiple={model.vocab_multiple}"
+    return [
+        f"vocab_size={model.vocab} is padded to {model.padded_vocab} ({multiple}), that mesh.tp may divide it; the "
+        "padding has no logits, and to-hf leaves it out"
+    ]
+
+
+def _padding(shape: tuple[int, ...], row: int) -> Iterator[np.ndarray]:
+    """Zeros for the rows of an array from `row` on: those of a table that pad its vocab."""
+    zeros = np.broadcast_to(np.float32(0), (shape[0] - row, *shape[1:]))
+    return map(np.ascontiguousarray, in_pieces(zeros, PIECE_BYTES))
+
+
+def _without_what_is_left_out(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json for the weights as they can be written again."""
+    left_out = ("quantization_config", *FURTHER_LAYERS)
+    return {key: value for key, value in content.items() if not (key in left_out and value)}
+
+
+def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, str]:
+    """Of each tensor its own; of what was quantized the one that config.json says of the model."""
+    said = content.get("torch_dtype") or content.get("dtype")
+    plain = said if said in tuple(DTYPES) else "bfloat16"
+    return {name: plain if weight.scales else str(weight.tensor.dtype) for name, weight in tensors.items()}
 
 
 def _tensor_of(place: Place, index: tuple[int, ...]) -> str:
@@ -104,29 +141,41 @@ def _theirs(model: ModelConfig, at: Mapping[str, Place]) -> dict[str, tuple[int,
 
 
 def _wanted(
-    source: Path, tensors: Mapping[str, tuple[Path, Tensor]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[Path, Tensor]]:
+    source: Path,
+    tensors: Mapping[str, tuple[Path, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    described: Described,
+) -> dict[str, Weight]:
     """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
-    tensors = {name: found for name, found in tensors.items() if not name.endswith(FOLLOWS)}
+    further = tuple(
+        LAYER.format(layer=described.model["layers"] + number) for number in range(described.further_layers)
+    )
+    tensors = {
+        name: Weight(*found)
+        for name, found in tensors.items()
+        if not name.endswith(FOLLOWS) and not name.startswith(further)
+    }
+    if described.block:
+        tensors = with_scales(tensors, described.block)
     if HEAD in tensors and HEAD not in shapes and TABLE in tensors and _equal(tensors[HEAD], tensors[TABLE]):
         del tensors[HEAD]  # a tied table that is there twice
     differences = [f"{name} is missing" for name in shapes if name not in tensors]
     differences += [f"{shown(name)} is of no use" for name in tensors if name not in shapes]
     for name in shapes.keys() & tensors.keys():
-        tensor = tensors[name][1]
+        tensor, scales = tensors[name].tensor, tensors[name].scales
         if tensor.shape != shapes[name]:
             differences.append(f"{name} is {list(tensor.shape)} there and {list(shapes[name])} here")
-        if tensor.dtype not in DTYPES.values():
+        if tensor.dtype not in DTYPES.values() and not scales:
             differences.append(f"{name} is {tensor.dtype} and none of {', '.join(DTYPES)}")
     if differences:
         raise CheckpointError(f"{source} has not the parameters of its config.json: {shortened(sorted(differences))}")
     return tensors
 
 
-def _equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
-    if one[1][:2] != other[1][:2]:
+def _equal(one: Weight, other: Weight) -> bool:
+    if one.tensor[:2] != other.tensor[:2]:
         return False
-    pairs = zip(*(read_pieces(*found, PIECE_BYTES) for found in (one, other)))
+    pairs = zip(*(found.pieces(PIECE_BYTES) for found in (one, other)))
     return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
@@ -202,14 +251,17 @@ def to_hf(
 
 def load_model(source: Step) -> ModelConfig:
     """The model of a step."""
-    return read_settings(load_json(source.folder / CONFIG)).model
+    return read_settings(load_saved(source.folder / CONFIG)).model
 
 
 def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
     """A tensor as it is written: in pieces where it is one array of ours, else whole."""
     (name, index, place), *more = tensor.parts
     if not more and place.view is None:
-        yield from (_narrowed(name, piece, tensor.dtype) for piece in arrays.pieces(name, index))
+        row = 0  # all rows are read, and held to the array's fingerprint; those that pad a vocab are not written
+        for piece in arrays.pieces(name, index):
+            yield _narrowed(name, piece[: max(tensor.shape[0] - row, 0)], tensor.dtype)
+            row += len(piece)
         return
     whole = np.empty(tensor.shape, tensor.dtype)
     for name, index, place in tensor.parts:
@@ -256,6 +308,7 @@ def _target(model: ModelConfig, record: dict[str, Any] | None, dtype: str | None
         there = ", ".join(f"model.{key}={described.model[key]!r}" for key in differing)
         here = ", ".join(f"{getattr(model, key)!r}" for key in differing)
         raise ConfigError(f"the model is not the one that was imported: {there} there, {here} here")
+    config = with_window(config, described, model)
     if not same_rope(described, model):  # trained on with another context
         old = ("rope_parameters", "rope_scaling", "rope_theta")
         config = {key: value for key, value in config.items() if key not in old} | write_rope(model)

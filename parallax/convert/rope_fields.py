@@ -23,7 +23,7 @@ def read_rope(fields: Fields, context: int, attention: str) -> dict[str, Any]:
     new, old = fields.object("rope_parameters"), fields.object("rope_scaling")
     if new and old:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; leave the one that is meant")
-    scaling = Fields(f"{fields.where}: {'rope_parameters' if new else 'rope_scaling'}", new or old)
+    scaling = fields.within("rope_parameters" if new else "rope_scaling", new or old)
     kind = scaling.take("rope_type", scaling.take("type", "default"))
     if kind not in TYPES:
         scaling.refuse("rope_type", kind, ", ".join(map(repr, TYPES)))
@@ -64,6 +64,7 @@ def _yarn(scaling: Fields, context: int, attention: str) -> dict[str, Any]:
     magnitude = given or (grown(own) / grown(all_dims) if own and all_dims else grown(1.0))
     scaling.only("truncate", True, absent=True)
     scaling.ignore(["finetuned"])
+    scaling.pass_over("attn_factor", "transformers reads attention_factor, and does without where it is absent")
     found = {
         "rope_scaling": "yarn",
         "rope_factor": factor,

@@ -11,7 +11,7 @@ does not do (0.8.0, measured):
   `read_pieces` has one piece in memory, and a file that ends too early is an error.
 - Writing: it wants all of a file's tensors in memory at once (+297 MiB for a file of 256); `write` has one piece.
 
-bfloat16 needs ml_dtypes here and there, no torch; neither reads float8 into NumPy.
+bfloat16 and float8 need ml_dtypes here and there, no torch; the library does not read float8 into NumPy.
 """
 
 import json
@@ -37,6 +37,7 @@ DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),

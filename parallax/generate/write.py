@@ -12,8 +12,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.checks import check_window
 from parallax.decoding import Decoder, Prompts
 from parallax.errors import ConfigError
+from parallax.model import ModelConfig
 from parallax.sampling import SampleConfig, choose, noise_keys
 from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Tokenizer
@@ -55,12 +57,20 @@ def generate(
     Compiled once for each length of the longest prompt, number of prompts and config but for its seed.
     """
     _check_ids(prompts, model.model.vocab)
+    check_length(model.model, prompts, config)
     how = dataclasses.replace(config, prompt="", seed=0)
     end = NO_END if end is None else end
     batch = left_padded(prompts, multiple=model.axis_sizes["dp"])
     key = jax.random.key(config.seed)
     written = np.asarray(_write(params, batch, key, model=model, config=how, end=end, vocab=vocab))
     return [_before_end(ids, end) for ids in written[: len(prompts)]]
+
+
+def check_length(model: ModelConfig, prompts: Sequence[Sequence[int]], config: SampleConfig) -> None:
+    """Raise ConfigError where a text would be longer than the model's attention may see."""
+    longest = max(map(len, prompts))
+    key = f"a prompt of {longest} tokens and sample.tokens={config.tokens} make a text whose length"
+    check_window(model, longest + config.tokens, key)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:

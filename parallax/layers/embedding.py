@@ -13,6 +13,7 @@ from parallax.layers.dropout import Dropout
 from parallax.layers.norm import RMSNorm
 from parallax.layers.parameter import parameter
 from parallax.notation import Layout
+from parallax.padding import without_padding
 
 
 class TableForm(NamedTuple):
@@ -56,16 +57,25 @@ EMBEDDINGS = {
 INITIAL_STD = 0.02
 
 
-def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int]) -> Array:
-    """Declare a table as a parameter of `module`."""
-    initial = nn.initializers.normal(INITIAL_STD)
-    return parameter(module, "table", form.table, sizes, lambda key, shape: initial(key, shape, jnp.float32))
+def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int) -> Array:
+    """Declare a table as a parameter of `module`; rows behind its first `entries` are padding, and begin as zeros.
+
+    The entries begin as they would without padding.
+    """
+
+    def initial(key: Array, shape: tuple[int, ...]) -> Array:
+        table_VD = nn.initializers.normal(INITIAL_STD)(key, shape, jnp.float32)
+        if entries == sizes["vocab"]:
+            return table_VD
+        return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
+
+    return parameter(module, "table", form.table, sizes, initial)
 
 
 class Embedding(nn.Module):
     """Rows of the table for token ids [B, S] that every `tp` rank holds; returns the residual's layout.
 
-    An id that the vocab does not have gets NaN.
+    An id that the vocab does not have, as those of its padding, gets NaN.
 
     Communication, vocab_parallel:
         forward   all_gather of the table over dp if it is cut over dp; reduce_scatter of what was found over tp
@@ -80,18 +90,19 @@ class Embedding(nn.Module):
     rows: str  # how the batch is cut: "batch/dp", or "batch/dp/pp" where pipeline ranks share the work
     residual: str
     sizes: Mapping[str, int]
+    entries: int  # of the vocab; the table's other rows are padding
     dtype: str
     dropout: float
 
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
-        table = vocab_table(self, self.form, self.sizes).astype(self.dtype)
+        table = vocab_table(self, self.form, self.sizes, self.entries).astype(self.dtype)
         table = all_gather(f"{self.form.table} -> {self.form.gathered}", table)
         ids = cut(f"{self.rows} seq -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.gathered, "vocab", table.shape[0])
         found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         # A factor: the backward pass needs it alone, and not the table again.
-        found *= jnp.where((ids >= 0) & (ids < self.sizes["vocab"]), 1, jnp.nan).astype(self.dtype)[..., None]
+        found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
         residual = with_rows(self.residual, self.rows)
         x = reshard(f"{partial} -> {residual}", found)
@@ -114,12 +125,13 @@ class Head(nn.Module):
     rows: str
     residual: str
     sizes: Mapping[str, int]
+    entries: int  # of the vocab; the table's other rows are padding
     norm_eps: float
     tied: bool
 
     def setup(self):
         self.norm = RMSNorm(str(with_rows(self.residual, self.rows)), self.sizes, self.norm_eps)
-        self.table = None if self.tied else vocab_table(self, self.form, self.sizes)
+        self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries)
 
     def __call__(self, x: Array) -> Array:
         """Normed activations [B, S, D] of the tokens that this rank makes logits of."""
@@ -127,11 +139,12 @@ class Head(nn.Module):
         return reshard(f"{before} -> {self.form.hidden(self.rows)}", self.norm(x))
 
 
-def logits(form: TableForm, rows: str, hidden: Array, table: Array) -> Array:
-    """Logits in float32, cut over the vocab or over the tokens as the form says."""
+def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int) -> Array:
+    """Logits in float32, cut over the vocab or over the tokens as the form says; -inf for rows of padding."""
     names = ("batch", "seq", "vocab")
     out = einsum_layout([form.hidden(rows), form.gathered], names)
-    return einsum(f"{form.hidden(rows)}, {form.gathered} -> {out}", hidden, table, dtype=jnp.float32)
+    found = einsum(f"{form.hidden(rows)}, {form.gathered} -> {out}", hidden, table, dtype=jnp.float32)
+    return without_padding(found, form.gathered, entries)
 
 
 def with_rows(residual: str, rows: str) -> Layout:

@@ -15,6 +15,7 @@ from parallax.checkpoint import (
 from parallax.distributed import is_first, wait_for_all
 from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
+from parallax.settings import completed
 from parallax.version import code_version, version_of
 
 RESUME = ("auto", "must", "never")
@@ -23,11 +24,12 @@ RESUME = ("auto", "must", "never")
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 TOKENIZER = "corpus.tokenizer"
-# What may change in a model: how it is computed, and context extension.
+# What may change in a model: how it is computed, and context extension; no window is shorter than the run's seq.
 FREE_KEYS = (
     "model.dtype",
     "model.kernel",
     "model.dropout",
+    "model.sliding_window",
     "model.rope_theta",
     "model.rope_scaling",
     "model.rope_factor",
@@ -61,7 +63,7 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(read_manifest(folder.checkpoints, newest)["settings"], settings)
+    changed = compare_settings(completed(read_manifest(folder.checkpoints, newest)["settings"]), settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(

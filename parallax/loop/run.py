@@ -29,7 +29,7 @@ from parallax.distributed import (
     wait_for_all,
 )
 from parallax.errors import writing
-from parallax.generate import complete, encode
+from parallax.generate import check_length, complete, encode
 from parallax.loop.batches import check_eval, open_split, own_rows, put_on
 from parallax.loop.config import lines_of, settings_of
 from parallax.loop.curves import curves_of
@@ -116,14 +116,14 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
-    model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size), mesh)
+    model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     at("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     model, tx = model_and_optimizer(settings, mesh)
     check_fits(abstract_state(model, tx))
-    if settings.sample.prompt:
-        encode(train_data.tokenizer, settings.sample.prompt)  # what cannot be read is better known now than at the end
+    if settings.sample.prompt:  # what cannot be read, or is too long, is better known now than at the end
+        check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
     rows = own_rows(model.batch_sharding, shape)
     if len(rows) < shape[0]:

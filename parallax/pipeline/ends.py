@@ -66,8 +66,8 @@ class Work:
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered("head")
-        hidden = self._hidden(weights, y)
-        return chunked_loss(self.loss, self._form.gathered, self._table(weights), *self._tokens(hidden, labels_BS))
+        arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
+        return chunked_loss(self.loss, self._form.gathered, *arrays, entries=self._entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` with the gradients of what is stored added, and the
@@ -76,7 +76,9 @@ class Work:
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
         earlier = totals[home]["table"] if self.once else None
-        loss, d_table, d_hidden = chunked_loss_and_grads(self.loss, self._form.gathered, *arrays, earlier)
+        loss, d_table, d_hidden = chunked_loss_and_grads(
+            self.loss, self._form.gathered, *arrays, earlier, entries=self._entries
+        )
         found, dy = pull(d_hidden.reshape(hidden.shape))
         shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
         if self.once:  # nothing is left to scatter
@@ -89,7 +91,8 @@ class Work:
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, cut as the embedding's form says."""
         weights = self._gathered("head")
-        return logits(self._form, self.parts.head.rows, self._hidden(weights, y), self._table(weights))
+        rows = self.parts.head.rows
+        return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
     def _gathered(self, part):
         return self.gather[part](self.weights[part])
@@ -101,6 +104,10 @@ class Work:
     @property
     def _form(self):
         return self.parts.head.form
+
+    @property
+    def _entries(self):
+        return self.parts.head.entries
 
     def _embed(self, weights, ids_BS, rows_B):
         # Layers fold in 1, 2, ...: see Stage.

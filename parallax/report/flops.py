@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
     """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
 
-    `entries` are those of the vocab that are tokens, where some are not.
+    `entries` are those of the vocab that are tokens, where some are not; rows that pad it never count as the model's.
     """
     tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
     counted = _countable(model)
@@ -115,7 +115,7 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
 def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:
     """What the actions of a layer cost. The head's products are left out: all ranks run them at the same time."""
     config, sizes = model.model, model.axis_sizes
-    head = 2 * config.vocab * config.d_model * tokens / math.prod(sizes.values())
+    head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
     share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
     forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
     kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
