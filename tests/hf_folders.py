@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 KINDS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+KINDS["F8_E4M3"] = np.dtype(ml_dtypes.float8_e4m3fn)
 SIZES = {
     "vocab_size": 260,
     "hidden_size": 16,
@@ -106,6 +107,22 @@ def random_tensors(shapes, kind="F32", seed=0):
         name: (draw.normal(size=shape) * 8.0 ** draw.integers(-2, 2)).astype(KINDS[kind])
         for name, shape in shapes.items()
     }
+
+
+def in_blocks(tensors, block):
+    """The matrices of layers in float8 with a scale for each block, beside what they stand for, entry by entry."""
+    stored, meant = {}, {}
+    for name, array in tensors.items():
+        stored[name] = meant[name] = array
+        if array.ndim == 2 and ".layers." in name:
+            rows, columns = ([at // side for at in range(size)] for size, side in zip(array.shape, block))
+            scales = np.zeros((rows[-1] + 1, columns[-1] + 1), np.float32)
+            for (r, c), value in np.ndenumerate(array):
+                scales[rows[r], columns[c]] = max(scales[rows[r], columns[c]], np.float32(abs(value)) / np.float32(448))
+            stored[name] = (array / scales[np.ix_(rows, columns)]).astype(KINDS["F8_E4M3"])
+            stored[f"{name}_scale_inv"] = scales
+            meant[name] = stored[name].astype(np.float32) * scales[np.ix_(rows, columns)]
+    return stored, meant
 
 
 def write_file(path, tensors):

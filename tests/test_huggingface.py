@@ -90,11 +90,9 @@ def test_a_kernel_is_the_transpose_with_heads_as_dims_of_their_own(tmp_path):
         assert (ours["blocks.mlp.down.kernel"][layer] == theirs["mlp.down_proj.weight"].T).all()
         assert (ours["blocks.attention.k_norm.scale"][layer] == theirs["self_attn.k_norm.weight"]).all()
         assert (ours["blocks.mlp_norm.scale"][layer] == theirs["post_attention_layernorm.weight"]).all()
-    for ours, theirs in (
-        (ours["head.table"], "lm_head.weight"),
-        (ours["embedding.table"], "model.embed_tokens.weight"),
-    ):
-        assert ours.shape == (384, 16) and (ours[:260] == tensors[theirs]).all() and not ours[260:].any()
+    for name, theirs in {"head.table": "lm_head.weight", "embedding.table": "model.embed_tokens.weight"}.items():
+        assert ours[name].shape == (384, 16) and not ours[name][260:].any()
+        assert (ours[name][:260] == tensors[theirs]).all()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
