@@ -6,6 +6,7 @@ Needs the extra hf-tests; the table in docs/convert.md is made of the same check
 import contextlib
 import dataclasses
 import io
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,19 +89,37 @@ class Pair(NamedTuple):
 
 def make_pair(name: str, folder: Path) -> Pair:
     """A model with random values, norms' scales and biases too, saved in shards, and imported."""
-    source, run = folder / "theirs", folder / "run"
     theirs = random_model(name)
-    theirs.save_pretrained(source, max_shard_size="100KB")
-    Bytes().save(source)
+    theirs.save_pretrained(folder / "theirs", max_shard_size="100KB")
+    return import_pair(theirs, folder)
+
+
+def published_pair(config: dict, folder: Path) -> Pair:
+    """The same of a config.json, which stands in the folder as it is given."""
+    kind = config["architectures"][0].removesuffix("ForCausalLM")
+    theirs = filled(kind, getattr(transformers, f"{kind}Config").from_dict(config))
+    theirs.save_pretrained(folder / "theirs")
+    (folder / "theirs" / "config.json").write_text(json.dumps(config))
+    return import_pair(theirs, folder)
+
+
+def import_pair(theirs: transformers.PreTrainedModel, folder: Path) -> Pair:
+    """A model that is saved in a folder, and the run that is made of it."""
+    Bytes().save(folder / "theirs")
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["from-hf", str(source), "--workdir", str(run)]) == 0
-    return Pair(theirs, run)
+        flags = ["--workdir", str(folder / "run"), f"--config.data.seq={max(LENGTHS)}"]
+        assert main(["from-hf", str(folder / "theirs"), *flags]) == 0
+    return Pair(theirs, folder / "run")
 
 
 def random_model(name: str) -> transformers.PreTrainedModel:
     """In float32, logits of size 1; the same for the same name."""
     kind, fields = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**fields)
+    return filled(kind, getattr(transformers, f"{kind}Config")(**fields))
+
+
+def filled(kind: str, config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    """A model of random values."""
     model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -160,7 +179,9 @@ def logits_difference(pair: Pair, model, params, lengths: Sequence[int] = LENGTH
             with torch.no_grad():
                 theirs = their_logits(pair.theirs, batch).numpy()
             assert theirs.std() > 0.5  # of a size at which the difference means something
-            found.append(np.abs(np.asarray(ours) - theirs).max())
+            entries = theirs.shape[-1]
+            assert (np.asarray(ours)[..., entries:] == -np.inf).all()  # of rows that pad the vocab
+            found.append(np.abs(np.asarray(ours)[..., :entries] - theirs).max())
     return float(max(found))
 
 

@@ -10,7 +10,7 @@ from own_runs import OWN, own_run, own_settings
 from parallax.convert.__main__ import main
 
 EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.txt'
-pytest.importorskip("torch", reason=EXTRA)
+torch = pytest.importorskip("torch", reason=EXTRA)
 pytest.importorskip("transformers", reason=EXTRA)
 
 from hf_families import (
@@ -20,12 +20,16 @@ from hf_families import (
     MESHES,
     Pair,
     equal_tokens,
+    import_pair,
     logits_difference,
     loss_difference,
     make_pair,
     ours_on,
+    published_pair,
 )
-from transformers import AutoModelForCausalLM
+from hf_folders import in_blocks, write_folder
+from published import TAKEN, V3
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
 LOGITS_ERROR = 1e-4
@@ -72,6 +76,65 @@ def test_a_run_of_our_own_computes_there_what_it_computes_here(corpus, tmp_path,
     assert type(theirs).__name__ == architecture
     pair = Pair(theirs.eval(), tmp_path / "run")
     assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), LENGTHS[:2]) < LOGITS_ERROR
+
+
+# Published config.jsons with all their flags, at sizes that keep how many query heads share a key head. A vocab of 321
+# is padded; 96 tokens, the longest window of the comparison, are all that a sliding window may hide nothing of.
+SMALL = dict(num_hidden_layers=2, intermediate_size=48, vocab_size=321)
+PUBLISHED = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+    "codellama/CodeLlama-7b-hf": dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4),
+    "mistralai/Mistral-7B-v0.1": dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, sliding_window=3 * CONTEXT
+    ),
+    "Qwen/Qwen2-0.5B": dict(hidden_size=112, num_attention_heads=14, num_key_value_heads=2),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, max_position_embeddings=4 * CONTEXT
+    ),
+}
+
+
+def small(name):
+    config = TAKEN[name][0] | SMALL | PUBLISHED[name]
+    rope = config.get("rope_scaling") or {}
+    if "original_max_position_embeddings" in rope:
+        config["rope_scaling"] = rope | {"original_max_position_embeddings": CONTEXT}
+    return config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_published_configs_are_theirs(tmp_path, name):
+    pair = published_pair(small(name), tmp_path)
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1))) < LOGITS_ERROR
+
+
+def test_a_window_hides_nothing_of_as_many_tokens_and_something_of_one_more(tmp_path):
+    """What transformers computes without a mask of ours: where data.seq ends is where its window begins to hide."""
+    pair = published_pair(small("mistralai/Mistral-7B-v0.1") | {"sliding_window": 512}, tmp_path)
+    tokens = torch.arange(CONTEXT)[None] % 7
+    with torch.no_grad():
+        whole, same, less = (
+            setattr(pair.theirs.config, "sliding_window", window) or pair.theirs(tokens).logits
+            for window in (None, CONTEXT, CONTEXT - 1)
+        )
+    assert torch.equal(whole, same) and (whole - less).abs().max() > 20 * LOGITS_ERROR
+
+
+def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
+    """DeepSeek-V3's config.json with all layers dense; transformers has the values, and we the blocks."""
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16)
+    sizes |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=4 * CONTEXT)
+    config = V3 | SMALL | sizes | {"first_k_dense_replace": 2}
+    config["rope_scaling"] = V3["rope_scaling"] | {"factor": 4, "original_max_position_embeddings": CONTEXT}
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    first = published_pair(plain, tmp_path / "first")
+    tensors = {name: x.numpy() for name, x in first.theirs.state_dict().items()}
+    stored, meant = in_blocks(tensors, config["quantization_config"]["weight_block_size"])
+    first.theirs.load_state_dict({name: torch.from_numpy(x) for name, x in meant.items()})
+    assert isinstance(first.theirs, DeepseekV3ForCausalLM) and len(stored) > len(meant)
+    write_folder(tmp_path / "second" / "theirs", config, stored)
+    second = import_pair(first.theirs, tmp_path / "second")
+    assert logits_difference(second, *ours_on(second, (1, 1, 1))) < LOGITS_ERROR
 
 
 MATTERS = [
