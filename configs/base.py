@@ -20,8 +20,7 @@ def get_config() -> ConfigDict:
     # parallax.model.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
     config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
-    # Tables get rows up to such a multiple, as 128; those behind `vocab` are padding: zeros, and no logits. 1: none.
-    config.model.vocab_multiple = 1
+    config.model.vocab_multiple = 1  # tables get rows up to such a multiple, as 128: zeros that have no logits
     config.model.layers = 4  # blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP

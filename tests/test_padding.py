@@ -1,28 +1,37 @@
 """A vocab that no mesh cuts is padded: its tables have more rows, and nothing that a model says depends on them."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
 from jax.sharding import AbstractMesh
+from own_runs import own_run, own_settings
 from reference import plain_losses_and_grad
+from run_examples import tiny_config
+from test_convert import params_of as arrays_of
 from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config
 from parallax.assembly import model_of
+from parallax.convert.__main__ import main
 from parallax.decoding import Decoder, Prompts
 from parallax.errors import ConfigError, DataError
 from parallax.generate import SampleConfig, generate
 from parallax.layers.embedding import EMBEDDINGS, Embedding
+from parallax.loop import train
+from parallax.loop.resume import is_fixed
 from parallax.loss import token_losses
 from parallax.mesh import AXES
 from parallax.notation import Layout
 from parallax.optimizer import make_optimizer
 from parallax.report.flops import step_flops
-from parallax.settings import read_settings, with_vocab
+from parallax.settings import load_settings, read_settings, with_vocab
+from parallax.vocabulary import with_vocab_of_source
 
 VOCAB, PADDED = 50, 64  # on 8 ranks of tp the last has rows of padding alone
 SMALL = dict(vocab=VOCAB, layers=2)
@@ -213,3 +222,84 @@ def test_rows_of_padding_are_padding_to_the_count_of_flops_too():
     assert padded.model == plain.model
     more = 6 * 12 * models[0].model.d_model * 2 * 64
     assert padded.padding - plain.padding == pytest.approx(more)
+
+
+# ---- runs
+
+
+def losses_of(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def test_a_run_with_padding_goes_on_with_the_same_losses_on_another_mesh(corpus, tmp_path):
+    """257 entries in 264 rows, which four ranks of tp cut, or two of pp."""
+    changes = {"model.vocab": 0, "model.vocab_multiple": 8, "train.steps": 4, "checkpoint.every_steps": 2}
+    changes |= {"optimizer.warmup_steps": 0, "train.eval_batches": 0, "checkpoint.keep_best": 0}
+    changes |= {"optimizer.schedule": "constant"}  # of which two steps are the first two of four
+
+    def on(pp, dp, tp, steps=4):
+        return tiny_config(corpus, **changes | {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "train.steps": steps})
+
+    train(on(1, 8, 1), tmp_path / "stays")
+    train(on(1, 2, 4, steps=2), tmp_path / "moves")
+    assert load_settings(tmp_path / "moves").model.padded_vocab == 264
+    train(on(2, 4, 1), tmp_path / "moves")
+    there, here = losses_of(tmp_path / "stays"), losses_of(tmp_path / "moves")
+    assert sorted(there) == sorted(here) == [1, 2, 3, 4]
+    np.testing.assert_allclose([here[step] for step in here], [there[step] for step in here], rtol=1e-5)
+    table = arrays_of(tmp_path / "moves", 4)["embedding.table"]
+    assert table.shape[0] == 264 and not table[257:].any() and table[:257].all()
+
+
+def test_a_run_keeps_its_padding():
+    assert is_fixed("model.vocab_multiple")
+
+
+def test_an_export_has_no_padding_and_comes_back_with_it(corpus, tmp_path):
+    settings = own_settings(corpus, attention="gqa", vocab=300, vocab_multiple=64, tied=False)
+    made = own_run(tmp_path / "mine", settings)  # whose padding is anything, to be sure that it is not what is written
+    assert made["head.table"].shape[0] == 320
+    assert main(["to-hf", str(tmp_path / "mine"), str(tmp_path / "out")]) == 0
+    out, said = read_folder(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["vocab_size"] == 300
+    for name, ours in {"model.embed_tokens.weight": "embedding.table", "lm_head.weight": "head.table"}.items():
+        assert out[name].tobytes() == made[ours][:300].tobytes() and out[name].shape[0] == 300
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    back = arrays_of(tmp_path / "back", 0)["head.table"]
+    assert back.shape[0] == 384 and (back[:300] == made["head.table"][:300]).all() and not back[300:].any()
+
+
+def imported(folder, vocab, *flags):
+    config = config_of("LlamaForCausalLM", vocab_size=vocab)
+    write_folder(folder / "theirs", config, random_tensors(shapes_of(config)))
+    assert main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run"), *flags]) == 0
+    return load_settings(folder / "run").model
+
+
+def test_an_import_pads_by_itself_and_says_so(tmp_path, capsys):
+    assert imported(tmp_path / "odd", 261).padded_vocab == 384
+    assert "vocab_size=261 is padded to 384 (model.vocab_multiple=128), that mesh.tp may" in capsys.readouterr().out
+    assert imported(tmp_path / "even", 384).padded_vocab == 384
+    assert "padded" not in capsys.readouterr().out
+    assert imported(tmp_path / "chosen", 261, "--config.model.vocab_multiple=6").padded_vocab == 264
+    assert imported(tmp_path / "none", 261, "--config.model.vocab_multiple=1").padded_vocab == 261
+
+
+def test_a_run_takes_the_padding_of_its_first_weights_or_has_the_same(tmp_path):
+    imported(tmp_path, 261)
+
+    def begun(**model):
+        start = read_settings(get_config(), model=model, train={"init_from": str(tmp_path / "run")})
+        return with_vocab_of_source(start).model
+
+    assert (begun().vocab, begun().padded_vocab) == (261, 384)
+    assert begun(vocab=261, vocab_multiple=384).vocab_multiple == 384  # as many rows
+    with pytest.raises(ConfigError, match="model.vocab_multiple=1, but the weights .* have model.vocab_multiple=128"):
+        begun(vocab=261)
+    with pytest.raises(
+        ConfigError, match="model.vocab_multiple=64, but the weights .* use 128, or model.vocab=0 and 1"
+    ):
+        begun(vocab_multiple=64)
+    with pytest.raises(ConfigError, match="model.vocab=260, but .* have model.vocab=261; use 261, or 0 to take it"):
+        begun(vocab=260)
