@@ -33,9 +33,10 @@ def attention_layer(kind, residual, family, *, kv="kv_heads/tp", **changes):
 def residual_layers(residual, family, *, kv="kv_heads/tp"):
     """Every layer that reads or writes the residual stream, by name."""
     attention = lambda kind, **changes: attention_layer(kind, residual, family, **changes)  # noqa: E731
-    embedding = lambda form: Embedding(EMBEDDINGS[form], "batch/dp", residual, SIZES, "float32", dropout=0.0)  # noqa: E731
+    shared = ("batch/dp", residual, SIZES, SIZES["vocab"])
+    embedding = lambda form: Embedding(EMBEDDINGS[form], *shared, "float32", dropout=0.0)  # noqa: E731
     gathered = lambda form: EMBEDDINGS[form].without_fsdp()  # noqa: E731
-    head = lambda form: Head(gathered(form), "batch/dp", residual, SIZES, 1e-6, tied=False)  # noqa: E731
+    head = lambda form: Head(gathered(form), *shared, 1e-6, tied=False)  # noqa: E731
     return {
         "norm": RMSNorm(residual, SIZES, 1e-6),
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),

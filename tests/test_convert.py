@@ -294,8 +294,8 @@ HOSTILE = {
     "an unknown dtype": (file_of(header_of(a=("X", [64], [0, 32]))), "unknown variant `X`, expected one of `BOOL`"),
     "a dtype of 5,000 letters": (file_of(header_of(a=(LONG, [64], [0, 32]))), "unknown variant `xxx"),
     "a dtype that NumPy has not": (
-        file_of(header_of(a=("F8_E4M3", [32], [0, 32]))),
-        "'a' has dtype 'F8_E4M3'; known: F64",
+        file_of(header_of(a=("F8_E5M2", [32], [0, 32]))),
+        "'a' has dtype 'F8_E5M2'; known: F64",
     ),
     "a dtype that is a list": (file_of(header_of(a=([], [8], [0, 32]))), "invalid type: sequence, expected string"),
     "more keys": (
