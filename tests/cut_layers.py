@@ -69,7 +69,7 @@ def call(layer, rope):
         if isinstance(layer, Embedding):
             return layer.apply(weights, ids, rows, None)
         if isinstance(layer, Head):
-            return logits(layer.form, layer.rows, layer.apply(weights, x), params["table"])
+            return logits(layer.form, layer.rows, layer.apply(weights, x), params["table"], layer.entries)
         if isinstance(layer, RMSNorm | GatedMLP | Dense):
             return layer.apply(weights, x)
         return layer.apply(weights, x, training_context(rope, positions, segments, rows, None))

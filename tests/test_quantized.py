@@ -1,14 +1,17 @@
 """Weights in float8 by blocks, and layers for further tokens, as DeepSeek-V3 is published: what comes in of them."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hf_folders import KINDS, config_of, in_blocks, random_tensors, read_folder, shapes_of, write_folder
 from test_convert import params_of
+from test_huggingface import CONVERT, ENVIRONMENT
 
 from parallax.convert.__main__ import main
-from parallax.convert.quantized import WHOLE_PIECE_BYTES, Weight
+from parallax.convert.quantized import WHOLE_PIECE_BYTES, Weight, scales_shape
 from parallax.convert.safetensors import read_header
 
 V3, QWEN3 = "DeepseekV3ForCausalLM", "Qwen3ForCausalLM"
@@ -130,3 +133,27 @@ def test_a_weight_in_pieces_is_the_weight_whole(tmp_path):
     np.testing.assert_array_equal(np.concatenate(pieces), meant[name])
     np.testing.assert_array_equal(weight.whole(), meant[name])
     assert WHOLE_PIECE_BYTES <= 1 << 24
+
+
+@pytest.mark.slow
+def test_float8_takes_the_memory_of_a_few_pieces_too(tmp_path):
+    """128 MiB that become 512: a cache of 64 MiB, a matrix of a layer in float32, pieces of at most 64 MiB."""
+    draw = np.random.default_rng(0)
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
+    config = quantized_config(QWEN3, (128, 128), **sizes, head_dim=64)
+    stored = {}
+    for name, shape in shapes_of(config).items():
+        if len(shape) == 2 and ".layers." in name:
+            bits = draw.integers(0, 0x7F, shape, np.uint8)  # all but NaN, which 0x7f is
+            stored[name] = bits.view(KINDS["F8_E4M3"])
+            stored[f"{name}_scale_inv"] = np.full(scales_shape(shape, (128, 128)), 0.001, np.float32)
+        else:
+            stored[name] = draw.normal(size=shape).astype(KINDS["BF16"])
+    assert sum(x.nbytes for x in stored.values()) > 100 << 20
+    write_folder(tmp_path / "theirs", config, stored, shards=4)
+    command = [sys.executable, "-c", CONVERT, "from-hf", "theirs", "--workdir", "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert ended.returncode == 0, ended.stderr
+    grown = int(ended.stdout.split("grew ")[1])
+    print(f"{grown >> 20} MiB")
+    assert grown < 350 << 20
