@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
-from jax.sharding import AbstractMesh
 from own_runs import own_run, own_settings
 from reference import plain_losses_and_grad
 from run_examples import tiny_config
@@ -30,6 +29,7 @@ from parallax.mesh import AXES
 from parallax.notation import Layout
 from parallax.optimizer import make_optimizer
 from parallax.report.flops import step_flops
+from parallax.report.whole import abstract_mesh
 from parallax.settings import load_settings, read_settings, with_vocab
 from parallax.vocabulary import with_vocab_of_source
 
@@ -220,8 +220,7 @@ def test_a_vocab_that_the_tokenizer_says_is_rounded_or_padded():
 
 
 def test_rows_of_padding_are_padding_to_the_count_of_flops_too():
-    sizes = dict.fromkeys(AXES, 1)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    mesh = abstract_mesh(dict.fromkeys(AXES, 1))
     models = [model_of(settings_with(vocab=500, vocab_multiple=multiple), mesh) for multiple in (1, 512)]
     plain, padded = (step_flops(model, 2, 64) for model in models)
     assert padded.model == plain.model
