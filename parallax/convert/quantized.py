@@ -1,6 +1,5 @@
 """Weights in float8, each block of a matrix with a scale of its own, as DeepSeek-V3 is published: read as float32."""
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +109,7 @@ def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     >>> scales_shape((576, 7168), (128, 128))
     (5, 56)
     """
-    return tuple(math.ceil(size / side) for size, side in zip(shape, block))
+    return tuple(-(-size // side) for size, side in zip(shape, block))
 
 
 def with_scales(weights: Mapping[str, Weight], block: Block) -> dict[str, Weight]:
