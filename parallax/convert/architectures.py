@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from parallax.convert.fields import NEEDED, Fields
-from parallax.convert.rope_fields import read_rope, write_rope
+from parallax.convert.rope_fields import context_of, read_rope, write_rope
 from parallax.errors import ConfigError
 from parallax.model import ModelConfig
 
@@ -191,8 +191,8 @@ ARCHITECTURES = {
 # ---- the other way
 
 
-def write_config(model: ModelConfig) -> dict[str, Any]:
-    """A config.json for a model, of the plainest architecture that computes it.
+def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
+    """A config.json for a model that was trained on windows of `seq`, of the plainest architecture that computes it.
 
     Raises:
         ConfigError: none does.
@@ -211,7 +211,7 @@ def write_config(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tied,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "max_position_embeddings": round(model.rope_original_seq * model.rope_factor),
+        "max_position_embeddings": context_of(model, seq),
         **write_rope(model),
     }
     if model.attention == "mla":
