@@ -35,6 +35,8 @@ CONFIG = "config.json"
 # What users of such a folder want to find in it again: texts, and small.
 BESIDE = (GENERATION, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
+# Of a model of type qwen2 that reads with a tokenizer of its own.
+NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 # Tables of rotary angles, which follow from the config and which old files hold.
 FOLLOWS = ".rotary_emb.inv_freq"
@@ -205,6 +207,8 @@ def to_hf(
             (unfinished / name).write_bytes(text.encode("utf-8"))
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in theirs.values()}))
     aside = f", for it is not the model that was imported: {differing}" if differing else ""
+    if record is None and target.described.architecture == "Qwen2ForCausalLM" and CONFIG_NAME not in source.files:
+        aside += f"; {NOT_QWENS}"
     return source.number, f"{target.described.architecture}, {kinds}{aside}"
 
 
