@@ -54,6 +54,7 @@ def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
         "pad_token": end,
         "padding_side": "left",  # a model writes behind its prompts
         "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],  # all that these models take
         "clean_up_tokenization_spaces": False,  # which would take spaces out of decoded text
     }
 
