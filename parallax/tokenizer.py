@@ -140,6 +140,9 @@ class Bpe:
         self._text, self._config = text, config
         # Text that spells a special token is text: no document may hold an end that we did not put there.
         self._inner.encode_special_tokens = True
+        # A file may remember the length of somebody's batches: documents are as long as they are.
+        self._inner.no_truncation()
+        self._inner.no_padding()
         ids = self._inner.get_vocab()
         names = [name for name in END_NAMES if name in ids]
         if not names:

@@ -111,7 +111,7 @@ def stops_at(folder, end):
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     free = written(model, tokenizer("It is", return_tensors="pt"), eos_token_id=None)[0].tolist()
-    at = max(free.index(token) for token in free)
+    at = max(free.index(token) for token in free[:10])
     head, (one, other) = model.lm_head.weight.data, (free[at], end)
     head[[one, other]] = head[[other, one]]
     both = tokenizer(["It is", "It is a truth"], padding=True, return_tensors="pt")

@@ -213,6 +213,18 @@ def test_a_damaged_file_is_named(content, tmp_path):
         load(tmp_path)
 
 
+def test_a_file_that_remembers_the_length_of_a_batch_cuts_and_fills_nothing(tmp_path):
+    inner = tokenizers.Tokenizer.from_str(BPE._text)
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64, direction="left", pad_id=BPE.end, pad_token="<|endoftext|>")
+    (tmp_path / "tokenizer.json").write_text(inner.to_str())
+    found = load(tmp_path)
+    assert found.begin == ()
+    for text in DOCUMENTS:
+        np.testing.assert_array_equal(found.encode(text), BPE.encode(text))
+        np.testing.assert_array_equal(found.encode_many([text, "a"])[1], BPE.encode("a"))
+
+
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     BPE.save(tmp_path)
     file = tmp_path / "tokenizer.json"
