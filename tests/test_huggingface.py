@@ -426,7 +426,7 @@ def test_a_longer_context_is_written_into_the_config_that_was_imported(theirs):
 def test_another_model_is_not_like_it(theirs, corpus, capsys):
     own_run(theirs / "mine", own_settings(corpus))
     assert main(["to-hf", str(theirs / "mine"), str(theirs / "out"), "--like", str(theirs / "run")]) == 2
-    assert "the model is not the one that was imported: model.vocab=260, " in capsys.readouterr().err
+    assert "the model is not the one that was imported: model.vocab=260 there, 384 here" in capsys.readouterr().err
     assert main(["to-hf", str(theirs / "run"), str(theirs / "out"), "--like", str(theirs / "mine")]) == 2
     assert "mine was not made by from-hf" in capsys.readouterr().err
     shutil.rmtree(theirs / "mine")

@@ -12,6 +12,7 @@ from run_examples import tiny_config
 import parallax as px
 from parallax.checkpoint import complete_steps
 from parallax.convert.__main__ import main
+from parallax.evaluate import evaluate
 from parallax.loop import load_config, train
 from parallax.loop.steps import Steps, parts_of
 from parallax.settings import load_settings, read_settings
@@ -201,6 +202,16 @@ def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_p
     starts = (positions == 0) & (segments > 1)
     assert starts.any() and (tokens[starts] == begin).all()
     assert opened.batch_of("It")["tokens"][0, 0] == begin
+
+
+def test_behind_a_bos_every_token_of_a_text_is_evaluated(tmp_path):
+    imported(tmp_path)
+    texts = ["It is a truth.", "It is small."]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    mesh = {"mesh": {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "across_slices": "dp"}}
+    settings = read_settings(load_settings(tmp_path / "run").to_dict() | mesh)
+    found = evaluate(tmp_path / "run", settings, data=str(tmp_path / "texts.jsonl"))
+    assert found.tokens == sum(len(BPE.encode(text)) + 1 for text in texts)
 
 
 def test_an_export_in_our_own_names_keeps_what_begins_a_document(tmp_path):
