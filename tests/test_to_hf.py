@@ -234,7 +234,12 @@ REACHES = {
 }
 
 
-@pytest.mark.parametrize("what", REACHES)
+INSTANCES = ("a shorter one, stretched", "a longer one that llama3 takes for the original")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if what in INSTANCES else what for what in REACHES]
+)
 def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path, what):
     changes, context = REACHES[what]
     config = imported(tmp_path, **changes)
