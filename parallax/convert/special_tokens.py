@@ -59,12 +59,11 @@ def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     }
 
 
-def _generation_config(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    ids = {"eos_token_id": tokenizer.end, "pad_token_id": tokenizer.end}
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if config.get(key) is not None:
-            ids[key] = config[key]
-    return ids
+def _generation_config(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of the ids in a config.json; where it has none, text ends and is padded with the end of a document."""
+    said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    known = {key: ids for key, ids in said.items() if ids is not None}
+    return {"eos_token_id": tokenizer.end, "pad_token_id": tokenizer.end} | known
 
 
 def _stopping_at(text: str, end: int) -> str:
