@@ -48,8 +48,9 @@ HELD_OUT = "what the run has held out"
 
 class Evaluation(NamedTuple):
     """`loss` is in nats a token, over `tokens` tokens: each of the text but the first of every document, before which
-    nothing is known, and every document's end. `bits_per_byte` are of all `text_bytes` of the text itself;
-    `bytes_exact` is False where a tokenizer that does not give its text back left them to be estimated."""
+    nothing is known (its BOS, where the tokenizer puts one there), and every document's end. `bits_per_byte` are of all
+    `text_bytes` of the text itself; `bytes_exact` is False where a tokenizer that does not give its text back left them
+    to be estimated."""
 
     run: str
     step: int

@@ -9,6 +9,8 @@ from parallax.plainfile import object_of
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
 # Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
 TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
+# In a step whose weights were imported: what the folder that they came from said, and a run does not need.
+RECORD = "huggingface.json"
 
 LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the next
 

@@ -5,8 +5,9 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from parallax.errors import ConfigError, DataError
 from parallax.plainfile import object_of, read_bytes, write_whole
 
 FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"  # which `transformers` puts beside it
 END_OF_DOCUMENT = "<|endoftext|>"
 # What other projects call the token that ends a document, for tokenizers that are loaded from their files.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
@@ -25,23 +27,27 @@ class Tokenizer(Protocol):
 
     name: str
     vocab: int  # ids are 0 ... vocab-1
+    begin: tuple[int, ...]  # ids that begin a document and a prompt: a BOS token, or none
     end: int  # id that ends a document; no text encodes to it
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 in hex; equal for tokenizers that encode alike."""
+        """SHA-256 in hex; equal for tokenizers that encode alike, and whose documents begin alike."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32, without an end."""
+        """Ids of a text, int32, without `begin` and `end`."""
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on several threads where that helps."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; ends and ids beyond the vocab (a model's padding) are left out."""
+        """Text of ids; `begin`, `end` and ids beyond the vocab (a model's padding) are left out."""
+
+    def token(self, number: int) -> str:
+        """The name of an id, as tokenizer.json writes it."""
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, which `load` reads."""
+        """Write what `load` reads: tokenizer.json, and tokenizer_config.json where there was one."""
 
 
 class Bytes:
@@ -53,6 +59,7 @@ class Bytes:
 
     name = "bytes"
     vocab = 257
+    begin = ()
     end = 256
 
     @property
@@ -68,8 +75,48 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def token(self, number: int) -> str:
+        return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
+
     def save(self, folder: Path) -> None:
-        _write(folder, json.dumps({"parallax": self.name}))
+        _write(folder / FILE_NAME, json.dumps({"parallax": self.name}))
+
+    def as_bpe(self) -> dict[str, Any]:
+        """The same ids as the `tokenizers` library writes them: a byte-level BPE that merges nothing."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        end = {"id": self.end, "content": END_OF_DOCUMENT, "special": True, "normalized": False}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {self.token(number): number for number in range(self.vocab)},
+                "merges": [],
+            },
+        }
+
+
+def _byte_symbols() -> list[str]:
+    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
+
+
+_BYTE_SYMBOLS = _byte_symbols()
 
 
 class Bpe:
@@ -78,33 +125,60 @@ class Bpe:
     Args:
         text: content of a tokenizer.json.
         origin: its file, for messages.
+        config: content of the tokenizer_config.json beside it; empty where there is none.
     Raises:
-        DataError: `text` is damaged, or has no token that ends a document.
+        DataError: one of them is damaged, or there is no token that ends a document.
     """
 
     name = "bpe"
 
-    def __init__(self, text: str, origin: str = FILE_NAME):
+    def __init__(self, text: str, origin: str = FILE_NAME, config: str = ""):
         try:
             self._inner = _library().Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{origin} is not a tokenizer: {error}") from error
-        self._text = text
+        self._text, self._config = text, config
         # Text that spells a special token is text: no document may hold an end that we did not put there.
         self._inner.encode_special_tokens = True
+        # A file may remember the length of somebody's batches: documents are as long as they are.
+        self._inner.no_truncation()
+        self._inner.no_padding()
         ids = self._inner.get_vocab()
         names = [name for name in END_NAMES if name in ids]
         if not names:
             raise DataError(f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed")
         self.vocab = max(ids.values()) + 1
         self.end = ids[names[0]]
+        self.begin = self._begin(config, Path(origin).with_name(CONFIG_NAME))
+
+    def _begin(self, config: str, origin: Path) -> tuple[int, ...]:
+        """BOS where add_bos_token asks for it; where that is not written, what the post-processor puts first."""
+        try:
+            written = object_of(config) if config else {}
+        except ValueError as error:
+            raise DataError(f"{origin} is no configuration of a tokenizer: {error}") from error
+        adds, bos = written.get("add_bos_token"), written.get("bos_token")
+        if adds is None:
+            found = self._inner.encode("a", add_special_tokens=True)
+            first = takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask))
+            return tuple(number for number, _ in first)
+        if not adds:
+            return ()
+        name = bos.get("content") if isinstance(bos, dict) else bos
+        number = self._inner.token_to_id(name) if isinstance(name, str) else None
+        if number is None:
+            raise DataError(
+                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is no entry of {FILE_NAME}"
+            )
+        return (number,)
 
     def __reduce__(self):
-        return Bpe, (self._text,)
+        return Bpe, (self._text, FILE_NAME, self._config)
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self._text.encode()).hexdigest()
+        first = f"documents begin with {self.begin}" if self.begin else ""
+        return hashlib.sha256((self._text + first).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
@@ -114,10 +188,17 @@ class Bpe:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.decode([int(i) for i in ids if i < self.vocab], skip_special_tokens=True)
+        edges = (*self.begin, self.end)  # not every file marks them as special
+        kept = [int(i) for i in ids if i < self.vocab and i not in edges]
+        return self._inner.decode(kept, skip_special_tokens=True)
+
+    def token(self, number: int) -> str:
+        return self._inner.id_to_token(number)
 
     def save(self, folder: Path) -> None:
-        _write(folder, self._text)
+        _write(folder / FILE_NAME, self._text)
+        if self._config:
+            _write(folder / CONFIG_NAME, self._config)
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
@@ -147,8 +228,10 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
 def load(path: Path | str) -> Tokenizer:
     """The tokenizer of a tokenizer.json, ours or of the `tokenizers` library, or of a folder that holds one.
 
+    A tokenizer_config.json beside it may say whether documents begin with a BOS token.
+
     Raises:
-        DataError: the file is missing or damaged.
+        DataError: the file is missing, or one of them is damaged.
     """
     path = Path(path)
     path = path / FILE_NAME if path.is_dir() else path
@@ -161,10 +244,26 @@ def load(path: Path | str) -> Tokenizer:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
-    if content == {"parallax": Bytes.name}:
+    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
         return Bytes()
-    # Line ends as text has them: the fingerprint is of it.
-    return Bpe(io.StringIO(written.decode("utf-8"), newline=None).read(), str(path))
+    return Bpe(_text(written), str(path), _config_beside(path))
+
+
+def _config_beside(path: Path) -> str:
+    path = path.with_name(CONFIG_NAME)
+    try:
+        return _text(read_bytes(path))
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _text(written: bytes) -> str:
+    """Line ends as text has them: the fingerprint is of it."""
+    return io.StringIO(written.decode("utf-8"), newline=None).read()
 
 
 def _library():
@@ -176,6 +275,6 @@ def _library():
     return tokenizers
 
 
-def _write(folder: Path, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FILE_NAME, text)
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)

@@ -26,8 +26,9 @@ def own_settings(corpus, **changes):
     return settings_of(tiny_config(corpus, **{f"model.{key}": value for key, value in (SIZES | changes).items()}))
 
 
-def own_run(folder, settings):
-    """A run of random parameters, as if it had trained."""
+def own_run(folder, settings, tokenizer=None):
+    """A run of random parameters, as if it had trained; it reads bytes where no tokenizer is given."""
+    tokenizer = tokenizer or Bytes()
     draw, made = np.random.default_rng(0), {}
 
     def write(arrays):
@@ -37,7 +38,7 @@ def own_run(folder, settings):
             array.write((...,), made[name])
 
     folder.mkdir()
-    Bytes().save(folder)
-    texts = {"config.json": as_json(settings), "tokenizer.json": (folder / "tokenizer.json").read_text()}
-    make_run(folder, settings, Bytes(), texts, write)
+    tokenizer.save(folder)
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    make_run(folder, settings, tokenizer, {"config.json": as_json(settings), **texts}, write)
     return made

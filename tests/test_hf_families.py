@@ -1,4 +1,7 @@
-"""Models of Hugging Face's `transformers` compute here what they compute there: logits, fine-tuning and greedy text."""
+"""Models of Hugging Face's `transformers` compute here what they compute there: logits, fine-tuning and greedy text.
+
+And an exported run is usable there as it is: its model, its tokenizer, and text that ends where a document does.
+"""
 
 import functools
 import tempfile
@@ -6,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from own_runs import OWN, own_run, own_settings
+from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
 
 from parallax.convert.__main__ import main
+from parallax.generate import encode
+from parallax.tokenizer import Bytes, load
 
 EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.txt'
 torch = pytest.importorskip("torch", reason=EXTRA)
@@ -26,10 +32,11 @@ from hf_families import (
     make_pair,
     ours_on,
     published_pair,
+    random_model,
 )
 from hf_folders import in_blocks, write_folder
 from published import TAKEN, V3
-from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
 LOGITS_ERROR = 1e-4
@@ -154,3 +161,88 @@ MATTERS = [
 def test_the_comparison_sees_a_field_that_is_not_as_they_have_it(pair_of, name, change):
     model, params = ours_on(pair_of(name), (1, 1, 1), **change)
     assert logits_difference(pair_of(name), model, params, [3 * CONTEXT]) > 20 * LOGITS_ERROR
+
+
+# ---- an exported run, used as it is
+
+TEXTS = ["It is a truth", " two  spaces , and a comma .", "né\r\n\t日本語 e\u0301 \U0001f600", "don't 1234", "a"]
+
+
+def stops_at(folder, end, *more):
+    """Greedy text of the folder's model, and of it with an end in the place of one of those tokens: it stops there, and
+    in each batch of `more`. All is said by the folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    free = written(model, tokenizer("It is", return_tensors="pt"), eos_token_id=None)[0].tolist()
+    at = max(free.index(token) for token in free[:10])
+    head, (one, other) = model.lm_head.weight.data, (free[at], end)
+    head[[one, other]] = head[[other, one]]
+    for prompts in (["It is"], *more):
+        row = written(model, tokenizer(prompts, padding=len(prompts) > 1, return_tensors="pt"))[0].tolist()
+        row = row[: row.index(end) + 1]
+        assert row == [*free[:at], end] and len(row) < len(free)
+    assert tokenizer.decode(row, skip_special_tokens=True) == tokenizer.decode(free[:at], skip_special_tokens=True)
+
+
+def written(model, inputs, **how):
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=16, **how)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), BPE], ids=lambda tokenizer: tokenizer.name)
+@pytest.mark.parametrize("kind", ["gqa", "norms", "mla"])
+def test_a_run_of_our_own_is_used_there_as_it_is(corpus, tmp_path, kind, tokenizer):
+    changes, _ = OWN[kind]
+    own_run(tmp_path / "run", own_settings(corpus, tied=False, **changes), tokenizer)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs(text).input_ids == tokenizer.encode(text).tolist()
+        assert theirs.decode(theirs(text).input_ids) == text
+    assert theirs.eos_token_id == tokenizer.end and theirs.bos_token is None
+    stops_at(tmp_path / "out", tokenizer.end, ["It is", "It is a truth"])
+
+
+def test_a_run_with_biases_is_read_by_the_class_that_is_named(corpus, tmp_path):
+    """AutoTokenizer takes every tokenizer of a model of type qwen2 for Qwen's: should that end, the line may go."""
+    own_run(tmp_path / "run", own_settings(corpus, tied=False, **OWN["biases"][0]), BPE)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    qwens = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs(text).input_ids == BPE.encode(text).tolist()
+    assert any(qwens(text).input_ids != theirs(text).input_ids for text in TEXTS)
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A folder that `transformers` saved: a model whose turns end with a token of their own, and documents with one."""
+    model = random_model("Mistral, wide heads")
+    published(tmp_path / "made", template=True)
+    names = dict(bos_token=BOS, eos_token="<|user|>", chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "made" / "tokenizer.json"), **names)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "theirs")
+    assert main(["from-hf", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "run")]) == 0
+    return tmp_path
+
+
+def test_a_prompt_is_encoded_as_they_encode_it(chat):
+    theirs, ours = AutoTokenizer.from_pretrained(chat / "theirs"), load(chat / "run")
+    for text in TEXTS:
+        assert encode(ours, text).tolist() == theirs(text).input_ids
+        assert theirs(text).input_ids[0] == theirs.bos_token_id
+
+
+def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus, monkeypatch):
+    run = tuned(corpus, chat, monkeypatch)
+    assert main(["to-hf", str(run), str(chat / "out")]) == 0
+    there, here = (AutoTokenizer.from_pretrained(chat / name) for name in ("theirs", "out"))
+    for text in TEXTS:
+        assert here(text).input_ids == there(text).input_ids
+    turns = [{"role": "user", "content": "It is"}]
+    assert here.apply_chat_template(turns, tokenize=False) == there.apply_chat_template(turns, tokenize=False)
+    assert here.special_tokens_map == there.special_tokens_map
+    for end in (load(run).end, here.eos_token_id):
+        stops_at(chat / "out", end)  # no batch: what came has no token to pad with

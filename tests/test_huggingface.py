@@ -62,7 +62,7 @@ def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, ar
     assert status == 0 and f"the {architecture} in {folder} is step 0 of" in capsys.readouterr().out
     assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--shard-mbytes=1"]) == 0
     same_bytes(tensors, read_folder(tmp_path / "out"))
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
 
 
@@ -377,7 +377,7 @@ NOWHERE = {
 def test_a_model_that_no_architecture_computes_is_not_written(corpus, what):
     changes, message = NOWHERE[what]
     with pytest.raises(ConfigError, match=message):
-        write_config(own_settings(corpus, **changes).model)
+        write_config(own_settings(corpus, **changes).model, 32)
 
 
 @pytest.fixture
@@ -396,7 +396,8 @@ def test_a_run_trained_from_an_import_goes_out_like_it(theirs, capsys):
     assert main(["to-hf", *flags, "--like", str(theirs / "run")]) == 0
     assert "MistralForCausalLM, bfloat16" in capsys.readouterr().out
     config = json.loads((theirs / "out" / "config.json").read_text())
-    assert config == config_of("MistralForCausalLM") and (theirs / "out" / "generation_config.json").exists()
+    assert config == config_of("MistralForCausalLM", max_position_embeddings=256, rope_scaling=None)  # data.seq
+    assert json.loads((theirs / "out" / "generation_config.json").read_text()) == {"eos_token_id": [2, 256]}
     shutil.rmtree(theirs / "out")
     assert main(["to-hf", *flags]) == 0
     assert "LlamaForCausalLM, float32" in capsys.readouterr().out
@@ -429,15 +430,34 @@ def test_a_longer_context_is_written_into_the_config_that_was_imported(theirs):
     assert main(["to-hf", str(theirs / "longer"), str(theirs / "out"), "--like", str(theirs / "run")]) == 0
     config = json.loads((theirs / "out" / "config.json").read_text())
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert config["max_position_embeddings"] == 128 and config["architectures"] == ["MistralForCausalLM"]
+    assert config["max_position_embeddings"] == 256 and config["architectures"] == ["MistralForCausalLM"]
+
+
+def test_a_run_goes_out_like_an_import_whose_config_has_no_context(tmp_path):
+    """As Llama 1's: 2048 tokens, which it stands for, or the run's windows where they are longer."""
+    config = without(config_of("LlamaForCausalLM"), "max_position_embeddings")
+    imported(tmp_path, config, random_tensors(shapes_of(config)))
+    settings = load_settings(tmp_path / "run").to_dict()
+    for seq, written in {64: None, 4096: 4096}.items():
+        settings["data"]["seq"] = seq
+        own_run(tmp_path / f"tuned{seq}", read_settings(settings))
+        flags = [str(tmp_path / f"tuned{seq}"), str(tmp_path / f"out{seq}"), "--like", str(tmp_path / "run")]
+        assert main(["to-hf", *flags]) == 0
+        said = json.loads((tmp_path / f"out{seq}" / "config.json").read_text())
+        assert said.get("max_position_embeddings") == written
 
 
 def test_another_model_is_not_like_it(theirs, corpus, capsys):
     own_run(theirs / "mine", own_settings(corpus))
     assert main(["to-hf", str(theirs / "mine"), str(theirs / "out"), "--like", str(theirs / "run")]) == 2
-    assert "the model is not the one that was imported: model.vocab=260, " in capsys.readouterr().err
+    assert "the model is not the one that was imported: model.vocab=260 there, 384 here" in capsys.readouterr().err
     assert main(["to-hf", str(theirs / "run"), str(theirs / "out"), "--like", str(theirs / "mine")]) == 2
     assert "mine was not made by from-hf" in capsys.readouterr().err
+    shutil.rmtree(theirs / "mine")
+    settings = load_settings(theirs / "run")
+    own_run(theirs / "mine", settings, train_bpe(["another tokenizer"], vocab=259))
+    assert main(["to-hf", str(theirs / "mine"), str(theirs / "out"), "--like", str(theirs / "run")]) == 2
+    assert "run has another tokenizer, so that its special tokens are others" in capsys.readouterr().err
 
 
 def test_damaged_parameters_do_not_go_out(theirs, capsys):
@@ -476,13 +496,16 @@ def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
 
 
 def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
-    config = config_of("LlamaForCausalLM")
+    config = config_of("LlamaForCausalLM", vocab_size=272)
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
     (folder / "chat_template.jinja").write_bytes(b"one\r\ntwo\r\n")
-    (folder / "tokenizer.json").write_bytes(b'{"parallax":\r\n"bytes"}\r\n')
+    indented = json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1)
+    (folder / "tokenizer.json").write_bytes(indented.replace("\n", "\r\n").encode())
     assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
     assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     for name in ("chat_template.jinja", "tokenizer.json"):
+        assert b"\r\n" in (folder / name).read_bytes()
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 

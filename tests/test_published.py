@@ -169,13 +169,13 @@ def test_a_window_of_qwen_is_one_where_it_is_used_and_some_layer_has_it():
 )
 def test_a_model_with_a_window_is_written_with_it(config):
     model = model_of(config)
-    written = write_config(model)
+    written = write_config(model, 64)
     assert model.sliding_window and written["architectures"] == config["architectures"]
     assert describe(written).model["sliding_window"] == model.sliding_window
-    assert describe(write_config(model_of(LLAMA, sliding_window=64))).architecture == "MistralForCausalLM"
+    assert describe(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
     with pytest.raises(ConfigError, match="sliding_window=64 together"):
-        write_config(model_of(latents, sliding_window=64))
+        write_config(model_of(latents, sliding_window=64), 64)
 
 
 # ---- quantization

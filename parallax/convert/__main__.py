@@ -103,7 +103,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     theirs.add_argument("--workdir", type=Path, required=True, help="a new folder")
     ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")
     _out_of_run(ours)
-    ours.add_argument("--like", type=Path, help="the run that from-hf made and this one began as")
+    ours.add_argument(
+        "--like", type=Path, help="the run that from-hf made and this one began as, if it does not know it"
+    )
     ours.add_argument("--dtype", choices=list(DTYPES), help="of all tensors; default: as imported, else float32")
     flags, rest = parser.parse_known_args(arguments)
     if rest and flags.act != "from-hf":

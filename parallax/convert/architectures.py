@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from parallax.convert.fields import NEEDED, Fields
 from parallax.convert.quantized import Block, read_quantization
-from parallax.convert.rope_fields import read_rope, write_rope
+from parallax.convert.rope_fields import context_of, read_rope, write_rope
 from parallax.errors import ConfigError
 from parallax.model import ModelConfig
 
@@ -59,11 +59,13 @@ OF_EXPERTS = (
 
 
 class Described(NamedTuple):
-    """What a config.json says: keys of `model`, whether rotated pairs are neighbours in the weights' rows, blocks of
-    float8 weights that share a scale, layers behind the model's that predict further tokens, and what to say of it."""
+    """What a config.json says: keys of `model`, its context in tokens, whether rotated pairs are neighbours in the
+    weights' rows, blocks of float8 weights that share a scale, layers behind the model's that predict further tokens,
+    and what to say of it."""
 
     architecture: str
     model: dict[str, Any]
+    context: int
     interleaved: bool
     block: Block | None
     further_layers: int
@@ -105,13 +107,14 @@ def describe(content: Mapping[str, Any]) -> Described:
     fields.only("hidden_act", "silu", "swish", absent="silu")
     fields.only("attention_dropout", 0, absent=0)
     model |= kind.read(fields, model)
-    model |= read_rope(fields, fields.whole("max_position_embeddings", kind.context), model["attention"])
+    context = fields.whole("max_position_embeddings", kind.context)
+    model |= read_rope(fields, context, model["attention"])
     interleaved, further = kind.interleaved(fields), _further_layers(fields)
     for field, values in AT_DEFAULT.items():
         fields.only(field, None, *values, absent=None)
     fields.ignore(HARMLESS.split())
     fields.end()
-    return Described(name, model, interleaved, block, further, (*fields.notes, *_noted(model, block, further)))
+    return Described(name, model, context, interleaved, block, further, (*fields.notes, *_noted(model, block, further)))
 
 
 def _further_layers(fields: Fields) -> int:
@@ -250,8 +253,8 @@ ARCHITECTURES = {
 # ---- the other way
 
 
-def write_config(model: ModelConfig) -> dict[str, Any]:
-    """A config.json for a model, of the plainest architecture that computes it.
+def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
+    """A config.json for a model that was trained on windows of `seq`, of the plainest architecture that computes it.
 
     Raises:
         ConfigError: none does.
@@ -270,7 +273,7 @@ def write_config(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tied,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "max_position_embeddings": round(model.rope_original_seq * model.rope_factor),
+        "max_position_embeddings": context_of(model, seq),
         **write_rope(model),
     }
     if model.attention == "mla":

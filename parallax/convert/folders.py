@@ -19,12 +19,13 @@ from parallax.checkpoint.manifest import files_of, flatten, shortened, write_man
 from parallax.checkpoint.stored import Stored, Written, new_cache
 from parallax.errors import CheckpointError, writing
 from parallax.mesh import MeshConfig, make_mesh
+from parallax.runfiles import RECORD
 from parallax.settings import Settings
-from parallax.tokenizer import Tokenizer
+from parallax.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer
 from parallax.version import code_version
 
-CARRIED = ("config.json", "tokenizer.json")
-RECORD = "huggingface.json"  # of an import: what its folder said and a run does not need
+CARRIED = ("config.json", FILE_NAME)
+CARRIED_IF_THERE = (CONFIG_NAME,)
 
 
 class Step(NamedTuple):
@@ -54,7 +55,7 @@ def open_step(workdir: Path, step: int | None) -> Step:
         raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
     found = Step(step, folder / str(step), arrays, files_of(manifest, ["params"]))
     missing = [f"its file {name} is missing" for name in CARRIED if name not in found.files]
-    copied = {name: found.files[name] for name in (*CARRIED, RECORD) if name in found.files}
+    copied = {name: found.files[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in found.files}
     wrong = missing or wrong_files(found.folder, copied, contents=True)
     wrong = wrong or wrong_files(found.folder, found.files, contents=False)
     if wrong:
@@ -103,14 +104,14 @@ def make_run(
     write: Callable[[Mapping[str, Written]], None],
 ) -> None:
     """Make a run of step 0 in an empty folder; `write` fills its parameters, and `carried` are files to copy or texts
-    by name, of which those of CARRIED stand beside the checkpoints too.
+    by name, of which all but RECORD stand beside the checkpoints too.
     """
     step = unfinished / "checkpoints" / "0"
     (step / "params").mkdir(parents=True)
     written = {name: Written(step / "params", name, about) for name, about in params_of(settings).items()}
     write(written)
     for name, content in carried.items():
-        for folder in (step, unfinished) if name in CARRIED else (step,):
+        for folder in (step,) if name == RECORD else (step, unfinished):
             _put(content, folder / name)
     about = {**settings.to_dict(), "corpus": {"tokenizer": tokenizer.fingerprint}}
     about |= {"code": {"parallax": code_version()}}

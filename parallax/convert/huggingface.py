@@ -21,22 +21,26 @@ from parallax.convert.architectures import (
     with_window,
     write_config,
 )
-from parallax.convert.folders import RECORD, Arrays, Step, as_json, damaged, made_whole, make_run, open_step
+from parallax.convert.folders import Arrays, Step, as_json, damaged, made_whole, make_run, open_step
 from parallax.convert.names import plain_names
 from parallax.convert.quantized import Weight, with_scales
-from parallax.convert.rope_fields import write_rope
+from parallax.convert.rope_fields import context_of, write_rope
 from parallax.convert.safetensors import Tensor, in_pieces
 from parallax.convert.shards import read_shards, write_shards
+from parallax.convert.special_tokens import GENERATION, as_text, special_ids, texts_beside
 from parallax.convert.weights import HEAD, LAYER, TABLE, Place, places
 from parallax.errors import CheckpointError, ConfigError, DataError, shown
 from parallax.model import ModelConfig
+from parallax.runfiles import RECORD
 from parallax.settings import Settings, load_json, load_saved, read_settings
-from parallax.tokenizer import FILE_NAME, load
+from parallax.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer, load
 
 CONFIG = "config.json"
-# What users of such a folder want to find in it again, and no run needs: texts, and small.
-BESIDE = "generation_config.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja"
+# What users of such a folder want to find in it again: texts, and small.
+BESIDE = (GENERATION, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
+# Of a model of type qwen2 that reads with a tokenizer of its own.
+NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 # Tables of rotary angles, which follow from the config and which old files hold.
 FOLLOWS = ".rotary_emb.inv_freq"
@@ -72,7 +76,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     tensors = read_shards(source)
     at = places(settings.model, interleaved=described.interleaved)
     tensors = _wanted(source, tensors, _theirs(settings.model, at), described)
-    beside = {name: _text_of(source / name) for name in BESIDE.split() if _is_small(source / name)}
+    beside = {name: _text_of(source / name) for name in BESIDE if _is_small(source / name)}
     record = {"config": _without_what_is_left_out(content), "dtypes": _dtypes_to_write(content, tensors)}
 
     def write(arrays: Mapping[str, Written]) -> None:
@@ -88,6 +92,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
                 row += len(zeros)
 
     carried = {CONFIG: as_json(settings), FILE_NAME: source / FILE_NAME, RECORD: json.dumps(record | {"files": beside})}
+    carried |= {CONFIG_NAME: source / CONFIG_NAME} if (source / CONFIG_NAME).is_file() else {}
     with made_whole(workdir) as unfinished:
         make_run(unfinished, settings, tokenizer, carried, write)
     return described._replace(notes=(*described.notes, *_said_of_padding(settings.model)))
@@ -215,9 +220,9 @@ def to_hf(
 ) -> tuple[int, str]:
     """Write a step of a run, the newest where `step` is None, as a folder that `transformers` reads.
 
-    What was imported is written as it came: config.json, names, dtypes. So is a run that was trained from an import
-    where `like` is that import's run. Any other becomes the plainest architecture that computes it, in float32.
-    `dtype` overrules. Returns the step, and what was written in words.
+    What was imported is written as it came: config.json, names, dtypes, tokenizer. So is a run that was trained from an
+    import, which it knows itself, or by `like`, the import's run. Any other becomes the plainest architecture that
+    computes it, in float32. `dtype` overrules. Returns the step, and what was written in words.
 
     Raises:
         DamagedError: a parameter, its config or its tokenizer is damaged.
@@ -225,12 +230,17 @@ def to_hf(
         ConfigError: no architecture computes the model, or `like` is another one.
     """
     source = open_step(workdir, step)
-    settings = load_model(source)
-    record = _record(open_step(like, None) if like else source)
-    if like and record is None:
-        raise ConfigError(f"--like={like} was not made by from-hf; name the folder of a run that was")
-    target = _target(settings, record, dtype)
-    at = places(settings, interleaved=target.described.interleaved)
+    settings = read_settings(load_saved(source.folder / CONFIG))
+    tokenizer = load(source.folder)
+    record = _record_of(like, tokenizer) if like else _record(source)
+    trained = like is not None or source.number > 0
+    differing = _differing(record, settings.model)
+    if differing and like:
+        raise ConfigError(f"the model is not the one that was imported: {differing}")
+    record = None if differing else record
+    target = _target(settings, tokenizer, record, dtype, trained=trained)
+    files = texts_beside(target.config, tokenizer, _beside(source) | target.files, trained=trained)
+    at = places(settings.model, interleaved=target.described.interleaved)
     with made_whole(out) as unfinished:
         arrays = Arrays(source)
         theirs: dict[str, Theirs] = {}
@@ -241,17 +251,19 @@ def to_hf(
             theirs[name].parts.append((here.name, here.index, place))
         write_shards(unfinished, theirs, lambda name: _pieces(arrays, theirs[name]), shard_bytes=shard_bytes)
         arrays.check()
-        texts = {CONFIG: json.dumps(target.config, indent=2) + "\n", **target.files}
         shutil.copyfile(source.folder / FILE_NAME, unfinished / FILE_NAME)
-        for name, text in texts.items():
+        for name, text in {CONFIG: as_text(target.config), **files}.items():
             (unfinished / name).write_bytes(text.encode("utf-8"))
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in theirs.values()}))
-    return source.number, f"{target.described.architecture}, {kinds}"
+    aside = f", for it is not the model that was imported: {differing}" if differing else ""
+    if record is None and target.described.architecture == "Qwen2ForCausalLM" and CONFIG_NAME not in source.files:
+        aside += f"; {NOT_QWENS}"
+    return source.number, f"{target.described.architecture}, {kinds}{aside}"
 
 
-def load_model(source: Step) -> ModelConfig:
-    """The model of a step."""
-    return read_settings(load_saved(source.folder / CONFIG)).model
+def _beside(source: Step) -> dict[str, str]:
+    """The tokenizer config of a run that knows no import, but reads with somebody's tokenizer."""
+    return {CONFIG_NAME: _text_of(source.folder / CONFIG_NAME)} if CONFIG_NAME in source.files else {}
 
 
 def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
@@ -291,30 +303,56 @@ def _record(source: Step) -> dict[str, Any] | None:
     config, dtypes, files = (record.get(part) for part in ("config", "dtypes", "files"))
     known = all(isinstance(part, dict) for part in (config, dtypes, files))
     known = known and all(kind in tuple(DTYPES) for kind in dtypes.values())
-    if not known or not all(name in BESIDE.split() and isinstance(text, str) for name, text in files.items()):
+    if not known or not all(name in BESIDE and isinstance(text, str) for name, text in files.items()):
         raise damaged(source.folder, f"its file {RECORD} is none that an import writes")
     return record
 
 
-def _target(model: ModelConfig, record: dict[str, Any] | None, dtype: str | None) -> Target:
+def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The record of the run that --like names; ConfigError if there is none, or not of this tokenizer."""
+    source = open_step(like, None)
+    record = _record(source)
     if record is None:
-        config = write_config(model) | {"torch_dtype": dtype or "float32"}
+        raise ConfigError(f"--like={like} was not made by from-hf; name the folder of a run that was")
+    if load(source.folder).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"--like={like} has another tokenizer, so that its special tokens are others; leave it out")
+    return record
+
+
+def _differing(record: dict[str, Any] | None, model: ModelConfig) -> str:
+    """In which keys a model is not the one that was imported, in words."""
+    described = describe(record["config"]) if record else None
+    keys = differing_keys(described, model) if described else []
+    return ", ".join(f"model.{key}={described.model[key]!r} there, {getattr(model, key)!r} here" for key in keys)
+
+
+def _target(
+    settings: Settings, tokenizer: Tokenizer, record: dict[str, Any] | None, dtype: str | None, *, trained: bool
+) -> Target:
+    model = settings.model
+    if record is None:
+        config = write_config(model, settings.data.seq) | special_ids(tokenizer) | {"torch_dtype": dtype or "float32"}
         names = _theirs(model, places(model, interleaved=False))
         return Target(config, describe(config), dict.fromkeys(names, DTYPES[dtype or "float32"]), {})
     config, files = record["config"], record["files"]
     described = describe(config)
-    differing = differing_keys(described, model)
-    if differing:
-        there = ", ".join(f"model.{key}={described.model[key]!r}" for key in differing)
-        here = ", ".join(f"{getattr(model, key)!r}" for key in differing)
-        raise ConfigError(f"the model is not the one that was imported: {there} there, {here} here")
     config = with_window(config, described, model)
-    if not same_rope(described, model):  # trained on with another context
-        old = ("rope_parameters", "rope_scaling", "rope_theta")
-        config = {key: value for key, value in config.items() if key not in old} | write_rope(model)
-        config["max_position_embeddings"] = round(model.rope_original_seq * model.rope_factor)
+    config = _reaching(config, described, model, settings.data.seq) if trained else config
     dtypes = {name: np.dtype(DTYPES[kind]) for name, kind in record["dtypes"].items()}
     if dtype:
         dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
         config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
     return Target(config, described, dtypes, files)
+
+
+def _reaching(config: dict[str, Any], described: Described, model: ModelConfig, seq: int) -> dict[str, Any]:
+    """An imported config.json, stretched as the model was meanwhile, and no shorter than its windows of `seq`."""
+    known = described.context
+    if same_rope(described, model):
+        if known >= seq or model.rope.scaling == "yarn":
+            return config
+    else:
+        known = round(model.rope_original_seq * model.rope_factor)
+    old = ("rope_parameters", "rope_scaling", "rope_theta")
+    config = {key: value for key, value in config.items() if key not in old} | write_rope(model)
+    return config | {"max_position_embeddings": context_of(model, max(known, seq))}

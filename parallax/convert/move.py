@@ -9,7 +9,7 @@ import numpy as np
 
 from parallax.checkpoint.manifest import shortened
 from parallax.checkpoint.stored import PIECE_BYTES, Written
-from parallax.convert.folders import CARRIED, Arrays, made_whole, make_run, open_step, params_of
+from parallax.convert.folders import CARRIED, CARRIED_IF_THERE, Arrays, made_whole, make_run, open_step, params_of
 from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, read_pieces
 from parallax.convert.shards import read_shards, write_shards
@@ -34,8 +34,9 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
         pieces = lambda name: arrays.pieces(plain[name].name, plain[name].index)  # noqa: E731
         write_shards(unfinished, plain, pieces, shard_bytes=shard_bytes)
         arrays.check()
-        for name in CARRIED:
-            shutil.copyfile(source.folder / name, unfinished / name)
+        for name in (*CARRIED, *CARRIED_IF_THERE):
+            if name in source.files:
+                shutil.copyfile(source.folder / name, unfinished / name)
     return source.number
 
 
@@ -59,8 +60,9 @@ def import_params(source: Path, workdir: Path) -> None:
                 arrays[here.name].write((*here.index, *rows), piece)
                 at += len(piece) if piece.ndim else 0
 
+    names = (*CARRIED, *(name for name in CARRIED_IF_THERE if (source / name).is_file()))
     with made_whole(workdir) as unfinished:
-        make_run(unfinished, settings, tokenizer, {name: source / name for name in CARRIED}, write)
+        make_run(unfinished, settings, tokenizer, {name: source / name for name in names}, write)
 
 
 def _check_tensors(source: Path, tensors: Mapping[str, tuple[Path, Tensor]], wanted: Mapping[str, Source]) -> None:

@@ -110,6 +110,11 @@ def write_rope(model: ModelConfig) -> Mapping[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
+def context_of(model: ModelConfig, known: int) -> int:
+    """max_position_embeddings: `known`, but for yarn, whose factor some versions of `transformers` take from it."""
+    return round(model.rope_original_seq * model.rope_factor) if model.rope.scaling == "yarn" else known
+
+
 def _strengths(model: ModelConfig, rope: Rope) -> dict[str, float]:
     temperature = rope.temperature()
     if model.attention == "gqa":

@@ -72,7 +72,7 @@ def remove(folder: Path) -> None:
     Raises:
         DataError: the folder holds something else too.
     """
-    known = (manifests.FILE_NAME, journals.FILE_NAME, tokenizers.FILE_NAME, LOCK_NAME)
+    known = (manifests.FILE_NAME, journals.FILE_NAME, tokenizers.FILE_NAME, tokenizers.CONFIG_NAME, LOCK_NAME)
     names = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
     strange = [name for name in names if name.removesuffix(".tmp") not in known and not _of_shard(name)]
     if strange:

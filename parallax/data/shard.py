@@ -12,7 +12,7 @@ from parallax.errors import DataError
 from parallax.plainfile import write_whole
 from parallax.tokenizer import Tokenizer
 
-# Per document: how many ids, its end counted, and 8 bytes of the text's hash, which decide the split.
+# Per document: how many ids, its begin and end counted, and 8 bytes of the text's hash, which decide the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 ADVICE = "run `python -m parallax.data prepare` again to remake it"
 
@@ -25,7 +25,7 @@ class Shard:
     documents: int
     empty_documents: int  # left out
     text_bytes: int
-    tokens: int  # document ends counted
+    tokens: int  # those that begin and end documents counted
     ids_sha256: str
     documents_sha256: str
 
@@ -72,11 +72,12 @@ def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokeni
     """Tokenise `texts` into the files of one shard; each file appears whole or not at all."""
     filled = [text for text in texts if text]
     dtype = smallest_dtype(tokenizer.vocab)
-    ends = np.array([tokenizer.end], np.int32)
-    pieces = [piece for ids in tokenizer.encode_many(filled) for piece in (ids, ends)]
+    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
+    encoded = tokenizer.encode_many(filled)
+    pieces = [piece for ids in encoded for piece in (begin, ids, end)]
     ids = _fitting(np.concatenate([np.zeros(0, np.int32), *pieces]), tokenizer.vocab).astype(dtype)
     table = np.empty(len(filled), DOCUMENT)
-    table["tokens"] = [len(piece) + 1 for piece in pieces[::2]]
+    table["tokens"] = [len(begin) + len(ids) + 1 for ids in encoded]
     contents = [text.encode("utf-8") for text in filled]
     table["hash"] = [text_hash(content) for content in contents]
     return Shard(

@@ -31,9 +31,9 @@ def complete(model: ShardedModel, params: Any, tokenizer: Tokenizer, config: Sam
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
-    """Ids of a prompt; ConfigError if it has none, or is no text."""
+    """Ids of a prompt, behind those that begin a document; ConfigError if there are none, or it is no text."""
     try:
-        ids = tokenizer.encode(prompt)
+        ids = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
     except UnicodeEncodeError as error:
         raise ConfigError(f"sample.prompt={prompt!r} is no text: {error.reason}; write it in UTF-8") from error
     if len(ids) == 0:

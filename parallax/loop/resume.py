@@ -7,14 +7,18 @@ from typing import Any
 from parallax.checkpoint import (
     compare_settings,
     complete_steps,
+    examine,
     latest_step,
     read_manifest,
     restore_newest,
     set_damaged_aside,
 )
+from parallax.checkpoint.manifest import wrong_files
 from parallax.distributed import is_first, wait_for_all
 from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
+from parallax.plainfile import read_bytes
+from parallax.runfiles import RECORD
 from parallax.settings import completed
 from parallax.version import code_version, version_of
 
@@ -104,6 +108,22 @@ def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callab
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
     return parts["params"]
+
+
+def import_record(folder: RunFolder, source: str) -> bytes | None:
+    """What was kept of the folder that a run's weights were imported from, for its checkpoints to carry on.
+
+    It is in the run's own newest step, or in that of `source`, the run that it starts from; None if nothing was kept.
+    """
+    own = complete_steps(folder.checkpoints)
+    checkpoints = folder.checkpoints if own or not source else _checkpoints_of(source)
+    for step in examine(checkpoints).valid:
+        at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
+        if RECORD not in files:
+            return None
+        if not wrong_files(at, {RECORD: files[RECORD]}, contents=True):
+            return read_bytes(at / RECORD)
+    return None
 
 
 def check_source(source: str) -> None:

@@ -41,13 +41,14 @@ from parallax.loop.peak import check_fits, peak_flops
 from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
-from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
+from parallax.loop.resume import check_source, code, import_record, load_newest, params_of, step_to_resume
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.loop.watchdog import Watchdog
 from parallax.mesh import make_mesh, simulate_devices
+from parallax.runfiles import RECORD
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
 from parallax.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step, state_shardings
@@ -194,9 +195,13 @@ def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None
 
 
 def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
-    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too."""
+    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
+    was kept of the folder that its weights were imported from."""
+    record = import_record(folder, parts.settings.train.init_from) if is_first() else None
 
     def carry(at: Path) -> None:
+        if record is not None:
+            (at / RECORD).write_bytes(record)
         parts.train_data.tokenizer.save(at)
         (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
         (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
