@@ -239,7 +239,8 @@ def to_hf(
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     record = None if differing else record
     target = _target(settings, tokenizer, record, dtype, trained=trained)
-    files = texts_beside(target.config, tokenizer, _beside(source) | target.files, trained=trained)
+    config = {"max_position_embeddings": target.described.context} | target.config  # which files may leave out
+    files = texts_beside(config, tokenizer, _beside(source) | target.files, trained=trained)
     at = places(settings.model, interleaved=target.described.interleaved)
     with made_whole(out) as unfinished:
         arrays = Arrays(source)
