@@ -176,6 +176,26 @@ def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path, rank,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_when_a_process_loses_data_all_stop_saved_and_the_same_command_goes_on_bit_for_bit(
+    corpus, by_two, tmp_path, rank
+):
+    flags = [*flags_of(corpus, **MESH), "--config.checkpoint.every_steps=0", f"--workdir={tmp_path}"]
+    with launched(FAULTY, "raise-data", rank, "6", *flags) as job:
+        status, text = job.end()
+    assert status == 5 and all(f"[launch] process {each} ended with status 5" in text for each in (0, 1)), text
+    error = "DataError: a fault that was put here"
+    assert f"[{rank}] {error}" in text and text.count("LostError") == 1, text
+    saved, log = latest_step(tmp_path / "checkpoints"), (tmp_path / "log.txt").read_text()
+    assert 0 < saved <= 6 and losses(tmp_path) == by_two[:saved]
+    assert f"step {saved} is saved" in log and error in log
+    with launched("train.py", *flags) as job:
+        status, text = job.end()
+    assert status == 0 and f"going on from step {saved}" in text and "finished: step 8" in text, text
+    assert losses(tmp_path) == by_two
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path, rank):
     with launched(

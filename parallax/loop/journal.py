@@ -84,8 +84,17 @@ class Journal:
     def say(self, text: str) -> None:
         """Keep in log.txt, and print while the console is there: the run does not end with it."""
         if self._speaks:
-            print(text, file=self._log, flush=True)
-            tell(text, sys.stdout)
+            try:
+                print(text, file=self._log, flush=True)
+            finally:
+                tell(text, sys.stdout)
+
+    def say_besides(self, text: str) -> None:
+        """Say, from any process, what went wrong while another error ends the run; a full disk does not replace it."""
+        if not self._speaks:
+            return tell(text, sys.stderr)
+        with contextlib.suppress(CheckpointError):
+            self.say(text)
 
     def say_last(self, text: str) -> None:
         """Keep in log.txt, from any thread, why the run ends here; a full disk does not keep it from ending."""

@@ -42,7 +42,7 @@ from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.resume import check_source, code, load_newest, params_of, step_to_resume
-from parallax.loop.signals import StopRequest
+from parallax.loop.signals import STEPS_TO_STOP, StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
@@ -105,6 +105,9 @@ def train(
         with folder.end_recorded() as because:
             outcome = run(parts, folder, journal, stop, start)
             because(outcome.reason)
+        if outcome.reason == "stopped":
+            # One that has asked for it may have an error to tell of.
+            wait_for_all("the other processes to stop")
         return outcome
 
 
@@ -155,7 +158,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             settings,
             train_step.take,
             evaluation(parts),
-            stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
+            stack.enter_context(open_batches(parts, start)),
             checkpoints,
             journal,
             meter,
@@ -202,7 +205,12 @@ def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Check
         (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
-    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say)
+    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+
+
+def open_batches(parts: Parts, start: int) -> Prefetcher:
+    """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
+    return Prefetcher(parts.train_data, put_in(parts), start, reserve=STEPS_TO_STOP if several() else 0)
 
 
 def end(
@@ -216,7 +224,7 @@ def end(
 ) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
-        cause = stop.signal or "a signal to another process"
+        cause = stop.signal or "another process"
         journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
     journal.say(f"finished: step {done} is saved in {folder.checkpoints}")

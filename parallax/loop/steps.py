@@ -1,7 +1,8 @@
 """The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
 from parallax.diagnosis import not_finite
 from parallax.distributed import at, several
-from parallax.errors import CheckpointError, DataError
+from parallax.errors import DataError, ParallaxError
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.profile import Profile
@@ -55,9 +56,28 @@ class Steps:
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped
     owed_evaluation: bool = False  # that was due with it
+    data_error: DataError | None = None  # of a batch for which this process has asked all to stop
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
-        """From step `start` to the last one or to a signal; returns the state and the steps done."""
+        """From step `start` to the last one or to a signal; returns the state and the steps done.
+
+        Raises:
+            DataError: a batch cannot be read; the steps before it are saved, where that was possible.
+        """
+        try:
+            state, done = self._take_all(state, start)
+        except ParallaxError as error:
+            if self.data_error is None or isinstance(error, DataError):
+                raise
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
+        else:
+            if self.data_error is None:
+                return state, done
+            with self._besides():
+                self._finish_save(done)
+        raise self.data_error
+
+    def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         pending = None
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
@@ -69,6 +89,7 @@ class Steps:
             except DataError:
                 self._save_before_the_error(done - 1, state, pending, start)
                 raise
+            self._stop_before_the_error()
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
@@ -86,6 +107,18 @@ class Steps:
                 break
         return state, done
 
+    def _stop_before_the_error(self) -> None:
+        """With several processes, have all of them stop and save where data of a step to come cannot be read.
+
+        This process has batches until then. Where it has none left, as for the first step of a run, or for one after
+        steps that cannot be saved, the error comes first, and the last checkpoint stays.
+        """
+        error = self.batches.failure_before(self.settings.train.steps)
+        if self.data_error is None and several() and isinstance(error, DataError):
+            self.data_error = error
+            self.watchdog.pause()
+            self.stop.ask("data that cannot be read")
+
     def _save_before_the_error(
         self, done: int, state: TrainState, pending: Ended | None = None, start: int | None = None
     ) -> None:
@@ -95,15 +128,24 @@ class Steps:
         """
         if several() or done == start:
             return
-        try:
+        with self._besides():
             if pending is not None:
                 self._pause(pending, state, first=pending.step == start + 1, stopping=True)
             if not self.owed:
                 self._save(done, state, None)
-                self.checkpoints.wait()
-                self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
-        except CheckpointError as error:  # the disk may be the same one: that data is lost says more
-            self.journal.say(f"{type(error).__name__}: {error}")
+                self._finish_save(done)
+
+    def _finish_save(self, done: int) -> None:
+        self.checkpoints.wait()
+        self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
+
+    @contextlib.contextmanager
+    def _besides(self) -> Iterator[None]:
+        """What fails in here is said, and no more: the disk may be the same one, and that data is lost says more."""
+        try:
+            yield
+        except ParallaxError as error:
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
@@ -140,7 +182,8 @@ class Steps:
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError:
-                self._report(ended, values)
+                with self._besides():
+                    self._report(ended, values)
                 self._save_before_the_error(ended.step, state)
                 raise
             self._check_finite(ended.step, values["eval/loss"])
