@@ -186,7 +186,7 @@ def test_when_a_process_loses_data_all_stop_saved_and_the_same_command_goes_on_b
     assert status == 5 and all(f"[launch] process {each} ended with status 5" in text for each in (0, 1)), text
     error = "DataError: a fault that was put here"
     first, *others = (line for line in text.splitlines() if error in line)
-    assert first.endswith(error) and (rank == "any" or first.startswith(f"[{rank}]") and len(others) == 1), text
+    assert first.endswith(error) and (rank == "any" or (first.startswith(f"[{rank}]") and len(others) == 1)), text
     saved, log = latest_step(tmp_path / "checkpoints"), (tmp_path / "log.txt").read_text()
     assert 0 < saved <= 6 and losses(tmp_path) == by_two[:saved]
     assert f"step {saved} is saved" in log and error in log
