@@ -235,7 +235,9 @@ def agreed_after(monkeypatch, steps):
     return asked
 
 
-@pytest.mark.parametrize(("lost", "within"), [(2, 1), (5, 2), (7, 2)])
+@pytest.mark.parametrize(
+    ("lost", "within"), [(5, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (7, 2)))]
+)
 def test_one_of_several_processes_that_loses_data_stops_with_the_others_before_it_is_needed(
     lost, within, corpus, tmp_path, monkeypatch
 ):
