@@ -139,8 +139,8 @@ def check_shared(folder: Path) -> None:
     """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
     if _peers is None:
         return
-    mark = folder / ".seen-by-all"
-    word = agree("a word in the run folder", secrets.token_hex(8))
+    word = agree("a word in a folder", secrets.token_hex(8))
+    mark = folder / f".seen-by-all-{word}"  # another job may look at the folder, too
     if is_first():
         write_whole(mark, word)
     wait_for_all("the run folder")
