@@ -369,6 +369,16 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
     assert (tmp_path / "log.txt").read_text().splitlines() == capsys.readouterr().out.splitlines() == lines
 
 
+def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("parallax.loop.journal.is_first", lambda: False)
+    now, out = [0.0], io.StringIO()
+    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+    with speaking(speaker), Journal(RunFolder(tmp_path)), waiting("compiling"):
+        now[0] += 100
+        speaker.tick()
+    assert out.getvalue() == capsys.readouterr().out == ""
+
+
 class Device:
     """Takes STEP_SECS for a step, one after the other, while the host goes on."""
 

@@ -179,3 +179,11 @@ def test_commands_speak_before_jax_is_there_and_where_their_results_do_not_go(tm
     assert {process.returncode for process in running.values()} == {7}
     assert ended["train.py"][1] == "" and not any(out for name, (out, _) in ended.items() if name != "train.py")
     assert [process.communicate(timeout=60) for process in silent] == [("", "")] * len(silent)
+
+
+def test_what_checks_a_config_and_plans_loads_no_checkpoint_library():
+    program = (
+        "import sys, parallax.settings, parallax.plan.__main__; print(*{'orbax', 'rich.progress'} & {*sys.modules})"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "\n"
