@@ -33,7 +33,7 @@ RANKS = ("PARALLAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WOR
 Show = Callable[[float, float | None], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Wait:
     """Something that takes long; `done` of `total` where that is known, written by `unit`."""
 

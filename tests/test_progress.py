@@ -175,7 +175,7 @@ def test_commands_speak_before_jax_is_there_and_where_their_results_do_not_go(tm
     for name, process in running.items():
         said[name] = (process.stdout if name == "train.py" else process.stderr).readline()
     ended = {name: process.communicate(timeout=60) for name, process in running.items()}
-    assert all(line == "loading JAX: 1s so far\n" for line in said.values()), (said, ended)
+    assert all(line.startswith("loading JAX") for line in said.values()), (said, ended)
     assert {process.returncode for process in running.values()} == {7}
     assert ended["train.py"][1] == "" and not any(out for name, (out, _) in ended.items() if name != "train.py")
     assert [process.communicate(timeout=60) for process in silent] == [("", "")] * len(silent)
