@@ -12,16 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
+from parallax.progress import be_silent, loading, waiting
 
-from parallax.command import Flag, Line, read_line, read_secs, run_command, written
-from parallax.command import usage as usage_of
-from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import agree, compare, join, leave, read_place, reporting
-from parallax.errors import ConfigError
-from parallax.loop import check_run_name, settings_of, train
-from parallax.loop.resume import RESUME
-from parallax.version import code_version, versions
+with loading(__name__, sys.stdout):
+    from ml_collections import ConfigDict
+
+    from parallax.command import Flag, Line, read_line, read_secs, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.distributed import FLAGS as PLACE_FLAGS
+    from parallax.distributed import agree, compare, is_first, join, leave, read_place, reporting, several
+    from parallax.errors import ConfigError
+    from parallax.loop import check_run_name, settings_of, train
+    from parallax.loop.resume import RESUME
+    from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")
@@ -87,7 +90,10 @@ def parse(argv: Sequence[str]) -> Command:
 def join_job(line: Line) -> None:
     """Become one of the processes of a job, all of which must run the same code with the same config."""
     settings = settings_of(line.config)
-    join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    with waiting("connecting the processes of the job"):
+        join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    if several() and not is_first():
+        be_silent()
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
     packages = {f"package {name}": version for name, version in versions().items()}

@@ -43,8 +43,10 @@ LARGEST = {
 LARGEST_FLOAT32 = 3.4028234e38
 AXIS_KEYS = [f"mesh.{axis}" for axis in AXES]  # may be -1
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
-PATH_KEYS = ("data.path", "data.cache", "data.tokenizer", "train.init_from", "pipeline.schedule")
+PATH_KEYS = ("data.path", "data.cache", "data.tokenizer", "train.init_from", "train.compile_cache", "pipeline.schedule")
 PATH_BYTES, NAME_BYTES = 4095, 255
+# Keys that came after 0.1.0 had runs, with what these did.
+ADDED = {"train": {"compile_cache": "auto"}}
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -63,6 +65,7 @@ class TrainConfig:
     wandb: str
     profile_steps: str
     stall_factor: float
+    compile_cache: str
 
     def __post_init__(self):
         least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
@@ -74,6 +77,8 @@ class TrainConfig:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
         if self.stall_factor and self.stall_factor < 1:
             raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")
+        if not self.compile_cache:
+            raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
         profiled = self.profiled
         if profiled and profiled[-1] > self.steps:
             raise ConfigError(
@@ -171,7 +176,22 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
 
 def load_settings(run: Path) -> Settings:
     """The settings with which a run folder was last trained."""
-    return read_settings(load_json(run / "config.json"))
+    return read_settings(load_saved(run / "config.json"))
+
+
+def load_saved(path: Path) -> dict[str, Any]:
+    """The config that a run has saved, with the keys that came later."""
+    return with_added(load_json(path))
+
+
+def with_added(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config with the keys that there were not yet when it was saved.
+
+    >>> with_added({"train": {"steps": 8}})
+    {'train': {'compile_cache': 'auto', 'steps': 8}}
+    """
+    known = {name: {**keys, **sections[name]} for name, keys in ADDED.items() if isinstance(sections.get(name), dict)}
+    return {**sections, **known}
 
 
 def load_json(path: Path) -> dict[str, Any]:

@@ -232,6 +232,13 @@ def test_a_closed_terminal_changes_no_status(what, status):
         assert terminal.process.wait(timeout=60) == status
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_stream_that_was_closed_before_the_start_changes_no_status(closed):
+    failing = "import sys; from parallax import errors\ndef act(): raise errors.CheckpointError\n"
+    program = failing + "sys.exit(errors.exit_status(act))"
+    assert subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], cwd=ROOT).returncode == 3
+
+
 @pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_is_saved(flags, tmp_path):
     with Terminal("train.py", *flags, "--config.train.steps=20000", f"--workdir={tmp_path}") as terminal:

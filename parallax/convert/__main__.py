@@ -18,15 +18,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import absl.logging
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.command import CONFIGS, read_line, written
-from parallax.convert.architectures import check_own_keys
-from parallax.convert.huggingface import DTYPES, from_hf, to_hf
-from parallax.convert.move import export_params, import_params
-from parallax.errors import ConfigError, check_whole, exit_status
-from parallax.settings import Settings, read_settings
+with loading(__name__, sys.stderr):
+    import absl.logging
+
+    from parallax.arguments import Parser
+    from parallax.command import CONFIGS, read_line, written
+    from parallax.convert.architectures import check_own_keys
+    from parallax.convert.huggingface import DTYPES, from_hf, to_hf
+    from parallax.convert.move import export_params, import_params
+    from parallax.errors import ConfigError, check_whole, exit_status
+    from parallax.settings import Settings, read_settings
 
 SHARD_MBYTES = 4096
 BASE = str(CONFIGS / "base.py")
@@ -45,24 +48,27 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _import(flags: argparse.Namespace) -> None:
-    import_params(flags.source, flags.workdir)
+    with waiting(f"importing {flags.source}"):
+        import_params(flags.source, flags.workdir)
     print(f"the parameters in {flags.source} are step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
 def _export(flags: argparse.Namespace) -> None:
-    step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
+    with waiting(f"exporting {flags.workdir}"):
+        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
 
 
 def _from_hf(flags: argparse.Namespace) -> None:
-    found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+    with waiting(f"importing {flags.source}"):
+        found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    step, what = to_hf(
-        flags.workdir, flags.out, step=flags.step, like=flags.like, dtype=flags.dtype, shard_bytes=_shard_bytes(flags)
-    )
+    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": _shard_bytes(flags)}
+    with waiting(f"exporting {flags.workdir}"):
+        step, what = to_hf(flags.workdir, flags.out, **how)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 

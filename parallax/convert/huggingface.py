@@ -26,7 +26,7 @@ from parallax.convert.shards import read_shards, write_shards
 from parallax.convert.weights import HEAD, TABLE, Place, places
 from parallax.errors import CheckpointError, ConfigError, DataError, shown
 from parallax.model import ModelConfig
-from parallax.settings import Settings, load_json, read_settings
+from parallax.settings import Settings, load_json, load_saved, read_settings
 from parallax.tokenizer import FILE_NAME, load
 
 CONFIG = "config.json"
@@ -202,7 +202,7 @@ def to_hf(
 
 def load_model(source: Step) -> ModelConfig:
     """The model of a step."""
-    return read_settings(load_json(source.folder / CONFIG)).model
+    return read_settings(load_saved(source.folder / CONFIG)).model
 
 
 def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:

@@ -14,7 +14,7 @@ from parallax.convert.names import Source, plain_names
 from parallax.convert.safetensors import Tensor, read_pieces
 from parallax.convert.shards import read_shards, write_shards
 from parallax.errors import CheckpointError, shown
-from parallax.settings import load_json, read_settings
+from parallax.settings import load_saved, read_settings
 from parallax.tokenizer import load
 
 
@@ -46,7 +46,7 @@ def import_params(source: Path, workdir: Path) -> None:
         CheckpointError: `source` cannot be trusted, or has not the parameters of the model in its config.
         DataError: its tokenizer is missing or damaged.
     """
-    settings = read_settings(load_json(source / "config.json"))
+    settings = read_settings(load_saved(source / "config.json"))
     tokenizer = load(source)
     tensors = read_shards(source)
     _check_tensors(source, tensors, plain_names(params_of(settings)))

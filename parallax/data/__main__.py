@@ -16,6 +16,7 @@ from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
 from parallax.errors import ConfigError, DataError, exit_status
+from parallax.progress import speak_on
 
 AGAIN = "stopped; run the same command again to resume"
 
@@ -148,4 +149,5 @@ def _describe(manifest: Manifest, folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    speak_on(sys.stderr)
     sys.exit(main())

@@ -18,16 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import absl.logging
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.errors import ConfigError, exit_status, nearest, printable
-from parallax.generate.write import complete, encode
-from parallax.sampling import SampleConfig
-from parallax.settings import load_settings
-from parallax.sharded_model import ShardedModel
-from parallax.tokenizer import Tokenizer
-from parallax.trained import load_trained, mesh_config, sizes_of
+with loading(__name__, sys.stderr):
+    import absl.logging
+
+    from parallax.arguments import Parser
+    from parallax.errors import ConfigError, exit_status, nearest, printable, tell
+    from parallax.generate.write import complete, encode
+    from parallax.sampling import SampleConfig
+    from parallax.settings import load_settings
+    from parallax.sharded_model import ShardedModel
+    from parallax.tokenizer import Tokenizer
+    from parallax.trained import load_trained, mesh_config, sizes_of
 
 SAMPLE_FLAGS = {
     "prompt": (str, "text to go on from"),
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(text: str) -> None:
     """Print what the model wrote; a terminal gets what is printable."""
-    print(printable(text) if sys.stdout.isatty() else text)
+    print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text)
 
 
 def run(flags: argparse.Namespace) -> str:
@@ -73,7 +76,8 @@ def run(flags: argparse.Namespace) -> str:
 def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: SampleConfig) -> str:
     """`complete`, and its speed to stderr."""
     start = time.perf_counter()
-    text = complete(model, params, tokenizer, sample)
+    with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
+        text = complete(model, params, tokenizer, sample)
     secs = time.perf_counter() - start
     _say(f"up to {sample.tokens} tokens in {secs:.1f} s, {sample.tokens / secs:.1f} tokens/s, compilation included")
     return text
@@ -110,7 +114,7 @@ def _note_length(length: int, seq: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    tell(text, sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from parallax.settings import Settings, load_json, read_settings
+from parallax.settings import Settings, load_saved, read_settings
 
 
 def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
@@ -19,7 +19,7 @@ def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Setting
 
 def load_config(path: Path | str) -> ConfigDict:
     """The config that a run has saved as config.json."""
-    return ConfigDict(load_json(Path(path)))
+    return ConfigDict(load_saved(Path(path)))
 
 
 def lines_of(settings: Settings) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,8 +23,12 @@ from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.watchdog import Watchdog
+from parallax.progress import FIRST_SECS, waiting
 from parallax.settings import Settings
 from parallax.step import TrainState
+
+PATIENCE_SECS = 10.0  # steps are expected to take a while
+SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
 
 
 class Ended(NamedTuple):
@@ -57,6 +62,8 @@ class Steps:
     owed: bool = False  # a save that waits for a step that is not skipped
     owed_evaluation: bool = False  # that was due with it
     data_error: DataError | None = None  # of a batch for which this process has asked all to stop
+    first: int = 0  # the first step of this start
+    said_at: float = 0.0  # when the latest line was printed
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
         """From step `start` to the last one or to a signal; returns the state and the steps done.
@@ -78,14 +85,15 @@ class Steps:
         raise self.data_error
 
     def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
-        pending = None
+        pending, self.first = None, start + 1
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
-            at(f"step {done}", compiling=done == start + 1)
-            self.watchdog.begin(done, compiles=done == start + 1)
+            at(f"step {done}", compiling=done == self.first)
+            self.watchdog.begin(done, compiles=done == self.first)
             try:
-                batch, waited = self.batches.get(done - 1)
+                with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
+                    batch, waited = self.batches.get(done - 1)
             except DataError:
                 self._save_before_the_error(done - 1, state, pending, start)
                 raise
@@ -95,13 +103,16 @@ class Steps:
             self.params = state.params
             before, pending = pending, Ended(done, metrics, self.meter.ending(metrics), waited)
             if before is not None:
-                self._report(before, self._read(before, first=before.step == start + 1))
+                self._report(before, self._read(before, first=before.step == self.first))
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
             turns = self.profile.begins_after(done) or self.profile.ends_after(done)
             if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
-                self._pause(pending, state, first=done == start + 1, stopping=stopping)
+                self._pause(pending, state, first=done == self.first, stopping=stopping)
+                pending = None
+            elif done == self.first:  # nobody waits for the second step to hear of the first
+                self._report(pending, self._read(pending, first=True))
                 pending = None
             if stopping and not self.owed:
                 break
@@ -149,9 +160,12 @@ class Steps:
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
-        if interval and done % interval == 0:
-            return self.recheck.take(self.train_step, state, batch, done)
-        return self.train_step(state, batch)
+        compiles = done == self.first
+        what = "compiling the training step" if compiles else f"taking step {done}"
+        with waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
+            if interval and done % interval == 0:
+                return self.recheck.take(self.train_step, state, batch, done)
+            return self.train_step(state, batch)
 
     def _evaluates_after(self, done: int) -> bool:
         if self.evaluate is None:
@@ -201,11 +215,13 @@ class Steps:
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
         at(f"saving step {step}")
-        self.checkpoints.save(step, parts_of(state), loss=loss)
+        with waiting(f"saving step {step}"):
+            self.checkpoints.save(step, parts_of(state), loss=loss)
 
     def _read(self, ended: Ended, *, first: bool) -> dict[str, Any]:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
-        metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+        with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
+            metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {
             "train/loss": metrics["loss"],
@@ -230,9 +246,11 @@ class Steps:
 
     def _report(self, ended: Ended, values: dict[str, float]) -> None:
         self.journal.record(ended.step, values)
-        last = ended.step == self.settings.train.steps
-        if last or ended.step % self.settings.train.log_every_steps == 0 or "eval/loss" in values:
+        ends = ended.step in (self.first, self.settings.train.steps)
+        due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
+        if ends or due or "eval/loss" in values:
             self.journal.say(self.meter.line(ended.step, values))
+            self.said_at = time.monotonic()
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

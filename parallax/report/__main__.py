@@ -12,21 +12,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-from jax.sharding import AbstractMesh, Mesh
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.checks import check_kernel_on
-from parallax.command import Flag, read_command, run_command, written
-from parallax.command import usage as usage_of
-from parallax.errors import ConfigError
-from parallax.layers.kernels import KERNELS
-from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
-from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
-from parallax.report.spent import spent
-from parallax.report.trace import read_traces
-from parallax.report.whole import abstract_mesh, report_settings
-from parallax.settings import Settings
+with loading(__name__, sys.stderr):
+    import jax
+    from jax.sharding import AbstractMesh, Mesh
+
+    from parallax.arguments import Parser
+    from parallax.checks import check_kernel_on
+    from parallax.command import Flag, read_command, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.errors import ConfigError
+    from parallax.layers.kernels import KERNELS
+    from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
+    from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.report.spent import spent
+    from parallax.report.trace import read_traces
+    from parallax.report.whole import abstract_mesh, report_settings
+    from parallax.settings import Settings
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),
@@ -86,7 +89,8 @@ def report_trace(arguments: Sequence[str]) -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
-    found = spent(read_traces(flags.trace))
+    with waiting(f"reading the traces in {flags.trace}"):
+        found = spent(read_traces(flags.trace))
     print(found.to_json() if flags.json else found)
 
 
