@@ -1,10 +1,15 @@
 """The border between a ConfigDict, which users write, and the dataclasses that the package reads."""
 
+import runpy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from parallax.command import CONFIGS
 from parallax.settings import Settings, load_json, read_settings
+
+WIDTH = 100
 
 
 def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
@@ -23,5 +28,28 @@ def load_config(path: Path | str) -> ConfigDict:
 
 
 def lines_of(settings: Settings) -> list[str]:
-    """A section a line, as it is printed when a run starts."""
-    return repr(settings).splitlines()
+    """What differs from configs/base.py, a section a line: what is printed when a run starts."""
+    base = base_settings().to_dict()
+    changed = {
+        name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
+        for name, keys in settings.to_dict().items()
+    }
+    width = max(map(len, changed))
+    return [line for name, keys in changed.items() for line in _wrapped(f"{name:{width}}", keys)]
+
+
+def base_settings() -> Settings:
+    """The settings of configs/base.py."""
+    return read_settings(runpy.run_path(str(CONFIGS / "base.py"))["get_config"]())
+
+
+def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
+    """The words behind the head, in lines of at most WIDTH columns, where no single word is longer."""
+    line = head
+    for word in words:
+        if line != head and len(line) + 2 + len(word) > WIDTH:
+            yield line
+            line = head = " " * len(head)
+        line += f"  {word}"
+    if words:
+        yield line

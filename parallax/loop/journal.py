@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from parallax.loop.folder import RunFolder
 from parallax.plainfile import plain, write_whole
 from parallax.runfiles import row_of
 
+DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
@@ -64,6 +66,7 @@ class Journal:
         self._log = Lines(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._curves = curves
+        self._day = ""
 
     def __enter__(self) -> "Journal":
         return self
@@ -71,7 +74,7 @@ class Journal:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._metrics is not None:
             with contextlib.suppress(CheckpointError):
-                print(f"{kind.__name__}: {error}", file=self._log, flush=True)
+                print(self._timed(f"{kind.__name__}: {error}"), file=self._log, flush=True)
         for curves in self._curves:
             with contextlib.suppress(Exception):  # others' code: what it raises hides no error of the run
                 curves.close(failed=error is not None)
@@ -84,6 +87,7 @@ class Journal:
     def say(self, text: str) -> None:
         """Keep in log.txt, and print while the console is there: the run does not end with it."""
         if self._speaks:
+            text = self._timed(text)
             print(text, file=self._log, flush=True)
             tell(text, sys.stdout)
 
@@ -91,7 +95,14 @@ class Journal:
         """Keep in log.txt, from any thread, why the run ends here; a full disk does not keep it from ending."""
         if self._speaks and not self._log.closed:
             with contextlib.suppress(CheckpointError):
-                print(text, file=self._log, flush=True)
+                print(self._timed(text), file=self._log, flush=True)
+
+    def _timed(self, text: str) -> str:
+        """The text behind the time of day; before the first one of a day stands its date."""
+        now = time.localtime()
+        day, before = time.strftime(DATE, now), self._day
+        self._day = day
+        return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
     def begin(self, step: int) -> None:
         """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""

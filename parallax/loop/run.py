@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,12 +75,18 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict | Settings, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+    config: ConfigDict | Settings,
+    workdir: Path | str,
+    *,
+    resume: str = "auto",
+    max_runtime_secs: float | None = None,
+    warnings: Sequence[str] = (),
 ) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
+    `warnings` about the config are said, and kept in the log, before the run begins.
     """
     settings = settings_of(config, lock=True)
     if settings.mesh.simulate and not several():
@@ -102,6 +108,8 @@ def train(
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
+        for warning in warnings:
+            journal.say(warning)
         with folder.end_recorded() as because:
             outcome = run(parts, folder, journal, stop, start)
             because(outcome.reason)
@@ -226,7 +234,7 @@ def end(
     if sample.prompt:
         at("the sample", compiling=True)
         text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
+        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
 
 
@@ -250,6 +258,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
     lines = [
         f"run {folder.path}" + (f", going on from step {start}" if start else ""),
         "",
+        f"what differs from configs/base.py (all settings are in {folder.config}):",
         *lines_of(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "

@@ -190,6 +190,8 @@ class Steps:
         last = ended.step == self.settings.train.steps
         if last or ended.step % self.settings.train.log_every_steps == 0 or "eval/loss" in values:
             self.journal.say(self.meter.line(ended.step, values))
+        if "eval/loss" in values:
+            self.journal.say(self.meter.eval_line(ended.step, values["eval/loss"]))
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:
