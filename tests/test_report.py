@@ -166,7 +166,7 @@ def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
     sections = str(quickstart).split("\n\n")
     calls = sum(one.count for one in quickstart.sent if one.bytes)
     assert f"{calls:,}" in next(line for line in sections[2].splitlines() if line.startswith("all "))
-    places = [line.split() for line in sections[4].splitlines()[1:]]
+    places = [line.split() for line in sections[4].splitlines() if line.startswith("  ")]
     assert sum(int(cells[-3].replace(",", "")) for cells in places) == calls
     assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "loss"}
 
@@ -221,7 +221,7 @@ def test_the_step_is_compiled_for_chips_that_are_not_here():
     command = [sys.executable, "-m", "parallax.report", QUICKSTART, "--config.model.layers=2", "--topology=v5e:2x4"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert "for 8 x TPU v5 lite" in ended.stdout and "cycles between" in ended.stdout
+    assert "for 8 x TPU v5 lite" in ended.stdout and "cycles" in ended.stdout
     assert re.search(r"^MFU \d+\.\d %; ", ended.stdout, re.M)
     assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
 
