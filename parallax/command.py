@@ -17,6 +17,7 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from parallax.accelerators import leave_out_absent_tpu
 from parallax.arguments import dashed, help_text
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
@@ -55,6 +56,7 @@ def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage
     """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
+    leave_out_absent_tpu()
     words = set(dashed(argv, HELP))
     if words & {"-h", "-help", "--help"}:
         return exit_status(lambda: print(usage()))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import absl.logging
 
+from parallax.accelerators import leave_out_absent_tpu
 from parallax.arguments import Parser, about_command
 from parallax.command import CONFIGS, HELP, config_keys, read_line, written
 from parallax.convert.architectures import check_own_keys
@@ -36,6 +37,7 @@ CONFIG_PREFIX = "--config."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
     return exit_status(lambda: run(parse(arguments)), one_line=True)
 
 

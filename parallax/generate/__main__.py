@@ -20,6 +20,7 @@ from typing import Any
 
 import absl.logging
 
+from parallax.accelerators import leave_out_absent_tpu
 from parallax.arguments import Parser
 from parallax.errors import ConfigError, exit_status, nearest, printable
 from parallax.generate.write import complete, encode
@@ -48,6 +49,7 @@ MESH_FLAGS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
     return exit_status(lambda: show(run(parse(arguments))))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from parallax.accelerators import unused
 from parallax.assembly import model_and_optimizer
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
@@ -271,6 +272,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        *([] if settings.mesh.simulate else unused(jax.default_backend())),
         *said_of_evaluation(parts),
         "",
     ]
