@@ -200,7 +200,7 @@ def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tm
     page = tmp_path / "report.html"
     arguments = ["--config=configs/llama_1b_16.py", "--config.model.layers=2", f"--html={page}"]
     assert main(["report", *arguments]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "llama_1b_16: pp=1 dp=16 tp=1 on 16 devices" in out
     assert "Nothing was compiled: the mesh has 16 devices, this machine 8. --config.mesh.simulate=16 compiles" in out
     assert page.read_text().startswith("<!DOCTYPE html>")
@@ -212,7 +212,7 @@ def test_the_command_says_how_to_compile_for_chips_that_are_not_here(in_root, ca
     assert main(["report", *arguments]) == 0
     out = capsys.readouterr().out
     assert "pp=2 dp=4 tp=2 on 16 devices" in out
-    assert out.splitlines()[-1] == f"Nothing was compiled: {GET_LIBTPU}"
+    assert " ".join(out.split()).endswith(f"Nothing was compiled: {GET_LIBTPU}")
 
 
 @pytest.mark.slow
