@@ -125,7 +125,8 @@ def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
     log = (never_stopped / "log.txt").read_text()
     for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
         assert words in log
-    assert "step 8/8  loss" in log and "mfu" in log and "tok/s" in log and "finished: step 8" in log
+    assert re.search(r"^\d\d:\d\d:\d\d step 8/8 +loss", log, re.M) and "step 8/8  eval loss" in log
+    assert "mfu" in log and "tok/s" in log and "finished: step 8" in log
     assert "8 x cpu as pp=1, dp=8, tp=1; accumulate" in log and "nats a token" in log and "a byte" in log
 
 
