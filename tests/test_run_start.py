@@ -25,7 +25,7 @@ def read(*words):
     return settings_of(line.config), line.warnings
 
 
-def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
+def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once(monkeypatch):
     assert base_settings() == read_settings(get_config()) and lines_of(base_settings()) == []
     changed = read_settings(get_config(), mesh={"tp": 4}, sample={"prompt": "a  b"}, train={"wandb": "x" * 200})
     assert lines_of(changed) == [
@@ -37,6 +37,8 @@ def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
     assert max(map(len, every)) <= WIDTH and len(every) < 12
     text = " ".join(every)
     assert text.count(" layers=2") == 1 and "rope_theta" not in text and "d_model=32" in text
+    monkeypatch.setattr("parallax.loop.config.BASE", ROOT / "nowhere")
+    assert "rope_theta" in " ".join(lines_of(read_settings(get_config())))
 
 
 # ---- fewer steps

@@ -10,6 +10,7 @@ from parallax.command import CONFIGS
 from parallax.settings import Settings, load_json, read_settings
 
 WIDTH = 100
+BASE = CONFIGS / "base.py"
 
 
 def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
@@ -29,9 +30,10 @@ def load_config(path: Path | str) -> ConfigDict:
 
 def lines_of(settings: Settings) -> list[str]:
     """What differs from configs/base.py, a section a line: what is printed when a run starts."""
-    base = base_settings().to_dict()
+    # The package may be installed without the configs: then all of them are shown.
+    base = base_settings().to_dict() if BASE.is_file() else {}
     changed = {
-        name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
+        name: [f"{key}={value!r}" for key, value in keys.items() if not base or value != base[name][key]]
         for name, keys in settings.to_dict().items()
     }
     width = max(map(len, changed))
@@ -40,7 +42,7 @@ def lines_of(settings: Settings) -> list[str]:
 
 def base_settings() -> Settings:
     """The settings of configs/base.py."""
-    return read_settings(runpy.run_path(str(CONFIGS / "base.py"))["get_config"]())
+    return read_settings(runpy.run_path(str(BASE))["get_config"]())
 
 
 def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
