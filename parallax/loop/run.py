@@ -259,7 +259,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
     lines = [
         f"run {folder.path}" + (f", going on from step {start}" if start else ""),
         "",
-        f"what differs from configs/base.py (all settings are in {folder.config}):",
+        "what differs from configs/base.py (all settings are in the folder's config.json):",
         *lines_of(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
