@@ -14,12 +14,12 @@ WIDEST_HELP = 100
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with its usage. Its help begins with `about`, and ends with the flags."""
+    """Raises what argparse would print with its usage; its help begins with the description and ends with the flags."""
 
-    def __init__(self, *args: Any, about: str = "", **kwargs: Any):
-        style = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, allow_abbrev=False, formatter_class=style, **kwargs)
-        self._about = about.strip()
+    def __init__(self, *args: Any, description: str = "", **kwargs: Any):
+        style = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(*args, **style | kwargs)
+        self._about = description.strip()
 
     def format_help(self) -> str:
         return f"{self._about}\n\n{super().format_help()}".lstrip()

@@ -229,7 +229,7 @@ def _die_with_parent() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("python -m parallax.launch", about=__doc__)
+    parser = Parser("python -m parallax.launch", description=__doc__)
     add = parser.add_argument
     add("--processes", type=_positive, required=True, metavar="N", help="processes to start")
     devices = parser.add_mutually_exclusive_group()

@@ -88,9 +88,9 @@ def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; ConfigError says what is wrong with them."""
-    parser = Parser("python -m parallax.convert", about=__doc__)
+    parser = Parser("python -m parallax.convert", description=__doc__)
     acts = parser.add_subparsers(dest="act", required=True)
-    add = lambda act, text: acts.add_parser(act, help=text, about=about_command(act, text, __doc__))  # noqa: E731
+    add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
     _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
     back = add("import", "make a run folder of what export has written")
     back.add_argument("source", type=Path, help="a folder with safetensors files, config.json and tokenizer.json")

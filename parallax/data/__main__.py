@@ -33,9 +33,9 @@ def act(arguments: list[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("python -m parallax.data", about=__doc__)
+    parser = Parser("python -m parallax.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
-    add = lambda name, text: commands.add_parser(name, help=text, about=about_command(name, text, __doc__))  # noqa: E731
+    add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
     _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
     inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
     inspect.add_argument("folder", type=Path, help="the --out of prepare")

@@ -83,7 +83,7 @@ def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: Sample
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; those that were not given are None. ConfigError names the nearest of an unknown one."""
-    parser = Parser("python -m parallax.generate", about=__doc__)
+    parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     for name, (kind, text) in SAMPLE_FLAGS.items():

@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("python -m parallax.schedules", about=__doc__)
+    parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
     add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
     add("--stages", type=_positive, metavar="P", help="pipeline ranks, each with --virtual stages")
