@@ -1,4 +1,7 @@
-"""The loss of a trained model on a text: `python -m parallax.evaluate --workdir=runs/mine --data=book.txt`.
+"""Say the loss, perplexity and bits per byte of a trained model on a text.
+
+    python -m parallax.evaluate --workdir=runs/mine
+    python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
 
 Without --data the text is what the run has held out. The mesh is the run's; --config.mesh.tp=1 and the like change it.
 """
@@ -41,7 +44,7 @@ FLAGS = {
     "data": Flag(
         "text, .jsonl or .parquet: a file, folder or glob; or a folder of prepared shards; else what is held out"
     ),
-    "step": Flag("of which checkpoint; 0 or more, default: the newest", -1),
+    "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
 }
 MESH_KEYS = ("pp", "dp", "tp", "simulate")
@@ -91,8 +94,8 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    first = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
-    return usage_of(first, FLAGS)
+    line = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
 
 
 def act(argv: Sequence[str]) -> None:

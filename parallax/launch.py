@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from parallax.arguments import Parser
 from parallax.distributed.place import FLAGS, TOKEN
 from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 
@@ -41,8 +42,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
-    parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: run(parsed), one_line=True)
+    return exit_status(lambda: run(_parser().parse_args(arguments)), one_line=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -229,9 +229,7 @@ def _die_with_parent() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m parallax.launch", description=__doc__)
     add = parser.add_argument
     add("--processes", type=_positive, required=True, metavar="N", help="processes to start")
     devices = parser.add_mutually_exclusive_group()

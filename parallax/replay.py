@@ -1,4 +1,9 @@
-"""Take one step of a run again, with checks on: `python -m parallax.replay --workdir=runs/mine --step=120`."""
+"""Take one step of a run again, with checks on, from the nearest checkpoint before it.
+
+    python -m parallax.replay --workdir=runs/mine --step=120
+
+Nothing in the folder of the run is changed.
+"""
 
 import os
 
@@ -44,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    return usage_of("python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]", FLAGS)
+    line = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
 
 
 def act(argv: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ LARGEST = {
     "train.seed": 2**63 - 1,
     "sample.seed": 2**63 - 1,
 }
+STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 LARGEST_FLOAT32 = 3.4028234e38
 AXIS_KEYS = [f"mesh.{axis}" for axis in AXES]  # may be -1
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
@@ -91,7 +92,7 @@ class TrainConfig:
         """The steps that are traced; none where `profile_steps` is empty, ConfigError where it is no range."""
         if not self.profile_steps:
             return range(0)
-        found = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps)
+        found = STEP_RANGE.fullmatch(self.profile_steps)
         if not found:
             raise ConfigError(
                 f"train.profile_steps={quoted(self.profile_steps)} is no range of steps; write FIRST:LAST, counted "

@@ -12,8 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
     {"plainfile"},
-    {"errors", "units", "version", "runfiles"},
-    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments"},
+    {"errors", "units", "version", "runfiles", "accelerators"},
+    {"arguments"},
+    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -139,7 +140,8 @@ def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
     log = (never_stopped / "log.txt").read_text()
     for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
         assert words in log
-    assert "step 8/8  loss" in log and "mfu" in log and "wait" in log and "finished: step 8" in log
+    assert re.search(r"^\d\d:\d\d:\d\d step 8/8 +loss", log, re.M) and "step 8/8  eval loss" in log
+    assert "mfu" in log and "tok/s" in log and "finished: step 8" in log
     assert "8 x cpu as pp=1, dp=8, tp=1; accumulate" in log and "nats a token" in log and "a byte" in log
 
 
@@ -170,7 +172,28 @@ def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", console)
         journal.say("step 1")
         journal.say("step 2")
-    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+    date, *lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date)
+    assert [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line)[1] for line in lines] == ["step 1", "step 2"]
+
+
+def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeypatch, capsys):
+    times = iter(["2026-11-22 23:59:58", "2026-11-22 23:59:59", "2026-11-23 00:00:00", "2026-11-23 00:00:01"])
+    monkeypatch.setattr("parallax.loop.journal.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S"))
+    with pytest.raises(ZeroDivisionError), Journal(RunFolder(tmp_path)) as journal:
+        journal.begin(0)
+        journal.say("run here\n\na table")
+        journal.say("step 1")
+        journal.say_last("step 2")
+        _ = 1 / 0
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [lines[0][:10], *lines[1:5]] == ["2026-11-22", "23:59:58 run here", "", "a table", "23:59:59 step 1"]
+    assert [lines[5][:10], *lines[6:]] == [
+        "2026-11-23",
+        "00:00:00 step 2",
+        "00:00:01 ZeroDivisionError: division by zero",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines[:5]
 
 
 @pytest.mark.parametrize(

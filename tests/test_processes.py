@@ -53,7 +53,7 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
     # Process 0 speaks for all; from another there are errors, and that it was asked to stop.
     zero, one = ({line[4:] for line in text.splitlines() if line.startswith(f"[{rank}] ")} for rank in (0, 1))
     assert not [line for line in zero & one if line and "SIGTERM" not in line], text
-    assert len(zero) > 30 and not [line for line in one if line.startswith(("step", "run", "stopped"))], text
+    assert len(zero) > 30 and not [line for line in one if re.match(r"\d\d:\d\d:\d\d ", line)], text
     # Each has written its own part of the arrays.
     parts = (tmp_path / "checkpoints" / str(done) / "params").glob("ocdbt.process_*")
     assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -358,8 +358,8 @@ def test_a_coordinator_that_does_not_answer_is_named(corpus, tmp_path, silent):
         if not silent:
             listener.close()
         flags = [*flags_of(corpus), "--config.distributed.start_secs=3", "--config.mesh.simulate=2"]
-        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num_processes=2"]
-        with Started("train.py", *flags, *place, "--distributed.process_id=1", f"--workdir={tmp_path}") as process:
+        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num-processes=2"]
+        with Started("train.py", *flags, *place, "--distributed.process-id=1", f"--workdir={tmp_path}") as process:
             begun = time.monotonic()
             status, text = process.end()
     assert status == 75 and time.monotonic() - begun < 30 and len(text.splitlines()) == 1
@@ -421,11 +421,7 @@ def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path
 def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     from parallax import launch
 
-    try:
-        status = launch.main(arguments)
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2 and message in capsys.readouterr().err
+    assert launch.main(arguments) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -597,7 +593,7 @@ def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=20)
     assert ended.returncode == status and (tmp_path / "requeue").exists() == requeued
-    assert "--run_name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
+    assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
     assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
 
 

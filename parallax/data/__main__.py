@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from parallax.arguments import Parser, about_command
 from parallax.data.config import BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
@@ -23,20 +24,22 @@ AGAIN = "stopped; run the same command again to resume"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the result is the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
+    return exit_status(lambda: act(arguments), one_line=True, interrupted=AGAIN)
+
+
+def act(arguments: list[str] | None) -> int:
+    """Do what the command line says; returns the exit status."""
     parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: parsed.run(parsed), one_line=True, interrupted=AGAIN)
+    return parsed.run(parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallax.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m parallax.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
-    _add_prepare(commands.add_parser("prepare", help="tokenise documents into shards; run it again to resume"))
-    inspect = commands.add_parser("inspect", help="print what is in a folder of shards, and check every byte of it")
-    inspect.add_argument("folder", type=Path)
+    add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
+    _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
+    inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
+    inspect.add_argument("folder", type=Path, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
 

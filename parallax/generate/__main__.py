@@ -23,6 +23,7 @@ from parallax.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import absl.logging
 
+    from parallax.accelerators import leave_out_absent_tpu
     from parallax.arguments import Parser
     from parallax.errors import ConfigError, exit_status, nearest, printable, tell
     from parallax.generate.write import complete, encode
@@ -51,6 +52,7 @@ MESH_FLAGS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
     return exit_status(lambda: show(run(parse(arguments))))
 
 
@@ -85,8 +87,7 @@ def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: Sample
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; those that were not given are None. ConfigError names the nearest of an unknown one."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m parallax.generate", description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     for name, (kind, text) in SAMPLE_FLAGS.items():
@@ -101,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _flag(name: str) -> str:
-    return f"--{name}"
+    return f"--{name}".replace("_", "-")
 
 
 def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from parallax.accelerators import unused
 from parallax.assembly import model_and_optimizer
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
@@ -78,12 +79,18 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict | Settings, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+    config: ConfigDict | Settings,
+    workdir: Path | str,
+    *,
+    resume: str = "auto",
+    max_runtime_secs: float | None = None,
+    warnings: Sequence[str] = (),
 ) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
+    `warnings` about the config are said, and kept in the log, before the run begins.
     """
     settings = settings_of(config, lock=True)
     if settings.mesh.simulate and not several():
@@ -107,6 +114,8 @@ def train(
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
+        for warning in warnings:
+            journal.say(warning)
         with folder.end_recorded() as because:
             outcome = run(parts, folder, journal, stop, start)
             because(outcome.reason)
@@ -249,7 +258,7 @@ def end(
         at("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
+        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
 
 
@@ -274,6 +283,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
     lines = [
         f"run {folder.path}" + (f", going on from step {start}" if start else ""),
         "",
+        "what differs from configs/base.py (all settings are in the folder's config.json):",
         *lines_of(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
@@ -286,6 +296,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        *([] if settings.mesh.simulate else unused(jax.default_backend())),
         *said_of_evaluation(parts),
         *said_of_cache(),
         "",

@@ -251,6 +251,8 @@ class Steps:
         if ends or due or "eval/loss" in values:
             self.journal.say(self.meter.line(ended.step, values))
             self.said_at = time.monotonic()
+        if "eval/loss" in values:
+            self.journal.say(self.meter.eval_line(ended.step, values["eval/loss"]))
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

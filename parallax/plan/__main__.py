@@ -1,7 +1,9 @@
 """Plan a training step for a slice of chips that is not there, or for the devices that are.
 
-python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
-python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+
+Compiled plans for TPUs need libtpu, and no TPU.
 """
 
 import os
@@ -39,10 +41,10 @@ FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
-    "keep": Flag("sweep: find so many of the fastest layouts", 12),
-    "compile": Flag("sweep: compile so many of them", 3),
+    "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
+    "compile": Flag("sweep: compile so many of them; default: 3", 3),
     "svg": Flag("sweep: draw memory against time to this file"),
-    "cache": Flag("sweep: the folder where it keeps what it has found", ".cache/plan"),
+    "cache": Flag("sweep: the folder where it keeps what it has found; default: .cache/plan", ".cache/plan"),
 }
 
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 def usage() -> str:
     """What --help prints."""
     line = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
-    return usage_of(line, FLAGS)
+    return usage_of(__doc__, line, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
