@@ -281,6 +281,8 @@ WRITTEN = {"parallax/layers/squared.py", "tests/test_squared.py"}
 @each_page
 def test_files_and_keys_that_a_page_names_are_there(page):
     text = page.read_text()
+    if page.name == "coming-from.md":  # the other columns are of others
+        text = re.sub(r"(?m)^(\|[^|]*\|).*$", r"\1", text)
     files = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
     assert not files - WRITTEN, name_of(page)
     keys = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__dataclass_fields__}
@@ -427,9 +429,9 @@ def test_the_site_is_searched_from_files(site):
     found = {entry["location"].partition("#")[0] for entry in entries}
     assert found >= {page.replace(".md", ".html") for page in navigation()}
     assert all(entry["title"] and entry["text"] is not None for entry in entries)
-    for page in site.glob("*.html"):
-        head, _, body = page.read_text().partition("</head>")
-        assert '<script src="iframe-worker.js">' in head and "assets/javascripts/bundle" in body, page.name
+    for page in navigation():
+        head, _, body = (site / page.replace(".md", ".html")).read_text().partition("</head>")
+        assert '<script src="iframe-worker.js">' in head and "assets/javascripts/bundle" in body, page
     assert (site / "iframe-worker.js").read_text() == (ROOT / "docs" / "iframe-worker.js").read_text()
 
 
