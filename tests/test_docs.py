@@ -323,6 +323,12 @@ def test_the_reference_of_configs_is_that_of_the_base_config():
     assert config_keys.PAGE.read_text() == expected, "`python docs/config_keys.py` writes it anew"
 
 
+def test_the_reference_of_configs_has_every_preset():
+    listed = re.findall(r"(?m)^\| `(configs/\w+\.py)` \| .+ \| .+ \|$", config_keys.PAGE.read_text())
+    there = {f"configs/{file.name}" for file in ROOT.glob("configs/*.py")}
+    assert {*listed} == there - {"configs/base.py", "configs/saved.py"} and len(listed) > 4
+
+
 def test_examples_of_what_makes_pages_are_right():
     tried = doctest.testmod(config_keys)
     assert tried.attempted
