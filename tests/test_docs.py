@@ -426,6 +426,8 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(si
     assert {page.stem for page in written} >= {pathlib.Path(page).stem for page in navigation()}
     loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
     assert {page.name: found for page in written if (found := loads.findall(page.read_text()))} == {}
+    far = re.compile(r"@import|url\(['\"]?(?:https?:)?//")
+    assert not [sheet.name for sheet in site.rglob("*.css") if far.search(sheet.read_text())]
 
 
 def test_the_site_is_searched_from_files(site):
