@@ -1,13 +1,9 @@
-"""Command lines that argparse reads, with errors like all others, and the defaults that they share with configs."""
+"""Command lines that argparse reads, with errors like all others."""
 
 import argparse
-import runpy
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from parallax.errors import ConfigError
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,12 +11,3 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-
-def defaults_of(section: str) -> dict[str, Any]:
-    """The defaults of a section, by key, as configs/base.py has them.
-
-    >>> defaults_of("data")["field"]
-    'text'
-    """
-    return dict(runpy.run_path(str(CONFIGS / "base.py"))["get_config"]()[section])

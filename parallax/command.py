@@ -18,9 +18,9 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from parallax.arguments import CONFIGS
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
+from parallax.defaults import CONFIGS
 from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown
 from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from parallax.arguments import CONFIGS
+from parallax.defaults import CONFIGS
 from parallax.distributed.place import FLAGS, TOKEN
 from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 

@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"plainfile"},
     {"errors", "units", "version", "runfiles"},
-    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments"},
+    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments", "defaults"},
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},

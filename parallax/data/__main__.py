@@ -11,11 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-from parallax.arguments import defaults_of
 from parallax.data.config import AUTO, BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
+from parallax.defaults import defaults_of
 from parallax.errors import ConfigError, DataError, exit_status
 from parallax.tokenizer import Bytes
 
@@ -48,7 +48,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add, training = parser.add_argument, defaults_of("data")
     as_training = {key: f"(default: {training[key]}, as in training)" for key in SHARED}
     add("--source", required=True, choices=(*FILES, *BUILT_IN), help="where documents come from")
-    add("--path", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
+    add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
     add("--field", help=f"jsonl, parquet: the field or column that holds a document {as_training['field']}")
     add(
         "--tokenizer",
