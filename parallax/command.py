@@ -6,6 +6,7 @@ What is wrong with one is a ConfigError of one line, the same for every program.
 import dataclasses
 import difflib
 import logging
+import os
 import re
 import sys
 import traceback
@@ -21,12 +22,12 @@ from parallax.accelerators import leave_out_absent_tpu
 from parallax.arguments import dashed, help_text
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
+from parallax.defaults import CONFIGS
 from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown, tell
 from parallax.settings import KINDS, SECTIONS, STEP_RANGE, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
 from parallax.vocabulary import with_vocab_of_source
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 ERROR_LETTERS = 400  # of what a config file raises
 SAVED = "saved.py"  # loads the config.json of a run
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
@@ -85,6 +86,8 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, lock_config=True, flag_values=values, sys_argv=argv)
     for name, flag in own.items():
         _define(name, flag, values)
+    if (root := str(CONFIGS.parent)) not in sys.path:
+        sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
     rest = _read(values, argv, path, ("config", *own))
     if rest:
         raise ConfigError(_stray(rest[0]))
@@ -212,8 +215,9 @@ def nearest_key(word: str) -> str:
 
 
 def known_configs() -> list[str]:
-    """The configs that come with the repository."""
-    return [f"configs/{file.name}" for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
+    """The configs that come with the repository, as they are written from the folder that one is in."""
+    folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
+    return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
 
 
 def _name_config(argv: list[str]) -> tuple[list[str], str]:
@@ -221,8 +225,9 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     path = written(argv, "config")
     if path is None:
         raise ConfigError(f"--config is missing; use one of {', '.join(known_configs())}")
-    if not Path(path.split(":")[0]).is_file():
-        raise ConfigError(f"--config={path} does not exist; {nearest(path, known_configs())}")
+    file = Path(path.split(":")[0])
+    if not file.is_file():
+        raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if path.endswith(".json"):
         loader = f"{CONFIGS / SAVED}:{path}"
         argv = [loader if arg == path else arg.replace(f"config={path}", f"config={loader}", 1) for arg in argv]
@@ -231,6 +236,20 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
 
 def _are_whole(*values: Any) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _instead_of(file: Path) -> str:
+    """What is wrong with a config that is no file, and what would be right in the folder that one is in."""
+    if file.is_dir():
+        saved = file / "config.json"
+        return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
+    known = {Path(path).name: path for path in known_configs()}
+    close = difflib.get_close_matches(file.name[:QUOTED_LETTERS], known, n=1)
+    lead = f"did you mean {known[close[0]]!r}? Known" if close else "known"
+    if Path.cwd() == CONFIGS.parent:
+        return f"does not exist; {lead}: {', '.join(known.values())}"
+    where = "" if file.is_absolute() else f" in {Path.cwd()}"
+    return f"does not exist{where}; {lead} in {CONFIGS}: {', '.join(known)}"
 
 
 def _overrides(argv: Sequence[str]) -> list[str]:

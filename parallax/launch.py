@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.arguments import Parser
+from parallax.defaults import CONFIGS
 from parallax.distributed.place import FLAGS, TOKEN
 from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 
@@ -62,6 +63,9 @@ def python_command(command: Sequence[str]) -> list[str]:
     if command[0] == "-m" and len(command) > 1:
         return [sys.executable, "-u", *command]
     if not command[0].endswith(".py") or not Path(command[0]).is_file():
+        ours = CONFIGS.parent / command[0]  # written as it would be right in the repository's folder
+        if ours.suffix == ".py" and ours.is_file():
+            raise ConfigError(f"{command[0]!r} does not exist in {Path.cwd()}; did you mean {str(ours)!r}?")
         raise ConfigError(f"{command[0]!r} is no Python file; write one, or -m and a module, after --")
     return [sys.executable, "-u", *command]
 

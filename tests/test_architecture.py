@@ -14,7 +14,7 @@ ROWS = [
     {"plainfile"},
     {"errors", "units", "version", "runfiles", "accelerators"},
     {"arguments"},
-    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs"},
+    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "defaults"},
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch"},
     {"collectives", "contraction", "compiler"},

@@ -424,6 +424,15 @@ def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     assert launch.main(arguments) == 2 and message in capsys.readouterr().err
 
 
+def test_the_launcher_names_the_program_that_is_elsewhere(tmp_path, monkeypatch, capsys):
+    from parallax import launch
+
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["--processes", "2", "--", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"'train.py' does not exist in {tmp_path}; did you mean '{ROOT / 'train.py'}'?" in said
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [

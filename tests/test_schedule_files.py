@@ -106,6 +106,9 @@ def test_a_file_that_cannot_be_opened_is_refused(write, tmp_path):
     write(GOOD, "mine.csv")
     with pytest.raises(ScheduleError, match="mein.csv does not exist; did you mean '.*mine.csv'"):
         load_csv(tmp_path / "mein.csv")
+    (tmp_path / "their.csv").symlink_to("nowhere")
+    with pytest.raises(ScheduleError, match=r"their\.csv does not exist\."):
+        load_csv(tmp_path / "their.csv")
     with pytest.raises(ScheduleError, match="cannot be read: Is a directory"):
         load_csv(tmp_path)
     with pytest.raises(ScheduleError, match="nowhere.*cannot be written: No such file"):

@@ -25,10 +25,11 @@ with loading(__name__, sys.stderr):
 
     from parallax.accelerators import leave_out_absent_tpu
     from parallax.arguments import Parser, about_command
-    from parallax.command import CONFIGS, HELP, config_keys, read_line, written
+    from parallax.command import HELP, config_keys, read_line, written
     from parallax.convert.architectures import check_own_keys
     from parallax.convert.huggingface import DTYPES, from_hf, to_hf
     from parallax.convert.move import export_params, import_params
+    from parallax.defaults import CONFIGS
     from parallax.errors import ConfigError, check_whole, exit_status
     from parallax.settings import Settings, read_settings
 

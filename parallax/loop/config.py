@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from parallax.command import CONFIGS
+from parallax.defaults import CONFIGS
 from parallax.settings import Settings, load_saved, read_settings
 
 WIDTH = 100
