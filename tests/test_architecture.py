@@ -13,10 +13,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"plainfile"},
     {"errors", "units", "version", "runfiles", "accelerators"},
-    {"arguments"},
+    {"arguments", "progress"},
     {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "defaults"},
     {"distributed"},
-    {"notation", "data", "checkpoint", "chips", "launch"},
+    {"notation", "data", "checkpoint", "chips", "launch", "compile_cache"},
     {"collectives", "contraction", "compiler"},
     {"layers", "loss", "optimizer", "guard"},
     {"model"},
