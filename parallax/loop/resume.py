@@ -15,7 +15,7 @@ from parallax.checkpoint import (
 from parallax.distributed import is_first, wait_for_all
 from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
-from parallax.settings import completed
+from parallax.settings import with_added
 from parallax.version import code_version, version_of
 
 RESUME = ("auto", "must", "never")
@@ -63,7 +63,7 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(completed(read_manifest(folder.checkpoints, newest)["settings"]), settings)
+    changed = compare_settings(with_added(read_manifest(folder.checkpoints, newest)["settings"]), settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(
