@@ -1,4 +1,10 @@
-"""Train a model: `python train.py --config=configs/quickstart.py --config.mesh.tp=4 --workdir=runs/mine`."""
+"""Train a model, or go on with a run.
+
+    python train.py --config=configs/quickstart.py --config.mesh.tp=4 --workdir=runs/mine
+    python train.py --workdir=runs/mine --config.train.steps=400
+
+A run that was stopped goes on by the same command.
+"""
 
 import os
 
@@ -12,16 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
+from parallax.progress import be_silent, loading, waiting
 
-from parallax.command import Flag, Line, read_line, read_secs, run_command, written
-from parallax.command import usage as usage_of
-from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import agree, compare, join, leave, read_place, reporting
-from parallax.errors import ConfigError
-from parallax.loop import check_run_name, settings_of, train
-from parallax.loop.resume import RESUME
-from parallax.version import code_version, versions
+with loading(__name__, sys.stdout):
+    from ml_collections import ConfigDict
+
+    from parallax.command import Flag, Line, read_line, read_secs, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.distributed import FLAGS as PLACE_FLAGS
+    from parallax.distributed import agree, compare, is_first, join, leave, read_place, reporting, several
+    from parallax.errors import ConfigError
+    from parallax.loop import check_run_name, settings_of, train
+    from parallax.loop.resume import RESUME
+    from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")
@@ -29,9 +38,11 @@ RUNS = Path("runs")
 RUN_NAME_VARIABLES = ("PARALLAX_RUN_NAME", "JOBSET_NAME")
 FLAGS = {
     "workdir": Flag("the folder of the run; with a checkpoint in it, the run goes on from there, without --config too"),
-    "run_name": Flag(f"name of a new folder in {RUNS}/, in place of --workdir"),
+    "run-name": Flag(f"name of a new folder in {RUNS}/, in place of --workdir"),
     "resume": Flag(
-        "what to do with a checkpoint in the folder: auto (go on if there is one), must, never", "auto", RESUME
+        "what a checkpoint in the folder is for: auto (go on if there is one), must, never; default: auto",
+        "auto",
+        RESUME,
     ),
     "max-runtime": Flag("stop after so long, saved, as SIGTERM does: 3h, 90m or a number of seconds"),
     "stopped-status": Flag(
@@ -49,6 +60,7 @@ class Command(NamedTuple):
     resume: str
     max_runtime_secs: float | None
     stopped_status: int
+    warnings: tuple[str, ...]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
                 command.workdir,
                 resume=command.resume,
                 max_runtime_secs=command.max_runtime_secs,
+                warnings=command.warnings,
             )
         if outcome.reason == "stopped":
             if_all_is_well = command.stopped_status
@@ -78,16 +91,20 @@ def parse(argv: Sequence[str]) -> Command:
     line = read_line(with_config_of_run(argv), FLAGS)
     limit = line.values["max-runtime"]
     limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
-    workdir = choose_workdir(line.values["workdir"], line.values["run_name"])
+    workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
     join_job(line)
     workdir = workdir or default_workdir(line.path)
-    return Command(line.config, workdir, line.values["resume"], limit_secs, int(line.values["stopped-status"]))
+    status = int(line.values["stopped-status"])
+    return Command(line.config, workdir, line.values["resume"], limit_secs, status, line.warnings)
 
 
 def join_job(line: Line) -> None:
     """Become one of the processes of a job, all of which must run the same code with the same config."""
     settings = settings_of(line.config)
-    join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    with waiting("connecting the processes of the job"):
+        join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    if several() and not is_first():
+        be_silent()
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
     flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
     packages = {f"package {name}": version for name, version in versions().items()}
@@ -97,8 +114,8 @@ def join_job(line: Line) -> None:
 
 def usage() -> str:
     """What --help prints."""
-    first = "python train.py --config=configs/quickstart.py [--config.SECTION.KEY=VALUE ...] [--workdir=FOLDER]"
-    return usage_of(first, FLAGS)
+    line = "python train.py --config=FILE [--config.SECTION.KEY=VALUE ...] [--workdir=FOLDER]"
+    return usage_of(__doc__, line, FLAGS)
 
 
 def with_config_of_run(argv: Sequence[str]) -> list[str]:
@@ -113,7 +130,7 @@ def with_config_of_run(argv: Sequence[str]) -> list[str]:
 def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
     """The run's folder: as written, or below runs/ by name or by the launcher's name; None where nobody names it."""
     if workdir and run_name:
-        raise ConfigError(f"--workdir={workdir} and --run_name={run_name} both name the run's folder; give one")
+        raise ConfigError(f"--workdir={workdir} and --run-name={run_name} both name the run's folder; give one")
     if workdir == "":
         raise ConfigError("--workdir='' is no folder; give it a name or leave it out")
     if workdir:

@@ -19,7 +19,7 @@ class Arguments(Parser):
     """Flags of a benchmark; `smallest` are their defaults with --smoke."""
 
     def __init__(self, *, smallest: Mapping[str, Any] | None = None, **how: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **how)
+        super().__init__(**how)
         self.smallest = smallest or {}
         self.add_argument("--smoke", action="store_true", help="the smallest size: it runs, its figures say nothing")
 

@@ -106,7 +106,7 @@ def kill_in_the_middle(workdir: pathlib.Path, mesh: str, steps: int, rng: random
     for line in process.stdout:
         said = line.strip() or said
         pids += map(int, re.findall(r"^\[launch\] process \d+ is pid (\d+)", line))
-        seen += re.match(r"(\[0\] )?step ", line) is not None
+        seen += re.match(r"(\[0\] )?\S+ step \d+/\d+ +loss", line) is not None
         if seen >= steps_to_see and (seen or "tokens to train on" in line):
             break
     time.sleep(rng.uniform(0, 0.6))

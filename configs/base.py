@@ -125,6 +125,8 @@ def get_config() -> ConfigDict:
     config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
     config.train.wandb = ""  # project of Weights & Biases that also gets the numbers (extra: wandb); empty: none
+    # Compiled programs are kept: "auto", on accelerators and in the user's cache folder (~/.cache/parallax/jax).
+    config.train.compile_cache = "auto"  # | "off" | a folder, which all processes see
     config.train.profile_steps = ""  # FIRST:LAST, as 20:25: these steps are traced, both ends too; empty: none
 
     # parallax.checkpoint.CheckpointConfig

@@ -1,4 +1,4 @@
-"""The smallest model that still learns: grouped-query attention on the vendored text, all devices along dp.
+"""The smallest model that still learns: grouped-query attention on Moby Dick, all devices along dp.
 
 For:      tests and demonstrations.
 Numbers:  ours, chosen for seconds.

@@ -1,4 +1,4 @@
-"""What the site adds to the pages of docs/: those from elsewhere in the repository, and the names of the package."""
+"""What the site adds to the pages of docs/: those from elsewhere, notebooks, and the names of the package."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from notebook_pages import page as notebook_page
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where a page of the site lies in the repository.
@@ -15,17 +16,21 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-PAGE_OF = {source: page for page, source in ELSEWHERE.items()}
+NOTEBOOKS = {f"{file.stem}.md": f"notebooks/{file.name}" for file in sorted(ROOT.glob("notebooks/*.ipynb"))}
+PAGE_OF = {source: page for page, source in {**ELSEWHERE, **NOTEBOOKS}.items()}
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 NAMES = "<!-- every name of px -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Pages from elsewhere in the repository."""
-    for page, source in ELSEWHERE.items():
-        files.append(
-            File.generated(config, page, content=relinked((ROOT / source).read_text(), (ROOT / source).parent))
-        )
+    """Pages from elsewhere in the repository, and notebooks with their pictures."""
+    for name, source in ELSEWHERE.items():
+        text = relinked((ROOT / source).read_text(), (ROOT / source).parent)
+        files.append(File.generated(config, name, content=text))
+    for name, source in NOTEBOOKS.items():
+        markdown, pictures = notebook_page(ROOT / source, lambda text: relinked(text, ROOT / "notebooks"))
+        for file, content in {name: markdown, **pictures}.items():
+            files.append(File.generated(config, file, content=content))
     return files
 
 

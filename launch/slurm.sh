@@ -26,7 +26,7 @@ export PARALLAX_JOB_TOKEN="$SLURM_JOB_ID"
 # When one task has ended, the others have a minute for their last words.
 srun --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
   .venv/bin/python -u train.py --config="${CONFIG:-configs/llama_1b_16.py}" \
-  --run_name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
+  --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?
 
 # 75: a process was lost, or the run was stopped and saved before its end. 134 to 139: one was killed, for want of memory

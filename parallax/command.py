@@ -6,7 +6,9 @@ What is wrong with one is a ConfigError of one line, the same for every program.
 import dataclasses
 import difflib
 import logging
+import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,17 +18,21 @@ import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from parallax.accelerators import leave_out_absent_tpu
+from parallax.arguments import dashed, help_text
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
-from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown
-from parallax.settings import KINDS, SECTIONS, Settings, read_settings, with_vocab
+from parallax.defaults import CONFIGS
+from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown, tell
+from parallax.settings import KINDS, SECTIONS, STEP_RANGE, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
 from parallax.vocabulary import with_vocab_of_source
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 ERROR_LETTERS = 400  # of what a config file raises
 SAVED = "saved.py"  # loads the config.json of a run
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
+KEY_MEANING = "another value for a key of the config, as --config.train.steps=50"
+HELP = {"help": "print this", "help-config": "print every key of a config with its default and meaning"}
 
 
 class Flag(NamedTuple):
@@ -38,19 +44,26 @@ class Flag(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a command line says: the config with its changes, the file that it came from, and the program's flags."""
+    """What a command line says: the config with its changes, the file that it came from, the program's flags, and
+    warnings about what of the file was changed to go with the command line."""
 
     config: ConfigDict
     path: str
     values: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage: Callable[[], str]) -> int:
     """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
-    wants_help = {"-h", "-help", "--help"} & set(argv)
-    return exit_status(lambda: print(usage()) if wants_help else act(argv), one_line=True)
+    leave_out_absent_tpu()
+    words = set(dashed(argv, HELP))
+    if words & {"-h", "-help", "--help"}:
+        return exit_status(lambda: print(usage()))
+    if words & {"-help-config", "--help-config"}:
+        return exit_status(lambda: print(config_keys()))
+    return exit_status(lambda: act(argv), one_line=True)
 
 
 def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
@@ -59,22 +72,54 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
     `argv` begins with the program's name. Raises ConfigError for all that is wrong with it.
     """
     line = read_line(argv, own)
+    for warning in line.warnings:
+        tell(warning, sys.stderr)
     return read_settings(line.config.to_dict()), line.values
 
 
 def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     """A command line as it is written: its config is not yet checked but for names and types."""
-    argv, path = _name_config(list(argv))
+    argv, path = _name_config(dashed(argv, own))
     for name in _overrides(argv):
         check_key(name)
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, lock_config=True, flag_values=values, sys_argv=argv)
     for name, flag in own.items():
         _define(name, flag, values)
+    if (root := str(CONFIGS.parent)) not in sys.path:
+        sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
     rest = _read(values, argv, path, ("config", *own))
     if rest:
         raise ConfigError(_stray(rest[0]))
-    return Line(values.config, path, {name: values[name].value for name in own})
+    own_values = {name: values[name].value for name in own}
+    return Line(values.config, path, own_values, fit_to_steps(values.config, _overrides(argv), path))
+
+
+def fit_to_steps(config: ConfigDict, overrides: Sequence[str], path: str) -> tuple[str, ...]:
+    """Cut what a config file says for more steps than the command line takes; returns a warning for each change.
+
+    What is written beside train.steps, in the file or on the command line, is left to be refused.
+    """
+    written = config.to_dict()
+    train, optimizer = (written.get(name) for name in ("train", "optimizer"))
+    if "train.steps" not in overrides or not isinstance(train, dict) or not isinstance(optimizer, dict):
+        return ()
+    steps, warmup, traced = train.get("steps"), optimizer.get("warmup_steps"), train.get("profile_steps")
+    warnings = []
+    if "optimizer.warmup_steps" not in overrides and _are_whole(steps, warmup) and 1 <= steps <= warmup:
+        config.optimizer.warmup_steps = steps // 10
+        warnings.append(
+            f"warning: optimizer.warmup_steps={warmup} of {path} is not below --config.train.steps={steps}; this run "
+            f"warms up for {steps // 10}, or as --config.optimizer.warmup_steps says"
+        )
+    traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
+    if "train.profile_steps" not in overrides and traces and _are_whole(steps) and 1 <= steps < int(traces[2]):
+        config.train.profile_steps = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
+        warnings.append(
+            f"warning: train.profile_steps={traced!r} of {path} goes beyond --config.train.steps={steps}; this run "
+            f"traces {left or 'no steps'}, or as --config.train.profile_steps says"
+        )
+    return tuple(warnings)
 
 
 def written(argv: Sequence[str], flag: str) -> str | None:
@@ -101,14 +146,18 @@ def read_secs(flag: str, text: str) -> float:
     return secs
 
 
-def usage(line: str, own: Mapping[str, Flag]) -> str:
-    """What --help prints: the flags, and every key of a config with its default and meaning."""
-    meanings = {"config": CONFIG_MEANING} | {name: flag.meaning for name, flag in own.items()}
-    width = max(map(len, meanings))
-    known = "\n".join(f"  --{name:{width}} {meaning}" for name, meaning in meanings.items())
+def usage(about: str, line: str, own: Mapping[str, Flag], *, names_config: bool = True) -> str:
+    """What --help prints: what a program does, with examples, and its flags; `about` is its docstring."""
+    config = {"config=FILE": CONFIG_MEANING} if names_config else {}
+    meanings = config | {"config.SECTION.KEY=VALUE": KEY_MEANING} | {name: flag.meaning for name, flag in own.items()}
+    return help_text(about, line, meanings | HELP)
+
+
+def config_keys() -> str:
+    """What --help-config prints: every key of a config with its default and meaning, as in configs/base.py."""
     keys = re.sub(r"(?m)^    (config|#)", _as_flag, (CONFIGS / "base.py").read_text().split("ConfigDict()\n", 1)[1])
     kept = [line for line in keys.splitlines() if not re.search(r"= ConfigDict\(\)|return config", line)]
-    return f"{line}\n\n{known}\n\nKeys and their defaults in configs/base.py:\n" + "\n".join(kept).rstrip()
+    return "Keys of a config, with their defaults in configs/base.py:\n" + "\n".join(kept).rstrip()
 
 
 def with_likely_vocab(settings: Settings) -> Settings:
@@ -166,8 +215,9 @@ def nearest_key(word: str) -> str:
 
 
 def known_configs() -> list[str]:
-    """The configs that come with the repository."""
-    return [f"configs/{file.name}" for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
+    """The configs that come with the repository, as they are written from the folder that one is in."""
+    folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
+    return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
 
 
 def _name_config(argv: list[str]) -> tuple[list[str], str]:
@@ -175,12 +225,31 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     path = written(argv, "config")
     if path is None:
         raise ConfigError(f"--config is missing; use one of {', '.join(known_configs())}")
-    if not Path(path.split(":")[0]).is_file():
-        raise ConfigError(f"--config={path} does not exist; {nearest(path, known_configs())}")
+    file = Path(path.split(":")[0])
+    if not file.is_file():
+        raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
     if path.endswith(".json"):
         loader = f"{CONFIGS / SAVED}:{path}"
         argv = [loader if arg == path else arg.replace(f"config={path}", f"config={loader}", 1) for arg in argv]
     return argv, path
+
+
+def _are_whole(*values: Any) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _instead_of(file: Path) -> str:
+    """What is wrong with a config that is no file, and what would be right in the folder that one is in."""
+    if file.is_dir():
+        saved = file / "config.json"
+        return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
+    known = {Path(path).name: path for path in known_configs()}
+    close = difflib.get_close_matches(file.name[:QUOTED_LETTERS], known, n=1)
+    lead = f"did you mean {known[close[0]]!r}? Known" if close else "known"
+    if Path.cwd() == CONFIGS.parent:
+        return f"does not exist; {lead}: {', '.join(known.values())}"
+    where = "" if file.is_absolute() else f" in {Path.cwd()}"
+    return f"does not exist{where}; {lead} in {CONFIGS}: {', '.join(known)}"
 
 
 def _overrides(argv: Sequence[str]) -> list[str]:

@@ -86,7 +86,8 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
         if _is_gone(stream):
             lead_nowhere(stream)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:  # a full disk
         lead_nowhere(sys.stdout)
         tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
@@ -109,22 +110,26 @@ def _is_text(one: str) -> bool:
     return one.isprintable() or one in JOINERS or unicodedata.category(one) == "Zs"
 
 
-def tell(text: str, stream: TextIO) -> None:
+def tell(text: str, stream: TextIO | None) -> None:
     """Print at once, if anybody still reads it: who tells does not end because nobody listens any more.
 
-    A terminal gets what is `printable`, a file or a pipe all of it.
+    A terminal gets what is `printable`, a file or a pipe all of it, and a stream that never was open nothing.
     """
+    if stream is None:
+        return
     try:
-        print(printable(text) if stream.isatty() else text, file=stream, flush=True)
+        # In one piece: another thread may write, too.
+        stream.write((printable(text) if stream.isatty() else text) + "\n")
+        stream.flush()
     except OSError:
         lead_nowhere(stream)
 
 
-def _is_gone(stream: TextIO) -> bool:
+def _is_gone(stream: TextIO | None) -> bool:
     """Whether nobody can read the stream any more: its pipe is closed at the other end, or its terminal is."""
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # it is no file, or has been closed
+    except (AttributeError, OSError, ValueError):  # it is no file, or has been closed
         return False
     poll = select.poll()
     poll.register(number, 0)  # asked for nothing, it says what is wrong

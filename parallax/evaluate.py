@@ -1,4 +1,7 @@
-"""The loss of a trained model on a text: `python -m parallax.evaluate --workdir=runs/mine --data=book.txt`.
+"""Say the loss, perplexity and bits per byte of a trained model on a text.
+
+    python -m parallax.evaluate --workdir=runs/mine
+    python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
 
 Without --data the text is what the run has held out. The mesh is the run's; --config.mesh.tp=1 and the like change it.
 """
@@ -16,30 +19,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallax.command import Flag, read_line, run_command, written
-from parallax.command import usage as usage_of
-from parallax.data import DataConfig, Reader, open_reader
-from parallax.data.manifest import FILE_NAME as MANIFEST
-from parallax.data.sources import SUFFIXES
-from parallax.errors import CheckpointError, ConfigError, DataError, tell
-from parallax.loop.batches import own_rows, put_on
-from parallax.loop.config import settings_of
-from parallax.loop.evaluation import measure
-from parallax.plan.progress import progress_bar
-from parallax.runfiles import RunFiles
-from parallax.settings import Settings
-from parallax.step import make_eval_step
-from parallax.tokenizer import FILE_NAME as TOKENIZER
-from parallax.tokenizer import Bytes
-from parallax.trained import Trained, load_trained, mesh_config, sizes_of
-from parallax.vocabulary import with_tokenizer
+from parallax.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    from parallax.command import Flag, read_line, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.data import DataConfig, Reader, open_reader
+    from parallax.data.manifest import FILE_NAME as MANIFEST
+    from parallax.data.sources import SUFFIXES
+    from parallax.errors import CheckpointError, ConfigError, DataError, tell
+    from parallax.loop.batches import own_rows, put_on
+    from parallax.loop.config import settings_of
+    from parallax.loop.evaluation import measure
+    from parallax.runfiles import RunFiles
+    from parallax.settings import Settings
+    from parallax.step import make_eval_step
+    from parallax.tokenizer import FILE_NAME as TOKENIZER
+    from parallax.tokenizer import Bytes
+    from parallax.trained import Trained, load_trained, mesh_config, sizes_of
+    from parallax.vocabulary import with_tokenizer
 
 FLAGS = {
     "workdir": Flag("the folder of the run"),
     "data": Flag(
         "text, .jsonl or .parquet: a file, folder or glob; or a folder of prepared shards; else what is held out"
     ),
-    "step": Flag("of which checkpoint; 0 or more, default: the newest", -1),
+    "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
 }
 MESH_KEYS = ("pp", "dp", "tp", "simulate")
@@ -90,8 +95,8 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    first = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
-    return usage_of(first, FLAGS)
+    line = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -135,12 +140,13 @@ def evaluate(
     settings = with_tokenizer(settings, workdir)
     mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
     trained = load_trained(workdir, settings, mesh, step, ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS))
-    reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
+    with waiting("reading the text"):
+        reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
     name = HELD_OUT if data is None else data
     tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
     shape = reader.rows.size, reader.seq
     put = put_on(trained.model.batch_sharding, shape)
-    with progress_bar("evaluating") as show:
+    with waiting("compiling the evaluation, and evaluating") as show:
         loss, tokens = measure(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
     if not tokens:
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")

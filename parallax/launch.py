@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from parallax.arguments import Parser
+from parallax.defaults import CONFIGS
 from parallax.distributed.place import FLAGS, TOKEN
 from parallax.errors import EXIT_RESTART, ConfigError, exit_status, tell
 
@@ -41,8 +43,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
-    parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: run(parsed), one_line=True)
+    return exit_status(lambda: run(_parser().parse_args(arguments)), one_line=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -62,6 +63,9 @@ def python_command(command: Sequence[str]) -> list[str]:
     if command[0] == "-m" and len(command) > 1:
         return [sys.executable, "-u", *command]
     if not command[0].endswith(".py") or not Path(command[0]).is_file():
+        ours = CONFIGS.parent / command[0]  # written as it would be right in the repository's folder
+        if ours.suffix == ".py" and ours.is_file():
+            raise ConfigError(f"{command[0]!r} does not exist in {Path.cwd()}; did you mean {str(ours)!r}?")
         raise ConfigError(f"{command[0]!r} is no Python file; write one, or -m and a module, after --")
     return [sys.executable, "-u", *command]
 
@@ -229,9 +233,7 @@ def _die_with_parent() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallax.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m parallax.launch", description=__doc__)
     add = parser.add_argument
     add("--processes", type=_positive, required=True, metavar="N", help="processes to start")
     devices = parser.add_mutually_exclusive_group()

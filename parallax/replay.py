@@ -1,4 +1,9 @@
-"""Take one step of a run again, with checks on: `python -m parallax.replay --workdir=runs/mine --step=120`."""
+"""Take one step of a run again, with checks on, from the nearest checkpoint before it.
+
+    python -m parallax.replay --workdir=runs/mine --step=120
+
+Nothing in the folder of the run is changed.
+"""
 
 import os
 
@@ -11,22 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from parallax.progress import loading, waiting
 
-from parallax.checkpoint import complete_steps, restore_newest
-from parallax.command import Flag, read_line, run_command, written
-from parallax.command import usage as usage_of
-from parallax.diagnosis import make_diagnosis
-from parallax.errors import CheckpointError, ConfigError
-from parallax.loop.config import settings_of
-from parallax.loop.folder import RunFolder
-from parallax.loop.journal import read_metrics
-from parallax.loop.run import Parts, about, build, put_in
-from parallax.loop.skips import text_of
-from parallax.loop.steps import parts_of, state_of
-from parallax.mesh import simulate_devices
-from parallax.settings import Settings
-from parallax.step import TrainState, abstract_state, init_state, make_train_step
+with loading(__name__, sys.stderr):
+    import numpy as np
+
+    from parallax.checkpoint import complete_steps, restore_newest
+    from parallax.command import Flag, read_line, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.diagnosis import make_diagnosis
+    from parallax.errors import CheckpointError, ConfigError
+    from parallax.loop.config import settings_of
+    from parallax.loop.folder import RunFolder
+    from parallax.loop.journal import read_metrics
+    from parallax.loop.run import Parts, about, build, put_in
+    from parallax.loop.skips import text_of
+    from parallax.loop.steps import parts_of, state_of
+    from parallax.mesh import simulate_devices
+    from parallax.settings import Settings
+    from parallax.step import TrainState, abstract_state, init_state, make_train_step
 
 FLAGS = {
     "workdir": Flag("the folder of the run; nothing in it is changed"),
@@ -41,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    return usage_of("python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]", FLAGS)
+    line = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -63,18 +72,22 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     if settings.mesh.simulate:
         simulate_devices(settings.mesh.simulate)
     parts = build(settings, folder)
-    start, state = load(parts, folder, step)
+    with waiting("restoring the state"):
+        start, state = load(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
     train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
     put, lines = put_in(parts), []
-    for done in range(start + 1, step):
-        state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
-        if metrics["skipped"]:
-            lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
+    with waiting("compiling the training step, and taking steps") as show:
+        for done in range(start + 1, step):
+            state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
+            if metrics["skipped"]:
+                lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
+            show(done - start, step - 1 - start)
     batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
     lines.append(f"step {step}: {text_of(parts.train_data, step)}")
-    lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
-    return [*lines, *compare(train_step(state, batch)[1], folder, step)]
+    with waiting("compiling the step with its checks, and taking it"):
+        lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
+        return [*lines, *compare(train_step(state, batch)[1], folder, step)]
 
 
 def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:

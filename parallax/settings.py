@@ -40,13 +40,14 @@ LARGEST = {
     "train.seed": 2**63 - 1,
     "sample.seed": 2**63 - 1,
 }
-# What runs that were saved before these keys existed do.
-NEWER_KEYS = {"model": {"vocab_multiple": 1, "sliding_window": 0}}
+STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 LARGEST_FLOAT32 = 3.4028234e38
 AXIS_KEYS = [f"mesh.{axis}" for axis in AXES]  # may be -1
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
-PATH_KEYS = ("data.path", "data.cache", "data.tokenizer", "train.init_from", "pipeline.schedule")
+PATH_KEYS = ("data.path", "data.cache", "data.tokenizer", "train.init_from", "train.compile_cache", "pipeline.schedule")
 PATH_BYTES, NAME_BYTES = 4095, 255
+# Keys that came after 0.1.0 had runs, with what these did.
+ADDED = {"train": {"compile_cache": "auto"}, "model": {"vocab_multiple": 1, "sliding_window": 0}}
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -65,6 +66,7 @@ class TrainConfig:
     wandb: str
     profile_steps: str
     stall_factor: float
+    compile_cache: str
 
     def __post_init__(self):
         least_of = {"steps": 1, "seed": 0, "log_every_steps": 1, "eval_every_steps": 0, "eval_batches": 0}
@@ -76,6 +78,8 @@ class TrainConfig:
             raise ConfigError(f"train.seed={self.seed} is too large; use less than 2**31")
         if self.stall_factor and self.stall_factor < 1:
             raise ConfigError(f"train.stall_factor={self.stall_factor:g} must be 1 or more, or 0 for no watchdog")
+        if not self.compile_cache:
+            raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
         profiled = self.profiled
         if profiled and profiled[-1] > self.steps:
             raise ConfigError(
@@ -88,7 +92,7 @@ class TrainConfig:
         """The steps that are traced; none where `profile_steps` is empty, ConfigError where it is no range."""
         if not self.profile_steps:
             return range(0)
-        found = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps)
+        found = STEP_RANGE.fullmatch(self.profile_steps)
         if not found:
             raise ConfigError(
                 f"train.profile_steps={quoted(self.profile_steps)} is no range of steps; write FIRST:LAST, counted "
@@ -177,18 +181,18 @@ def load_settings(run: Path) -> Settings:
 
 
 def load_saved(path: Path) -> dict[str, Any]:
-    """The config that a run has saved, with the keys that are newer than the run."""
-    return completed(load_json(path))
+    """The config that a run has saved, with the keys that came later."""
+    return with_added(load_json(path))
 
 
-def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings with the keys that are newer than the run, at the values by which it was computed.
+def with_added(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config with the keys that there were not yet when it was saved.
 
-    >>> completed({"model": {"vocab": 64, "sliding_window": 16}})
-    {'model': {'vocab_multiple': 1, 'sliding_window': 16, 'vocab': 64}}
+    >>> with_added({"train": {"steps": 8}})
+    {'train': {'compile_cache': 'auto', 'steps': 8}}
     """
-    known = {section: keys for section, keys in NEWER_KEYS.items() if isinstance(saved.get(section), Mapping)}
-    return {**saved, **{section: {**keys, **saved[section]} for section, keys in known.items()}}
+    known = {name: {**keys, **sections[name]} for name, keys in ADDED.items() if isinstance(sections.get(name), dict)}
+    return {**sections, **known}
 
 
 def load_json(path: Path) -> dict[str, Any]:

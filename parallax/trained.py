@@ -10,9 +10,11 @@ import jax
 
 from parallax.assembly import model_of
 from parallax.checkpoint import complete_steps, restore, restore_newest
+from parallax.compile_cache import use_compile_cache
 from parallax.errors import CheckpointError, ConfigError, DataError, tell
 from parallax.mesh import INFERRED, MeshConfig, make_mesh, simulate_devices
 from parallax.pipeline import PipelineConfig
+from parallax.progress import make_room, waiting
 from parallax.settings import Settings
 from parallax.sharded_model import ShardedModel
 from parallax.tokenizer import Tokenizer, load
@@ -39,8 +41,10 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
     checkpoints = workdir / "checkpoints"
     if not complete_steps(checkpoints):
         raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
-    model = build(settings, mesh, choose)
-    step, params = restore_params(checkpoints, step, model)
+    with waiting("building the model"):
+        model = build(settings, mesh, choose)
+    with waiting("restoring the parameters"):
+        step, params = restore_params(checkpoints, step, model)
     tokenizer = load(checkpoints / str(step))
     _check_tokenizer(tokenizer, model, checkpoints / str(step))
     return Trained(step, checkpoints / str(step), model, params, tokenizer)
@@ -51,6 +55,7 @@ def build(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
     if mesh.simulate:
         simulate_devices(mesh.simulate)
     devices = jax.devices()
+    use_compile_cache(settings.train.compile_cache)
     sizes = mesh.sizes.values()
     if INFERRED not in sizes and not mesh.simulate and math.prod(sizes) < len(devices):
         devices = devices[: math.prod(sizes)]  # writing need not use the whole machine
@@ -89,6 +94,7 @@ def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> 
         return step, restore(checkpoints, step, wanted)["params"]
     found = restore_newest(checkpoints, wanted)
     for error in found.damaged:
+        make_room()
         tell(
             f"the checkpoint of step {error.step} is damaged: {error.how}; going on with step {found.step}", sys.stderr
         )

@@ -1,8 +1,11 @@
 """Numbers as people read them."""
 
+import math
+
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 LONG = 1e12  # of a number in its unit: no quantity of ours has as much
 THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
+DAY = 86_400  # seconds
 
 
 def in_bytes(size: float) -> str:
@@ -42,17 +45,32 @@ def decimal(number: float, decimals: int) -> str:
 
 
 def duration(secs: float) -> str:
-    """Hours, minutes and seconds, the two largest of them.
+    """Days, hours, minutes and seconds, the two largest of them.
 
-    >>> [duration(secs) for secs in (7, 250, 7262)]
-    ['7s', '4m10s', '2h01m']
+    >>> [duration(secs) for secs in (7, 250, 7262, 93_600, 1e12)]
+    ['7s', '4m10s', '2h01m', '1d02h', 'over 999d']
     """
-    secs = round(secs)
+    secs = round(min(secs, 1e9))
     if secs < 60:
         return f"{secs}s"
     if secs < 3600:
         return f"{secs // 60}m{secs % 60:02}s"
-    return f"{secs // 3600}h{secs % 3600 // 60:02}m"
+    if secs < DAY:
+        return f"{secs // 3600}h{secs % 3600 // 60:02}m"
+    return f"{secs // DAY}d{secs % DAY // 3600:02}h" if secs < 1000 * DAY else "over 999d"
+
+
+def count(number: float) -> str:
+    """A count of at most five letters, exact below ten thousand and with three digits beyond.
+
+    >>> [count(number) for number in (0.5, 2317, 54_321, 123_456, 999_999, 12_345_678)]
+    ['0.5', '2,317', '54.3k', '123k', '1M', '12.3M']
+    """
+    if number < 1e4:
+        return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
+    number = float(f"{number:.3g}")
+    at = min(int(math.log10(number)) // 3, len(THOUSANDS) - 1)
+    return f"{number / 1000**at:.3g}{THOUSANDS[at]}"
 
 
 def _scaled(number: float, units: tuple[str, ...], base: int, of: str) -> str:

@@ -7,7 +7,7 @@ from parallax.checkpoint import complete_steps, examine, read_manifest
 from parallax.data.config import AUTO
 from parallax.errors import ConfigError, DataError
 from parallax.runfiles import RunFiles
-from parallax.settings import Settings, completed
+from parallax.settings import Settings, with_added
 from parallax.tokenizer import FILE_NAME, Bytes, load
 
 LEFT_OPEN = {"vocab": 0, "vocab_multiple": 1}  # keys of a model that follow from first weights where they are so
@@ -42,7 +42,7 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     valid = examine(folder).valid
     if not valid:
         return settings  # loading says how all of them are damaged
-    saved = completed(read_manifest(folder, valid[0])["settings"]).get("model", {})
+    saved = with_added(read_manifest(folder, valid[0])["settings"]).get("model", {})
     there = {key: saved.get(key) for key in LEFT_OPEN}
     if not all(type(value) is int for value in there.values()):
         return settings

@@ -12,6 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / f"jax-{version('jax')}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["PARALLAX_PROGRESS"] = "off"  # what a command waits for depends on how fast the machine is
 # Small arrays gain nothing from optimised code, and compiling is most of the time: a training step on 2·2·2 takes
 # 11.5 CPU seconds to compile as it is, 6.2 at level 0, and 1.3 without MLIR's fusions too. Only jaxlib 0.10 can turn
 # those off (to others the flag is unknown, and ends the process). Flags of the user's own come later and win.

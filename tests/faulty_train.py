@@ -1,10 +1,10 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
-FAULT is what happens when the process of that rank reads the batch of that step ("raise", "raise-data", "sleep",
-"die"), is to take the step ("skip": it goes on without), begins to save it ("die-saving") or starts ("die-starting"),
-is late, by STEP seconds, to connect with the others or to load ("late-connecting", "late-loading"), or says when it
-has connected ("say-connected"); or how it differs from the others from the start: another "config", other "code",
-other "data", another "clock", a folder that is "unshared".
+RANK is a number, or "any" for all of them. FAULT is what happens when the process of that rank reads the batch of that
+step ("raise", "raise-data", "sleep", "die"), is to take the step ("skip": it goes on without), begins to save it
+("die-saving") or starts ("die-starting"), is late, by STEP seconds, to connect with the others or to load
+("late-connecting", "late-loading"), or says when it has connected ("say-connected"); or how it differs from the others
+from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared".
 """
 
 import os
@@ -40,7 +40,7 @@ FAULTS = {"raise": raise_error, "raise-data": raise_data_error, "sleep": lambda:
 
 def main() -> int:
     fault, rank, step, *arguments = sys.argv[1:]
-    if os.environ["PARALLAX_PROCESS_ID"] == rank:
+    if rank in (os.environ["PARALLAX_PROCESS_ID"], "any"):
         if fault == "config":
             arguments.append("--config.optimizer.learning_rate=0.5")
         elif fault == "code":

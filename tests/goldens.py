@@ -45,10 +45,10 @@ def golden(name):
 
 def documented():
     """docs/report.md with the quickstart's reports as they are now: the traced one, and the end of the compiled one."""
-    traced = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace_only."))
+    traced = str(dataclasses.replace(report_of("quickstart"), compiled_for="Nothing was compiled: --trace-only."))
     ended = subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
     compiled = "...\n" + ended.stdout[ended.stdout.index(BEGIN) :]
-    return shown(shown(DOCS.read_text(), f"{COMMAND} --trace_only", traced), COMMAND, compiled)
+    return shown(shown(DOCS.read_text(), f"{COMMAND} --trace-only", traced), COMMAND, compiled)
 
 
 def shown(text, command, output):

@@ -12,10 +12,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
     {"plainfile"},
-    {"errors", "units", "version", "runfiles"},
-    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "arguments"},
+    {"errors", "units", "version", "runfiles", "accelerators"},
+    {"arguments", "progress"},
+    {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "defaults"},
     {"distributed"},
-    {"notation", "data", "checkpoint", "chips", "launch"},
+    {"notation", "data", "checkpoint", "chips", "launch", "compile_cache"},
     {"collectives", "contraction", "compiler"},
     {"padding"},
     {"layers", "loss", "optimizer", "guard"},

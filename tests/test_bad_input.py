@@ -1,6 +1,8 @@
 """What a user can get wrong is one line that quotes, measures and advises, before anything is compiled."""
 
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -8,9 +10,11 @@ import pytest
 from run_examples import tiny_config
 
 import train as command_line
+from parallax.command import read_line
 from parallax.errors import ParallaxError
 from parallax.loop import train
 
+ROOT = pathlib.Path(command_line.__file__).parent
 BASE = "--config=configs/tiny_gqa.py"
 
 
@@ -40,9 +44,9 @@ def command(*arguments, capsys):
         ([BASE, "config.mesh.tp=4"], "stray argument 'config.mesh.tp=4'; did you mean --config.mesh.tp=4?"),
         ([BASE, "--workdirr=x"], "unknown flag --workdirr; did you mean 'workdir'?"),
         ([BASE, "--resume=maybe"], "value should be one of <auto|must|never>"),
-        ([BASE, "--run_name=../x"], "--run_name='../x' is no name for a run"),
-        ([BASE, "--run_name=" + "x" * 101], "is no name for a run; use 1 to 100 letters"),
-        ([BASE, "--run_name=a", "--workdir=b"], "--workdir=b and --run_name=a both name the run's folder; give one"),
+        ([BASE, "--run-name=../x"], "--run-name='../x' is no name for a run"),
+        ([BASE, "--run-name=" + "x" * 101], "is no name for a run; use 1 to 100 letters"),
+        ([BASE, "--run-name=a", "--workdir=b"], "--workdir=b and --run-name=a both name the run's folder; give one"),
         ([BASE, "--workdir="], "--workdir='' is no folder; give it a name or leave it out"),
         (["--config=configs/quikstart.py"], "does not exist; did you mean 'configs/quickstart.py'?"),
         (["--workdir=nowhere"], "--config is missing; use one of configs/base.py"),
@@ -56,6 +60,43 @@ def test_a_wrong_command_line_is_one_line_with_status_2(arguments, message, caps
     monkeypatch.chdir(os.path.dirname(command_line.__file__))
     status, error = command(*arguments, capsys=capsys)
     assert status == 2 and message in error and error.startswith("ConfigError: ")
+
+
+@pytest.mark.parametrize("folder", ["elsewhere", "configs", "notebooks"])
+@pytest.mark.parametrize(
+    "written", ["configs/quickstart.py", "configs/quikstart.py", "quickstart", "/nowhere/quickstart.py"]
+)
+def test_a_config_that_is_suggested_in_another_folder_works_there(folder, written, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path if folder == "elsewhere" else ROOT / folder)
+    status, error = command(f"--config={written}", capsys=capsys)
+    where = "" if written.startswith("/") else f" in {os.getcwd()}"
+    assert status == 2 and f"--config={written} does not exist{where}; did you mean '" in error
+    suggested = re.search("did you mean '(.*?)'", error)[1]
+    assert suggested != written
+    read_without_the_repository_on_the_path(suggested, monkeypatch)
+
+
+def read_without_the_repository_on_the_path(config, monkeypatch):
+    """As an installed `python -m parallax.report` has it, whose path has the folder that one is in, and no other."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if (path or os.getcwd()) != str(ROOT)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert read_line(["report", f"--config={config}"], {}).config.mesh.pp == 2
+
+
+def test_without_a_config_those_that_work_here_are_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, error = command(capsys=capsys)
+    listed = error.strip().removeprefix("ConfigError: --config is missing; use one of ").split(", ")
+    assert len(listed) > 4 and all((tmp_path / path).is_file() for path in listed)
+
+
+def test_a_folder_is_no_config_and_that_of_a_run_has_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert "--config=mine is a folder; name a file in it\n" in command("--config=mine", capsys=capsys)[1]
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert "name a file in it, as 'mine/config.json'" in command("--config=mine", capsys=capsys)[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -67,6 +68,14 @@ def test_headers_say_what_a_reader_needs(name):
     header = importlib.import_module(f"configs.{name}").__doc__
     wanted = ("For:", "Numbers:", "Command:", "Hardware:", "Time:", "Loss:")
     assert name == "base" or not [word for word in wanted if word not in header]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_on_the_standard_library_says_of_which_python(name):
+    config = importlib.import_module(f"configs.{name}")
+    _, _, loss = config.__doc__.partition("Loss:")
+    read = config.get_config().data.source == "stdlib" and loss and "not yet run" not in loss
+    assert not read or re.search(r"Python\s3\.\d", " ".join(loss.split()))
 
 
 def test_a_config_of_the_users_own_may_lie_anywhere(tmp_path):

@@ -1,13 +1,20 @@
 """The command line of data: one line for an error, an exit status for its kind, and shards that survive a kill."""
 
+import json
 import pathlib
 import subprocess
 import sys
 import time
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from configs.base import get_config
+from parallax.data import DataConfig, open_reader
+from parallax.data import __main__ as data_command
 from parallax.data.__main__ import main
+from parallax.data.manifest import read_manifest
 
 MOBY = ["prepare", "--source", "moby", "--tokenizer", "bytes", "--out"]
 
@@ -45,9 +52,10 @@ def test_inspect_names_the_damaged_shard(tmp_path, capsys):
     "arguments, status, message",
     [
         ("--source text --tokenizer bytes", 2, "ConfigError: --source text needs --path"),
-        ("--source jsonl --path x --tokenizer bytes", 2, "ConfigError: --source jsonl needs --field"),
-        ("--source moby --tokenizer bpe", 2, "ConfigError: --tokenizer bpe needs --bpe-vocab"),
-        ("--source synthetic --tokenizer bytes", 2, "--source synthetic needs --synthetic-tokens"),
+        ("--source jsonl --path x --field= --tokenizer bytes", 2, "ConfigError: --source jsonl needs --field"),
+        ("--source moby --tokenizer bpe --bpe-vocab 0", 2, "ConfigError: --tokenizer bpe needs --bpe-vocab"),
+        ("--source synthetic --synthetic-tokens 0", 2, "--source synthetic needs --synthetic-tokens"),
+        ("--source text --path x --field y", 2, "--field=y is not read by --source text"),
         ("--source moby --tokenizer bytes --bpe-vocab 300", 2, "--bpe-vocab=300 is not read by --tokenizer bytes"),
         ("--source moby --path x --tokenizer bytes", 2, "--path=x is not read by --source moby"),
         ("--source moby --tokenizer bpe --bpe-vocab 9", 2, "bpe_vocab=9 is too small"),
@@ -64,10 +72,55 @@ def test_an_error_is_one_line_and_a_status(arguments, status, message, tmp_path,
 
 @pytest.mark.parametrize("arguments", [[], ["prepair"], [*MOBY, "x", "--workers", "0"], [*MOBY, "x", "lr=3"]])
 def test_wrong_arguments_end_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(arguments)
-    assert ending.value.code == 2
-    assert "error: " in capsys.readouterr().err
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: ") and error.count("\n") == 1
+
+
+def test_what_is_left_out_is_as_in_training(tmp_path, corpora):
+    """A run with configs/base.py's settings of data finds what `prepare` has made of the same corpus."""
+    for source, path in corpora.items():
+        out = tmp_path / source
+        assert main(["prepare", "--source", source, "--path", str(path), "--out", str(out)]) == 0
+        sizes = {"seq": 8, "global_batch": 2}
+        config = DataConfig(**get_config().data.to_dict() | sizes | {"source": source, "path": str(path)})
+        open_reader(config, folder=tmp_path / "run", vocab=None, split="all")
+        (run,) = (tmp_path / "run").glob(f"{source}-*")
+        assert read_manifest(out).request == read_manifest(run).request
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """A jsonl and a parquet file, whose documents are in the field of configs/base.py, and a text file."""
+    texts = [f"Document {number}, of some length." for number in range(20)]
+    field = get_config().data.field
+    files = {source: tmp_path / f"corpus.{source}" for source in ("text", "jsonl", "parquet")}
+    files["text"].write_text("\n".join(texts))
+    files["jsonl"].write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    parquet.write_table(pyarrow.table({field: texts}), files["parquet"])
+    return files
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--source", "moby", "--tokenizer", "bpe"], "bpe_vocab"),
+        (["--source", "synthetic"], "synthetic_tokens"),
+        (["--source", "jsonl", "--path", "x"], "field"),
+    ],
+)
+def test_each_default_is_that_of_the_base_config(flags, key, monkeypatch, capsys):
+    asked = {}
+    monkeypatch.setattr(data_command, "open_source", lambda kind, **how: asked.update(how))
+    monkeypatch.setattr(data_command, "prepare", lambda request, *_, **__: asked.update(vars(request)))
+    monkeypatch.setattr(data_command, "_describe", lambda *_: "")
+    assert main(["prepare", *flags, "--out", "x"]) == 0
+    assert asked[key] == get_config().data[key]
+    assert asked["tokenizer"] == ("bpe" if key == "bpe_vocab" else "bytes")
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"(default: {get_config().data[key]}, as in training)" in told
 
 
 def test_rebuild_replaces_data_of_other_settings(tmp_path, capsys):

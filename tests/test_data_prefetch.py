@@ -63,6 +63,22 @@ def test_an_error_is_raised_where_its_batch_is_asked_for():
     assert not running()
 
 
+@pytest.mark.parametrize("fail_at", [7, 8, 9, 12])
+def test_who_has_a_reserve_hears_of_an_error_with_so_many_batches_left(fail_at):
+    """However slow the reading is, and whoever asks for batches as fast as can be."""
+    reader, heard = Counting(fail_at=fail_at, secs=0.01), []
+    with Prefetcher(reader, lambda batch: int(batch["tokens"][0, 0]), 7, reserve=2) as prefetcher:
+        for step in range(7, fail_at):
+            assert prefetcher.get(step)[0] == step
+            assert prefetcher.failure_before(fail_at) is None, "steps before it do not need what cannot be read"
+            if prefetcher.failure_before(fail_at + 1):
+                heard.append(step)
+        assert heard == list(range(max(fail_at - 2, 7), fail_at))
+        with pytest.raises(ValueError, match=f"no batch {fail_at}"):
+            prefetcher.get(fail_at)
+        assert str(prefetcher.failure_before(fail_at + 1)) == f"no batch {fail_at}"
+
+
 def test_an_error_of_put_is_raised_too():
     def put(batch):
         raise RuntimeError("no room on the device")

@@ -25,7 +25,7 @@ from parallax.distributed.peers import Peers, end_now
 from parallax.errors import ConfigError, LostError
 from parallax.loop.watchdog import Watchdog
 
-PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num_processes": "4", "distributed.process_id": "3"}
+PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num-processes": "4", "distributed.process-id": "3"}
 
 
 # ---- places
@@ -35,7 +35,7 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
     assert read_place(PLACE, {}) == Place("10.0.0.2", 8476, 4, 3, "")
     own = {"PARALLAX_COORDINATOR": "localhost:1", "PARALLAX_NUM_PROCESSES": "2", "PARALLAX_PROCESS_ID": "0"}
     assert read_place({}, own) == Place("localhost", 1, 2, 0, "") and read_place({}, own).is_loopback
-    assert read_place(PLACE | {"distributed.process_id": None}, own).process == 0
+    assert read_place(PLACE | {"distributed.process-id": None}, own).process == 0
     assert read_place({name: None for name in PLACE}, {}) is None
 
 
@@ -48,9 +48,9 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
             "'host' is no address; write host:port of process 0, as in 10.0.0.2:8476",
         ),
         ({"distributed.coordinator": "host:99999"}, "'host:99999' is no address"),
-        ({"distributed.num_processes": "0"}, "--distributed.num_processes='0' must be a whole number of 1 or more"),
-        ({"distributed.process_id": "-1"}, "--distributed.process_id='-1' must be a whole number of 0 or more"),
-        ({"distributed.process_id": "4"}, "--distributed.process_id=4 is none of 4 processes; use 0 to 3"),
+        ({"distributed.num-processes": "0"}, "--distributed.num-processes='0' must be a whole number of 1 or more"),
+        ({"distributed.process-id": "-1"}, "--distributed.process-id='-1' must be a whole number of 0 or more"),
+        ({"distributed.process-id": "4"}, "--distributed.process-id=4 is none of 4 processes; use 0 to 3"),
     ],
 )
 def test_places_that_cannot_be_are_refused(changes, message):
@@ -262,8 +262,8 @@ def test_who_is_missing_at_the_start_is_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": 0}, "distributed.process_id=0 was given twice: on host0 and on host1"),
-        ({"of": 3}, "distributed.num_processes is 2 in process 0, 3 in process 1"),
+        ({"hello": 0}, "distributed.process-id=0 was given twice: on host0 and on host1"),
+        ({"of": 3}, "distributed.num-processes is 2 in process 0, 3 in process 1"),
         ({"token": "guessed"}, "this coordinator port belongs to another job; give each job a port of its own"),
     ],
 )

@@ -35,7 +35,7 @@ from docs_commands import (
 )
 from tiny import mesh_of
 
-from docs import config_keys
+from docs import config_keys, notebook_pages
 from parallax.collectives import as_varying, varying_axes
 from parallax.notation import Layout
 from parallax.settings import SECTIONS
@@ -44,6 +44,7 @@ AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
 MESH = (2, 2, 2)
 SIZES = {"batch": 4, "seq": 4, "d_model": 8, "d_ff": 16, "microbatches": 2}
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 ERROR = 1e-5  # of float32 sums in another order, over the largest entry
 
 
@@ -280,6 +281,8 @@ WRITTEN = {"parallax/layers/squared.py", "tests/test_squared.py"}
 @each_page
 def test_files_and_keys_that_a_page_names_are_there(page):
     text = page.read_text()
+    if page.name == "coming-from.md":  # the other columns are of others
+        text = re.sub(r"(?m)^(\|[^|]*\|).*$", r"\1", text)
     files = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
     assert not files - WRITTEN, name_of(page)
     keys = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__dataclass_fields__}
@@ -304,12 +307,26 @@ def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
         assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('.,'))}(?!\d)", pages), f"{figure} is measured nowhere"
 
 
+@each_page
+def test_a_loss_that_a_page_shows_says_which_pythons_library_it_is_of(page):
+    """Each version of Python has another standard library, which is what the quickstart learns from."""
+    for before, block in re.findall(r"(?m)((?:^(?! {4}).+\n)+)\n((?: {4}.*\n)+)", page.read_text()):
+        if re.search(r"\bloss \d", block):
+            assert re.search(r"Python\s3\.\d", before), block
+
+
 # ---- what is made from the code
 
 
 def test_the_reference_of_configs_is_that_of_the_base_config():
     expected = config_keys.page((ROOT / "configs" / "base.py").read_text())
     assert config_keys.PAGE.read_text() == expected, "`python docs/config_keys.py` writes it anew"
+
+
+def test_the_reference_of_configs_has_every_preset():
+    listed = re.findall(r"(?m)^\| `(configs/\w+\.py)` \| .+ \| .+ \|$", config_keys.PAGE.read_text())
+    there = {f"configs/{file.name}" for file in ROOT.glob("configs/*.py")}
+    assert {*listed} == there - {"configs/base.py", "configs/saved.py"} and len(listed) > 4
 
 
 def test_examples_of_what_makes_pages_are_right():
@@ -363,22 +380,76 @@ def elsewhere():
 
 def test_every_page_is_in_the_navigation_once():
     pages = [page.name for page in ROOT.glob("docs/*.md")] + [*elsewhere()]
+    pages += [f"{file.stem}.md" for file in NOTEBOOKS]
     assert sorted(navigation()) == sorted(pages)
     assert all((ROOT / source).is_file() for source in elsewhere().values())
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs the extra docs: pip install -e '.[docs]'")
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebooks_page_has_its_texts_code_and_pictures(file):
+    markdown, pictures = notebook_pages.page(file, lambda text: text)
+    cells = json.loads(file.read_text())["cells"]
+    assert all("".join(cell["source"]).strip() in markdown for cell in cells[1:])
+    assert markdown.startswith(
+        "".join(cells[0]["source"]).partition("\n")[0] + f"\n\n*`notebooks/{file.name}`, as it ran.*\n"
+    )
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    printed = ["".join(output["text"]).strip() for output in outputs if output["output_type"] == "stream"]
+    assert all(text in markdown for text in printed)
+    drawn = [form for output in outputs for form in output.get("data", {}) if form in notebook_pages.SUFFIXES]
+    assert len(drawn) == len(pictures) == len(re.findall(r"(?m)^!\[.+\]\((.+)\)$", markdown)) > 0
+    starts = {".png": b"\x89PNG", ".svg": "<svg"}
+    assert all(content.startswith(starts[name[-4:]]) for name, content in pictures.items())
+
+
+def test_examples_of_notebook_pages_are_right():
+    assert doctest.testmod(notebook_pages) == (0, 1)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built."""
+    if not importlib.util.find_spec("mkdocs"):
+        pytest.skip("needs the extra docs: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(site):
     from docs import docstrings
 
     assert doctest.testmod(docstrings).failed == 0
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    written = [*(tmp_path / "site").glob("*.html")]
+    written = [*site.rglob("*.html")]
     assert {page.stem for page in written} >= {pathlib.Path(page).stem for page in navigation()}
     loads = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
     assert {page.name: found for page in written if (found := loads.findall(page.read_text()))} == {}
+    far = re.compile(r"@import|url\(['\"]?(?:https?:)?//")
+    assert not [sheet.name for sheet in site.rglob("*.css") if far.search(sheet.read_text())]
+
+
+def test_the_site_is_searched_from_files(site):
+    """Pages from files load no JSON and start no Worker: the index is a script, docs/iframe-worker.js the Worker."""
+    index = (site / "search" / "search_index.js").read_text()
+    entries = json.loads(index.removeprefix("var __index = "))["docs"]
+    found = {entry["location"].partition("#")[0] for entry in entries}
+    assert found >= {page.replace(".md", ".html") for page in navigation()}
+    assert all(entry["title"] and entry["text"] is not None for entry in entries)
+    for page in navigation():
+        head, _, body = (site / page.replace(".md", ".html")).read_text().partition("</head>")
+        assert '<script src="iframe-worker.js">' in head and "assets/javascripts/bundle" in body, page
+    assert (site / "iframe-worker.js").read_text() == (ROOT / "docs" / "iframe-worker.js").read_text()
+
+
+def test_links_to_notebooks_lead_to_their_pages(site):
+    for file in NOTEBOOKS:
+        assert f'href="{file.stem}.html"' in (site / "index.html").read_text()
+    assert 'href="03_pipeline_schedules.html"' in (site / "pipeline.html").read_text().partition("<article")[2]
+    shown = (site / "01_one_model_every_mesh.html").read_text()
+    pictures = re.findall(r'<img [^>]*src="(01_one_model_every_mesh_\d\.\w+)"', shown)
+    assert len(pictures) == 3 and all((site / name).is_file() for name in pictures)
 
 
 # ---- the worked changes

@@ -242,7 +242,7 @@ def test_the_command_runs_as_a_module(run_folder):
         (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
         (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' is no text: surrogates not allowed; write it in UTF-8"),
         (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
-        (["--prompt", "a", "--top_k", "x"], 2, "argument --top_k: invalid int value: 'x'"),
+        (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
         (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),
         (["--prompt", "a", "def"], 2, "unknown argument 'def'; known: --workdir, --step"),
         (["--prompt", "a", "--step", "5"], 3, "there is no checkpoint of step 5 in "),

@@ -1,8 +1,10 @@
 """A run stops, goes on, moves to another mesh and ends, and its losses are those of a run that never stopped."""
 
 import errno
+import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -12,14 +14,17 @@ import numpy as np
 import pytest
 from run_examples import stop_at, tiny_config, write_corpus
 
+from parallax import progress
 from parallax.checkpoint import latest_step
 from parallax.errors import CheckpointError, ConfigError
 from parallax.loop import load_config, settings_of, train
 from parallax.loop.folder import RunFolder
 from parallax.loop.journal import Journal, drop_after, read_metrics
 from parallax.loop.meter import Meter
+from parallax.loop.resume import step_to_resume
 from parallax.loop.skips import Skips
 from parallax.loop.steps import Ended, Steps
+from parallax.progress import Speaker, speaking, waiting
 from parallax.settings import load_settings
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -94,6 +99,17 @@ def test_weights_of_a_folder_without_checkpoints_are_refused(corpus, tmp_path):
         train(tiny_config(corpus, **{"train.init_from": "nowhere"}), tmp_path)
 
 
+def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, never_stopped, tmp_path, monkeypatch):
+    config = json.loads((never_stopped / "config.json").read_text())
+    del config["train"]["compile_cache"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
+    settings, said = load_settings(tmp_path), []
+    assert settings == load_settings(never_stopped)
+    monkeypatch.setattr("parallax.loop.resume.read_manifest", lambda *_: {"settings": config})
+    assert step_to_resume(RunFolder(never_stopped), settings.to_dict(), "auto", said.append) == 8 and not said
+
+
 def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
     before = losses(never_stopped)
     outcome = train(tiny_config(corpus), never_stopped)
@@ -124,7 +140,8 @@ def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
     log = (never_stopped / "log.txt").read_text()
     for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
         assert words in log
-    assert "step 8/8  loss" in log and "mfu" in log and "wait" in log and "finished: step 8" in log
+    assert re.search(r"^\d\d:\d\d:\d\d step 8/8 +loss", log, re.M) and "step 8/8  eval loss" in log
+    assert "mfu" in log and "tok/s" in log and "finished: step 8" in log
     assert "8 x cpu as pp=1, dp=8, tp=1; accumulate" in log and "nats a token" in log and "a byte" in log
 
 
@@ -155,7 +172,28 @@ def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", console)
         journal.say("step 1")
         journal.say("step 2")
-    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+    date, *lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date)
+    assert [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line)[1] for line in lines] == ["step 1", "step 2"]
+
+
+def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeypatch, capsys):
+    times = iter(["2026-11-22 23:59:58", "2026-11-22 23:59:59", "2026-11-23 00:00:00", "2026-11-23 00:00:01"])
+    monkeypatch.setattr("parallax.loop.journal.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S"))
+    with pytest.raises(ZeroDivisionError), Journal(RunFolder(tmp_path)) as journal:
+        journal.begin(0)
+        journal.say("run here\n\na table")
+        journal.say("step 1")
+        journal.say_last("step 2")
+        _ = 1 / 0
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [lines[0][:10], *lines[1:5]] == ["2026-11-22", "23:59:58 run here", "", "a table", "23:59:59 step 1"]
+    assert [lines[5][:10], *lines[6:]] == [
+        "2026-11-23",
+        "00:00:00 step 2",
+        "00:00:01 ZeroDivisionError: division by zero",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines[:5]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +315,7 @@ class NoSkips(Skips):
 COUNTS = {name: np.float32(0) for name in ("grad_norm", "skipped", "skipped_steps", "in_a_row")}
 
 
-def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(corpus):
+def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but_for_the_first(corpus):
     events = []
     settings = settings_of(
         tiny_config(corpus, **{"train.steps": 4, "train.eval_every_steps": 0, "checkpoint.every_steps": 0})
@@ -294,8 +332,74 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read(cor
     steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
-        "dispatch 0", "dispatch 1", "read 0", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
+        "dispatch 0", "read 0", "dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
     ]  # fmt: skip
+
+
+def take_steps(settings, step, say=lambda line: None):
+    """The steps of `settings` by a function of (state, batch), without a model; lines go to `say`."""
+    stub, batches = Stub(), Stub()
+    batches.get = lambda at: (None, 0.0)
+    journal = SimpleNamespace(record=lambda *_: None, say=say)
+    meter = Meter(settings.train.steps, 1, 1.0, None, 1)
+    steps = Steps(settings, step, None, batches, Stub(), journal, meter, stub, stub, np.zeros(99), NoSkips(), stub)
+    steps._save = lambda *_: None
+    steps.run(SimpleNamespace(params={}), 0)
+
+
+def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus, monkeypatch):
+    changes = {"train.steps": 9, "train.log_every_steps": 100, "train.eval_every_steps": 0, "checkpoint.every_steps": 0}
+    lines, now = [], iter(np.arange(0.0, 1e6, 12.0))  # a look at the clock each 12 s
+    monkeypatch.setattr("parallax.loop.steps.time", SimpleNamespace(monotonic=lambda: next(now)))
+    step = lambda state, batch: (state, {**COUNTS, "loss": np.float32(1)})  # noqa: E731
+    take_steps(settings_of(tiny_config(corpus, **changes)), step, lines.append)
+    assert [line.split()[1] for line in lines] == ["1/9", "4/9", "7/9", "9/9"]
+
+
+def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
+    now, out = [0.0], io.StringIO()
+    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+
+    def step(state, batch):
+        for _ in range(12 if now[0] == 0 else 0):
+            now[0] += 1
+            speaker.tick()
+        return state, {**COUNTS, "loss": np.float32(1)}
+
+    with speaking(speaker):
+        take_steps(settings_of(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
+    assert out.getvalue().splitlines() == [
+        "compiling the training step: 1s so far",
+        "compiling the training step: 5s so far",
+        "compiling the training step: 9s so far",
+        "compiling the training step: done in 12.0 s",
+    ]
+
+
+def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("PARALLAX_PROGRESS")
+
+    def wait(what):
+        with waiting(what, patience_secs=0):
+            progress._speaker.tick()
+
+    with Journal(RunFolder(tmp_path)) as journal:
+        wait("preparing the data")
+        assert (tmp_path / "log.txt").read_text() == ""  # a run that is refused now leaves nothing behind
+        journal.say("run")
+        wait("compiling the training step")
+    lines = ["preparing the data ...", "run", "compiling the training step ..."]
+    assert (tmp_path / "log.txt").read_text().splitlines() == capsys.readouterr().out.splitlines() == lines
+
+
+def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("parallax.loop.journal.is_first", lambda: False)
+    now, out = [0.0], io.StringIO()
+    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+    with speaking(speaker), Journal(RunFolder(tmp_path)), waiting("compiling"):
+        now[0] += 100
+        speaker.tick()
+    assert out.getvalue() == capsys.readouterr().out == ""
 
 
 class Device:

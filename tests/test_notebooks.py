@@ -1,11 +1,17 @@
 """Notebooks run from top to bottom, with the Python that runs the tests, and what is committed shows their pictures."""
 
+import base64
+import io
+import itertools
 import json
 import pathlib
+import re
 import sys
 
 import nbformat
+import numpy as np
 import pytest
+from matplotlib import image
 from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
@@ -64,7 +70,20 @@ def test_notebook_was_saved_as_it_ran_and_says_what_it_shows(path):
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert not any(home in json.dumps(outputs) for home in ("/home/", "/root/", str(FOLDER.parent), "/tmp/"))
     first = notebook.cells[0]
-    assert first.cell_type == "markdown" and first.source.startswith("# ") and "It takes" in first.source
+    assert first.cell_type == "markdown" and re.match(r"# [^#\s]", first.source) and "It takes" in first.source
+
+
+def test_pieces_of_the_first_notebook_are_thick_enough_for_their_numbers():
+    """Down the left edge of its first picture's first column, where no number stands in the way."""
+    cells = nbformat.read(NOTEBOOKS[0], as_version=4).cells
+    (drawn,) = (cell for cell in cells if "COLOURS = [" in cell.source)
+    colours = re.findall(r'"#(\w{6})"', drawn.source)
+    picture = image.imread(io.BytesIO(base64.b64decode(drawn.outputs[0].data["image/png"])))[..., :3]
+    codes = (picture * 255).round().astype(int) @ [1 << 16, 1 << 8, 1]
+    held = np.where(np.isin(codes, [int(colour, 16) for colour in colours]), codes, 0)
+    column = held[:, np.flatnonzero(held.any(axis=0))[0] + 5]
+    heights = [len([*run]) for colour, run in itertools.groupby(column) if colour]
+    assert len(heights) >= 16 and min(heights) >= 12, "pixels; a number has 8"
 
 
 def test_notebooks_are_numbered_in_reading_order():

@@ -53,7 +53,7 @@ def test_two_processes_train_as_one_and_stop_together_and_one_goes_on(corpus, al
     # Process 0 speaks for all; from another there are errors, and that it was asked to stop.
     zero, one = ({line[4:] for line in text.splitlines() if line.startswith(f"[{rank}] ")} for rank in (0, 1))
     assert not [line for line in zero & one if line and "SIGTERM" not in line], text
-    assert len(zero) > 30 and not [line for line in one if line.startswith(("step", "run", "stopped"))], text
+    assert len(zero) > 30 and not [line for line in one if re.match(r"\d\d:\d\d:\d\d ", line)], text
     # Each has written its own part of the arrays.
     parts = (tmp_path / "checkpoints" / str(done) / "params").glob("ocdbt.process_*")
     assert {path.name for path in parts} == {"ocdbt.process_0", "ocdbt.process_1"}
@@ -173,6 +173,27 @@ def test_when_a_process_raises_the_others_name_its_error(corpus, tmp_path, rank,
     assert status == expected and f"[launch] process {1 - rank} ended with status {other}" in text, text
     said = f"ended with status {expected}: {error}: a fault that was put here; this process was at"
     assert any(said in line for line in text.splitlines() if line.startswith(f"[{1 - rank}] LostError: ")), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1", "any"])
+def test_when_a_process_loses_data_all_stop_saved_and_the_same_command_goes_on_bit_for_bit(
+    corpus, by_two, tmp_path, rank
+):
+    flags = [*flags_of(corpus, **MESH), "--config.checkpoint.every_steps=0", f"--workdir={tmp_path}"]
+    with launched(FAULTY, "raise-data", rank, "6", *flags) as job:
+        status, text = job.end()
+    assert status == 5 and all(f"[launch] process {each} ended with status 5" in text for each in (0, 1)), text
+    error = "DataError: a fault that was put here"
+    first, *others = (line for line in text.splitlines() if error in line)
+    assert first.endswith(error) and (rank == "any" or (first.startswith(f"[{rank}]") and len(others) == 1)), text
+    saved, log = latest_step(tmp_path / "checkpoints"), (tmp_path / "log.txt").read_text()
+    assert 0 < saved <= 6 and losses(tmp_path) == by_two[:saved]
+    assert f"step {saved} is saved" in log and error in log
+    with launched("train.py", *flags) as job:
+        status, text = job.end()
+    assert status == 0 and f"going on from step {saved}" in text and "finished: step 8" in text, text
+    assert losses(tmp_path) == by_two
 
 
 @pytest.mark.slow
@@ -337,8 +358,8 @@ def test_a_coordinator_that_does_not_answer_is_named(corpus, tmp_path, silent):
         if not silent:
             listener.close()
         flags = [*flags_of(corpus), "--config.distributed.start_secs=3", "--config.mesh.simulate=2"]
-        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num_processes=2"]
-        with Started("train.py", *flags, *place, "--distributed.process_id=1", f"--workdir={tmp_path}") as process:
+        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num-processes=2"]
+        with Started("train.py", *flags, *place, "--distributed.process-id=1", f"--workdir={tmp_path}") as process:
             begun = time.monotonic()
             status, text = process.end()
     assert status == 75 and time.monotonic() - begun < 30 and len(text.splitlines()) == 1
@@ -400,11 +421,16 @@ def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path
 def test_the_launcher_refuses_what_it_cannot_start(arguments, message, capsys):
     from parallax import launch
 
-    try:
-        status = launch.main(arguments)
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2 and message in capsys.readouterr().err
+    assert launch.main(arguments) == 2 and message in capsys.readouterr().err
+
+
+def test_the_launcher_names_the_program_that_is_elsewhere(tmp_path, monkeypatch, capsys):
+    from parallax import launch
+
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["--processes", "2", "--", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"'train.py' does not exist in {tmp_path}; did you mean '{ROOT / 'train.py'}'?" in said
 
 
 @pytest.mark.parametrize(
@@ -576,7 +602,7 @@ def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=20)
     assert ended.returncode == status and (tmp_path / "requeue").exists() == requeued
-    assert "--run_name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
+    assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
     assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
 
 

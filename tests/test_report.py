@@ -126,7 +126,7 @@ def test_vocab_that_is_no_token_is_padding():
 def quickstart():
     settings, _ = read_command(["report", f"--config={ROOT}/configs/quickstart.py"], {})
     found = report_settings(settings, abstract_mesh({"pp": 2, "dp": 2, "tp": 2}, simulated=True), name="quickstart")
-    return dataclasses.replace(found, compiled_for="Nothing was compiled: --trace_only.")
+    return dataclasses.replace(found, compiled_for="Nothing was compiled: --trace-only.")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
     sections = str(quickstart).split("\n\n")
     calls = sum(one.count for one in quickstart.sent if one.bytes)
     assert f"{calls:,}" in next(line for line in sections[2].splitlines() if line.startswith("all "))
-    places = [line.split() for line in sections[4].splitlines()[1:]]
+    places = [line.split() for line in sections[4].splitlines() if line.startswith("  ")]
     assert sum(int(cells[-3].replace(",", "")) for cells in places) == calls
     assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "loss"}
 
@@ -200,7 +200,7 @@ def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tm
     page = tmp_path / "report.html"
     arguments = ["--config=configs/llama_1b_16.py", "--config.model.layers=2", f"--html={page}"]
     assert main(["report", *arguments]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "llama_1b_16: pp=1 dp=16 tp=1 on 16 devices" in out
     assert "Nothing was compiled: the mesh has 16 devices, this machine 8. --config.mesh.simulate=16 compiles" in out
     assert page.read_text().startswith("<!DOCTYPE html>")
@@ -212,7 +212,7 @@ def test_the_command_says_how_to_compile_for_chips_that_are_not_here(in_root, ca
     assert main(["report", *arguments]) == 0
     out = capsys.readouterr().out
     assert "pp=2 dp=4 tp=2 on 16 devices" in out
-    assert out.splitlines()[-1] == f"Nothing was compiled: {GET_LIBTPU}"
+    assert " ".join(out.split()).endswith(f"Nothing was compiled: {GET_LIBTPU}")
 
 
 @pytest.mark.slow
@@ -221,20 +221,20 @@ def test_the_step_is_compiled_for_chips_that_are_not_here():
     command = [sys.executable, "-m", "parallax.report", QUICKSTART, "--config.model.layers=2", "--topology=v5e:2x4"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert "for 8 x TPU v5 lite" in ended.stdout and "cycles between" in ended.stdout
+    assert "for 8 x TPU v5 lite" in ended.stdout and "cycles" in ended.stdout
     assert re.search(r"^MFU \d+\.\d %; ", ended.stdout, re.M)
     assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
 
 
 def test_json_is_all_that_is_printed(in_root, capsys):
-    assert main(["report", "--config=configs/tiny_gqa.py", "--trace_only", "--json", "--config.mesh.dp=4"]) == 0
+    assert main(["report", "--config=configs/tiny_gqa.py", "--trace-only", "--json", "--config.mesh.dp=4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["name"], found["devices"]) == ("tiny_gqa", 4)
-    assert found["compiled_for"] == "Nothing was compiled: --trace_only."
+    assert found["compiled_for"] == "Nothing was compiled: --trace-only."
 
 
 @pytest.mark.parametrize(
-    "flags", [["dp=8", "--trace_only"], ["dp=-1", "--trace_only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
+    "flags", [["dp=8", "--trace-only"], ["dp=-1", "--trace-only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
 )
 def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys):
     arguments = ["--config=configs/tiny_gqa.py", "--config.mesh.simulate=0", "--config.pipeline.microbatches=1", *CUDNN]
@@ -250,7 +250,7 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
     ("arguments", "message"),
     [
         ([], "--config is missing; use one of configs/base.py"),
-        ([QUICKSTART, "--trace-only"], "unknown flag --trace-only; did you mean 'trace_only'?"),
+        ([QUICKSTART, "--traceonly"], "unknown flag --traceonly; did you mean 'trace-only'?"),
         ([QUICKSTART, "--html="], "--html='' names no file"),
         ([QUICKSTART, "--topology="], "--topology='' is no topology; write CHIP:SIZES"),
         ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),
@@ -258,7 +258,7 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
         ([QUICKSTART, "--topology=v5e:2x4", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are TPUs (TPU v5e)"),
         ([QUICKSTART, "--topology=h100:8", SPLASH], "model.kernel='splash' needs TPUs, or CPUs to try it on, and "),
         ([QUICKSTART, *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel in {'xla'}."),
-        ([QUICKSTART, "--trace_only", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel"),
+        ([QUICKSTART, "--trace-only", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are CPUs (cpu); use kernel"),
         (
             [
                 QUICKSTART,
@@ -270,11 +270,11 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
             ],
             "data.seq=255 is odd, which model.kernel='cudnn' does not take; use seq=256.",
         ),
-        ([QUICKSTART, "--html=/nowhere/x.html", "--trace_only"], "--html=/nowhere/x.html cannot be written: No such"),
-        ([QUICKSTART, "--trace_only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
-        ([QUICKSTART, "--trace_only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),
+        ([QUICKSTART, "--html=/nowhere/x.html", "--trace-only"], "--html=/nowhere/x.html cannot be written: No such"),
+        ([QUICKSTART, "--trace-only", "--config.mesh.tp=3"], "mesh.pp=2 mesh.dp=2 mesh.tp=3 wants 12 devices, but"),
+        ([QUICKSTART, "--trace-only", "--config.data.seq=255"], "data.seq=255 does not divide over mesh.tp=2"),
         (
-            ["--config=configs/llama_1b_16.py", "--trace_only", "--config.model.vocab=0"],
+            ["--config=configs/llama_1b_16.py", "--trace-only", "--config.model.vocab=0"],
             "model.vocab=0 takes that of the tokenizer 'corpus/tokenizer.json', which cannot be read",
         ),
     ],
@@ -289,7 +289,7 @@ def test_a_wrong_command_line_is_one_line_with_status_2(arguments, message, in_r
 def test_a_run_is_reported_from_its_folder(in_root, tmp_path):
     settings, _ = read_command(["report", QUICKSTART, "--config.model.layers=2"], {})
     (tmp_path / "config.json").write_text(json.dumps(settings.to_dict()))
-    arguments = [f"--config={tmp_path / 'config.json'}", "--trace_only", "--json"]
+    arguments = [f"--config={tmp_path / 'config.json'}", "--trace-only", "--json"]
     ended = subprocess.run(
         [sys.executable, "-m", "parallax.report", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -319,7 +319,7 @@ def words(text):
 
 
 def test_the_docs_show_what_the_command_prints(quickstart):
-    shown = block("python -m parallax.report --config=configs/quickstart.py --trace_only")
+    shown = block("python -m parallax.report --config=configs/quickstart.py --trace-only")
     assert words(str(quickstart)) == shown
 
 

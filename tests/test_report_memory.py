@@ -185,7 +185,7 @@ def test_train_report_and_plan_print_the_same_memory(commands, changes, tmp_path
     with pytest.raises(Introduced):
         train.main(["train.py", *flags, f"--workdir={tmp_path / 'run'}"])
     trained = table_of(capsys.readouterr().out, "on each device")
-    assert report_command.main(["report", *flags, "--trace_only"]) == 0
+    assert report_command.main(["report", *flags, "--trace-only"]) == 0
     reported = table_of(capsys.readouterr().out, "Memory of a device")
     assert plan_command.main(["plan", *flags, "--analytic"]) == 0
     planned = table_of(capsys.readouterr().out, "memory of a chip")

@@ -106,6 +106,9 @@ def test_a_file_that_cannot_be_opened_is_refused(write, tmp_path):
     write(GOOD, "mine.csv")
     with pytest.raises(ScheduleError, match="mein.csv does not exist; did you mean '.*mine.csv'"):
         load_csv(tmp_path / "mein.csv")
+    (tmp_path / "their.csv").symlink_to("nowhere")
+    with pytest.raises(ScheduleError, match=r"their\.csv does not exist\."):
+        load_csv(tmp_path / "their.csv")
     with pytest.raises(ScheduleError, match="cannot be read: Is a directory"):
         load_csv(tmp_path)
     with pytest.raises(ScheduleError, match="nowhere.*cannot be written: No such file"):
@@ -203,17 +206,13 @@ def test_what_is_wrong_with_a_command_is_one_line(capsys, arguments, message):
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "x", "1.5"])
 def test_numbers_below_one_are_refused(capsys, wrong):
-    with pytest.raises(SystemExit) as ended:
-        main(["gpipe", f"--stages={wrong}", "--microbatches", "8"])
-    assert ended.value.code == 2
+    assert main(["gpipe", f"--stages={wrong}", "--microbatches", "8"]) == 2
     assert f"'{wrong}' is not a whole number from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["-1", "nan", "x", "1e-300", "inf"])
 def test_times_that_cannot_be_are_refused(capsys, wrong):
-    with pytest.raises(SystemExit) as ended:
-        main(["gpipe", "--stages=2", "--microbatches=8", f"--tf={wrong}"])
-    assert ended.value.code == 2
+    assert main(["gpipe", "--stages=2", "--microbatches=8", f"--tf={wrong}"]) == 2
     assert f"--tf: '{wrong}' is not a time: 0, or a number from 1e-09 to 1e+09" in capsys.readouterr().err
 
 

@@ -75,6 +75,21 @@ def test_a_stop_is_remembered_whichever_number_jax_agrees_on(monkeypatch, agreed
     assert asked == list(range(1, agreed + 1))
 
 
+def test_who_asks_for_a_stop_waits_until_all_have_agreed_and_asks_for_no_step_that_it_has_not_taken(monkeypatch):
+    """JAX answers nobody while it asks for everybody's step: a number asked for again comes back when they agree."""
+    calls = []
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("parallax.loop.signals._handler_of_jax", lambda: lambda number: calls.append(number))
+    monkeypatch.setattr("parallax.loop.signals.time.sleep", lambda secs: calls.append("held"))
+    answer = lambda step: calls.append(step) or step == 7  # noqa: E731
+    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", answer)
+    with StopRequest() as stop:
+        assert not stop.after(5)
+        stop.ask("data that cannot be read")
+        assert calls[5:] == [signal.SIGTERM, "held", 5] and stop.signal == "data that cannot be read"
+        assert [stop.after(step) for step in (6, 7)] == [False, True]
+
+
 WAITING = """
 import time
 from parallax.loop.signals import StopRequest

@@ -95,10 +95,10 @@ def test_parts_of_the_model_and_the_axes_of_collectives_are_known(found):
     assert calls["permute over pp"] == int(calls["permute over pp"]) >= 2
 
 
-def test_the_report_is_text_of_100_columns_or_json(observed_run, capsys):
+def test_the_report_is_text_of_80_columns_or_json(observed_run, capsys):
     assert main(["report", f"--trace={observed_run}"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
     assert "steps 3 to 5 on 8 devices (cpu), pp=2 dp=2 tp=2" in text and "100.0 %" in text
     file = next(observed_run.rglob("*.xplane.pb"))
     assert main(["report", "--trace", str(file), "--json"]) == 0

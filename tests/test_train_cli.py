@@ -104,6 +104,7 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
     config = str(ROOT / "configs" / "tiny_gqa.py")
     command = command_line.parse(["train.py", f"--config={config}", "--config.mesh.tp=4", "--run_name=mine"])
     assert settings_of(command.config).mesh.tp == 4 and command.workdir == pathlib.Path("runs/mine")
+    assert command_line.parse(["train.py", f"--config={config}", "--run-name=m_1"]).workdir == pathlib.Path("runs/m_1")
     command = command_line.parse(["train.py", "--config", config, "--config.train.steps", "7"])
     assert settings_of(command.config).train.steps == 7 and command.workdir.name.startswith("tiny_gqa-20")
     monkeypatch.setenv("JOBSET_NAME", "job-7")
@@ -125,13 +126,13 @@ def test_a_runtime_that_is_no_time_is_refused(written):
 
 
 def test_half_a_place_among_processes_is_refused(capsys):
-    command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", "--distributed.process_id=1"]
+    command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", "--distributed.process-id=1"]
     assert command_line.main(command) == 2
-    assert "--distributed.process_id=1 without --distributed.coordinator" in capsys.readouterr().err
+    assert "--distributed.process-id=1 without --distributed.coordinator" in capsys.readouterr().err
 
 
-def test_help_lists_every_key_with_its_default(capsys):
-    assert command_line.main(["train.py", "--help"]) == 0
+def test_help_config_lists_every_key_with_its_default(capsys):
+    assert command_line.main(["train.py", "--help-config"]) == 0
     out = capsys.readouterr().out
     for section, keys in settings_of(tiny_config(ROOT)).to_dict().items():
         assert all(f"  --config.{section}.{key} = " in out for key in keys)
@@ -232,6 +233,13 @@ def test_a_closed_terminal_changes_no_status(what, status):
         assert terminal.process.wait(timeout=60) == status
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_stream_that_was_closed_before_the_start_changes_no_status(closed):
+    failing = "import sys; from parallax import errors\ndef act(): raise errors.CheckpointError\n"
+    program = failing + "sys.exit(errors.exit_status(act))"
+    assert subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], cwd=ROOT).returncode == 3
+
+
 @pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_is_saved(flags, tmp_path):
     with Terminal("train.py", *flags, "--config.train.steps=20000", f"--workdir={tmp_path}") as terminal:
@@ -258,7 +266,7 @@ def test_a_job_whose_terminal_is_closed_is_saved_and_under_nohup_goes_on(flags, 
     launcher = ["-m", "parallax.launch", "--processes", "2", "--devices-per-process", "4", "--", "train.py"]
     steps = [] if nohup else ["--config.train.steps=20000"]
     with Terminal(*launcher, *flags, *steps, f"--workdir={tmp_path}", nohup=nohup) as terminal:
-        terminal.read_until("] step 2/")
+        terminal.read_until(" step 2/")
         terminal.close()
         assert terminal.process.wait(timeout=240) == 0
     assert word in (tmp_path / "log.txt").read_text()

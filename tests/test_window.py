@@ -18,7 +18,7 @@ from parallax.generate import SampleConfig, generate
 from parallax.loop import load_config
 from parallax.loop.resume import is_fixed
 from parallax.mesh import AXES
-from parallax.settings import completed, load_settings, read_settings
+from parallax.settings import load_settings, read_settings, with_added
 
 MISTRAL = "MistralForCausalLM"
 WINDOW = 16
@@ -91,7 +91,7 @@ def test_a_run_of_before_there_were_windows_and_padding_has_neither(tmp_path):
     for model in (load_settings(tmp_path / "run").model, read_settings(load_config(path)).model):
         assert (model.sliding_window, model.vocab_multiple) == (0, 1)
     there = read_manifest(tmp_path / "run" / "checkpoints", 0)["settings"]
-    assert completed(there | {"model": saved["model"]})["model"]["vocab_multiple"] == 1
+    assert with_added(there | {"model": saved["model"]})["model"]["vocab_multiple"] == 1
     with pytest.raises(ConfigError, match="the config has no model.vocab_multiple, model.sliding_window"):
         read_settings(saved)
 

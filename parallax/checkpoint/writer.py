@@ -7,7 +7,6 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
+from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.manifest import describe, flatten, read_manifest, sync, write_manifest
 from parallax.checkpoint.steps import (
@@ -24,22 +24,8 @@ from parallax.checkpoint.steps import (
     remove_step,
     remove_unfinished,
 )
-from parallax.errors import CheckpointError, ConfigError, writing
+from parallax.errors import CheckpointError, writing
 from parallax.units import in_bytes
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When to save and what to keep: the last few, and the best few by eval/loss."""
-
-    every_steps: int
-    keep_last: int
-    keep_best: int
-
-    def __post_init__(self):
-        for key, least in (("every_steps", 0), ("keep_last", 1), ("keep_best", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"checkpoint.{key}={getattr(self, key)} is too small; use {least} or more")
 
 
 class Checkpoints:

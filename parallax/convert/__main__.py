@@ -1,4 +1,4 @@
-"""Parameters of a run as safetensors files, and back; models of Hugging Face's transformers into a run, and out of one.
+"""Write a run's parameters as safetensors files and read them back; also as Hugging Face's transformers has them.
 
     python -m parallax.convert export runs/mine exported/mine
     python -m parallax.convert import exported/mine runs/other
@@ -18,15 +18,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import absl.logging
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.command import CONFIGS, read_line, written
-from parallax.convert.architectures import check_own_keys
-from parallax.convert.huggingface import DTYPES, from_hf, to_hf
-from parallax.convert.move import export_params, import_params
-from parallax.errors import ConfigError, check_whole, exit_status
-from parallax.settings import VOCAB_MULTIPLE, Settings, read_settings
+with loading(__name__, sys.stderr):
+    import absl.logging
+
+    from parallax.accelerators import leave_out_absent_tpu
+    from parallax.arguments import Parser, about_command
+    from parallax.command import HELP, config_keys, read_line, written
+    from parallax.convert.architectures import check_own_keys
+    from parallax.convert.huggingface import DTYPES, from_hf, to_hf
+    from parallax.convert.move import export_params, import_params
+    from parallax.defaults import CONFIGS
+    from parallax.errors import ConfigError, check_whole, exit_status
+    from parallax.settings import VOCAB_MULTIPLE, Settings, read_settings
 
 SHARD_MBYTES = 4096
 BASE = str(CONFIGS / "base.py")
@@ -36,6 +41,7 @@ CONFIG_PREFIX = "--config."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
     return exit_status(lambda: run(parse(arguments)), one_line=True)
 
 
@@ -45,26 +51,29 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _import(flags: argparse.Namespace) -> None:
-    import_params(flags.source, flags.workdir)
+    with waiting(f"importing {flags.source}"):
+        import_params(flags.source, flags.workdir)
     print(f"the parameters in {flags.source} are step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
 def _export(flags: argparse.Namespace) -> None:
-    step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
+    with waiting(f"exporting {flags.workdir}"):
+        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
 
 
 def _from_hf(flags: argparse.Namespace) -> None:
-    found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+    with waiting(f"importing {flags.source}"):
+        found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
     for note in found.notes:
         print(note)
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    step, what = to_hf(
-        flags.workdir, flags.out, step=flags.step, like=flags.like, dtype=flags.dtype, shard_bytes=_shard_bytes(flags)
-    )
+    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": _shard_bytes(flags)}
+    with waiting(f"exporting {flags.workdir}"):
+        step, what = to_hf(flags.workdir, flags.out, **how)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 
@@ -90,15 +99,15 @@ def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; ConfigError says what is wrong with them."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m parallax.convert", description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser("python -m parallax.convert", description=__doc__)
     acts = parser.add_subparsers(dest="act", required=True)
-    add = lambda act, text: acts.add_parser(act, help=text, allow_abbrev=False)  # noqa: E731
-    _out_of_run(add("export", "write a checkpoint's parameters"))
-    back = add("import", "make a run folder of such files")
+    add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
+    _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
+    back = add("import", "make a run folder of what export has written")
     back.add_argument("source", type=Path, help="a folder with safetensors files, config.json and tokenizer.json")
     back.add_argument("workdir", type=Path, help="a new folder")
-    theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; more flags: --config and --config.KEY")
+    theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; --config and --config.KEY as of train.py")
+    theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
     theirs.add_argument("source", type=Path, help="a folder with config.json, safetensors files and tokenizer.json")
     theirs.add_argument("--workdir", type=Path, required=True, help="a new folder")
     ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")

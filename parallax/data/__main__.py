@@ -11,51 +11,56 @@ import os
 import sys
 from pathlib import Path
 
-from parallax.data.config import BUILT_IN, FILES, check_tokenizer
+from parallax.arguments import Parser, about_command
+from parallax.data.config import AUTO, BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
+from parallax.defaults import defaults_of
 from parallax.errors import ConfigError, DataError, exit_status
+from parallax.progress import speak_on
+from parallax.tokenizer import Bytes
 
+SHARED = ("field", "tokenizer", "bpe_vocab", "synthetic_tokens")  # keys of the section data that have a flag, too
 AGAIN = "stopped; run the same command again to resume"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the result is the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
+    return exit_status(lambda: act(arguments), one_line=True, interrupted=AGAIN)
+
+
+def act(arguments: list[str] | None) -> int:
+    """Do what the command line says; returns the exit status."""
     parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: parsed.run(parsed), one_line=True, interrupted=AGAIN)
+    return parsed.run(parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallax.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m parallax.data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
-    _add_prepare(commands.add_parser("prepare", help="tokenise documents into shards; run it again to resume"))
-    inspect = commands.add_parser("inspect", help="print what is in a folder of shards, and check every byte of it")
-    inspect.add_argument("folder", type=Path)
+    add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
+    _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
+    inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
+    inspect.add_argument("folder", type=Path, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, training = parser.add_argument, defaults_of("data")
+    as_training = {key: f"(default: {training[key]}, as in training)" for key in SHARED}
     add("--source", required=True, choices=(*FILES, *BUILT_IN), help="where documents come from")
-    add(
-        "--path",
-        default="",
-        help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob",
-    )
-    add("--field", default="", help="jsonl, parquet: the field or column that holds a document")
+    add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
+    add("--field", help=f"jsonl, parquet: the field or column that holds a document {as_training['field']}")
     add(
         "--tokenizer",
-        required=True,
-        help="bytes, bpe (trained on these documents) or the path of a tokenizer.json",
+        default=training["tokenizer"],
+        help="auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json "
+        + as_training["tokenizer"],
     )
-    add("--bpe-vocab", type=int, help="entries of a bpe that is trained, 257 or more")
-    add("--synthetic-tokens", type=int, help="synthetic: bytes of text")
+    add("--bpe-vocab", type=int, help=f"entries of a bpe that is trained, 257 or more {as_training['bpe_vocab']}")
+    add("--synthetic-tokens", type=int, help=f"synthetic: bytes of text {as_training['synthetic_tokens']}")
     add("--out", required=True, type=Path, help="folder for the shards, tokenizer and manifest")
     add(
         "--workers",
@@ -80,7 +85,7 @@ def _positive(text: str) -> int:
 
 
 def _prepare(parsed: argparse.Namespace) -> int:
-    _check_arguments(parsed)
+    _fill_in(parsed)
     source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
     request = Request(
         source=source,
@@ -94,22 +99,26 @@ def _prepare(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _check_arguments(parsed: argparse.Namespace) -> None:
-    needs = {
-        "--path": (parsed.path, parsed.source in FILES, f"--source {parsed.source}"),
-        "--field": (parsed.field, parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
-        "--synthetic-tokens": (
-            parsed.synthetic_tokens,
-            parsed.source == "synthetic",
-            f"--source {parsed.source}",
-        ),
-        "--bpe-vocab": (parsed.bpe_vocab, parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
+def _fill_in(parsed: argparse.Namespace) -> None:
+    """Give what is left out training's default, where it is read; refuse what is not read, and what is wrong."""
+    training = defaults_of("data")
+    if parsed.tokenizer == AUTO:
+        parsed.tokenizer = Bytes.name
+    read_by = {
+        "path": (parsed.source in FILES, f"--source {parsed.source}"),
+        "field": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
+        "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
+        "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
     }
-    for name, (value, needed, by) in needs.items():
-        if needed and not value:
-            raise ConfigError(f"{by} needs {name}")
+    for key, (needed, by) in read_by.items():
+        flag, value = f"--{key.replace('_', '-')}", getattr(parsed, key)
         if value and not needed:
-            raise ConfigError(f"{name}={value} is not read by {by}")
+            raise ConfigError(f"{flag}={value} is not read by {by}")
+        if value is None:
+            value = training[key]
+            setattr(parsed, key, value)
+        if needed and not value:
+            raise ConfigError(f"{by} needs {flag}")
     check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
 
 
@@ -148,4 +157,5 @@ def _describe(manifest: Manifest, folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    speak_on(sys.stderr)
     sys.exit(main())

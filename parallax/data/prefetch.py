@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,16 @@ class Prefetcher:
     Args:
         put: applied to each batch in the thread, for example to send it to the devices. Every batch has
             arrays of its own, so `put` may keep them.
+        reserve: a batch is handed over when so many after it are there, or one of them cannot be read: who asks for
+            batches hears of an error with so many left to take.
     """
 
-    def __init__(self, reader: Reader, put: Callable[[dict[str, np.ndarray]], Any], start_step: int):
+    def __init__(
+        self, reader: Reader, put: Callable[[dict[str, np.ndarray]], Any], start_step: int, *, reserve: int = 0
+    ):
         self._reader = reader
+        self._reserve = reserve
+        self._held: deque[Any] = deque()
         self._put = put
         self._next = start_step
         self._ready: queue.Queue = queue.Queue(BATCHES_AHEAD)
@@ -39,16 +46,20 @@ class Prefetcher:
             Exception: what reading this batch raised.
         """
         assert step == self._next, f"batches come in order: step {self._next} is next, not {step}"
-        if self._failure:
-            raise self._failure
-        assert not self._stop.is_set(), "the prefetcher is closed"
+        assert self._failure or not self._stop.is_set(), "the prefetcher is closed"
         began = time.perf_counter()
-        batch, failure = self._ready.get()
-        if failure:
-            self._failure = failure
-            raise failure
+        while self._failure is None and len(self._held) <= self._reserve:
+            batch, self._failure = self._ready.get()
+            if self._failure is None:
+                self._held.append(batch)
+        if not self._held:
+            raise self._failure
         self._next += 1
-        return batch, time.perf_counter() - began
+        return self._held.popleft(), time.perf_counter() - began
+
+    def failure_before(self, step: int) -> BaseException | None:
+        """What reading a batch before that of `step` has raised; None as long as none of the reserve has."""
+        return self._failure if self._next + len(self._held) < step else None
 
     def close(self) -> None:
         """Stop the thread; batches that are ready are dropped."""

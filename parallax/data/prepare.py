@@ -16,13 +16,14 @@ from parallax.data import journal as journals
 from parallax.data import manifest as manifests
 from parallax.data.journal import Journal, check_identity
 from parallax.data.manifest import Manifest, read_manifest
-from parallax.data.progress import progress_bar
 from parallax.data.shard import Shard, ids_file, smallest_dtype
 from parallax.data.sources import Source
 from parallax.data.workers import write_shards
 from parallax.errors import DataError
 from parallax.plainfile import plain
+from parallax.progress import waiting
 from parallax.tokenizer import Bytes, Tokenizer, train_bpe
+from parallax.units import in_bytes
 
 SHARD_BYTES = 32 << 20  # of text: a few seconds of BPE, so progress and resuming have fine steps
 BPE_SAMPLE_BYTES = 64 << 20  # of text that a BPE is trained on; more hardly changes its entries
@@ -133,7 +134,8 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
         return tokenizers.load(request.tokenizer)
     if (folder / tokenizers.FILE_NAME).exists():
         return tokenizers.load(folder)
-    return train_bpe(_sample(request.source), vocab=request.bpe_vocab)
+    with waiting(f"training a bpe of {request.bpe_vocab:,} entries"):
+        return train_bpe(_sample(request.source), vocab=request.bpe_vocab)
 
 
 def _sample(source: Source) -> Iterator[str]:
@@ -155,7 +157,7 @@ def _fill(
     workers = 1 if text_bytes and text_bytes <= request.shard_bytes else workers
     shards = dict(kept)
     byte_counts = np.zeros(256, np.int64)
-    with progress_bar("tokenising", text_bytes) as advance:
+    with waiting("tokenising", unit=in_bytes) as show:
 
         def missing() -> Iterator[tuple[str, list[str]]]:
             for name, texts in _groups(request.source.documents(), request.shard_bytes):
@@ -163,11 +165,11 @@ def _fill(
                 if name not in kept:
                     yield name, texts
 
-        advance(sum(shard.text_bytes for shard in kept.values()))
+        show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
         for shard in write_shards(folder, missing(), tokenizer, workers=workers):
             journal.add(shard)
             shards[shard.name] = shard
-            advance(shard.text_bytes)
+            show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
     return [shards[name] for name in sorted(shards, key=int)], byte_counts
 
 

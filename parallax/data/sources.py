@@ -15,6 +15,7 @@ from pathlib import Path
 from parallax.data import synthetic
 from parallax.data.records import read_jsonl, read_parquet
 from parallax.errors import DataError
+from parallax.progress import waiting
 
 # A longer text file is cut at line ends: it can then be held out in part, and tokenised in parallel.
 PIECE_BYTES = 1 << 16
@@ -83,10 +84,12 @@ def _hidden(file: Path) -> bool:
 def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
     compressed = kind == "parquet" or any(file.suffix == ".gz" for file in files)
     text_bytes, sha256 = 0, hashlib.sha256()
-    for file in files:
-        with _reading(file):
-            text_bytes += file.stat().st_size
-            sha256.update(_hash(file))
+    with waiting("reading the files of text") as show:
+        for done, file in enumerate(files):
+            show(done, len(files))
+            with _reading(file):
+                text_bytes += file.stat().st_size
+                sha256.update(_hash(file))
     description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": sha256.hexdigest()}
 
     def documents() -> Iterator[str]:

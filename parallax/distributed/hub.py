@@ -157,12 +157,12 @@ class Hub:
         rank, processes, host, seconds = (hello[key] for key in HELLO)
         if processes != self._processes:
             counts = f"{self._processes} in process 0, {processes} in process {rank}"
-            return self._refuse(f"the processes disagree: distributed.num_processes is {counts}")
+            return self._refuse(f"the processes disagree: distributed.num-processes is {counts}")
         if not 0 <= rank < processes:
-            return _refusal(f"distributed.process_id={rank} is none of {processes} processes; use 0 to {processes - 1}")
+            return _refusal(f"distributed.process-id={rank} is none of {processes} processes; use 0 to {processes - 1}")
         if rank in self._members:
             other = self._members[rank].host
-            return self._refuse(f"distributed.process_id={rank} was given twice: on {other} and on {host}")
+            return self._refuse(f"distributed.process-id={rank} was given twice: on {other} and on {host}")
         if abs(seconds - self._clock()) > self._clock_secs:
             times = f"{_time(self._clock())} in process 0, {_time(seconds)} in process {rank} on {host}"
             limit = f"distributed.clock_secs={self._clock_secs:.0f} allows; set the clocks"

@@ -28,6 +28,7 @@ from parallax.distributed.place import VARIABLES, Place
 from parallax.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.mesh import simulate_devices
 from parallax.plainfile import write_whole
+from parallax.progress import waiting
 
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 
@@ -109,7 +110,8 @@ def connect(mesh: Mesh) -> None:
 def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
     """Go on when every process has come as far as `what`."""
     if _peers is not None:
-        _peers.meet(what, {}, getattr(_config, setting), f"distributed.{setting}")
+        with waiting(f"waiting for the other processes to reach {what!r}"):
+            _peers.meet(what, {}, getattr(_config, setting), f"distributed.{setting}")
 
 
 def agree(what: str, text: str) -> str:
@@ -137,8 +139,8 @@ def check_shared(folder: Path) -> None:
     """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
     if _peers is None:
         return
-    mark = folder / ".seen-by-all"
-    word = agree("a word in the run folder", secrets.token_hex(8))
+    word = agree("a word in a folder", secrets.token_hex(8))
+    mark = folder / f".seen-by-all-{word}"  # another job may look at the folder, too
     if is_first():
         write_whole(mark, word)
     wait_for_all("the run folder")
@@ -151,6 +153,15 @@ def check_shared(folder: Path) -> None:
     finally:
         if is_first():
             mark.unlink()
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether all processes see one and the same folder, in which process 0 can write."""
+    try:
+        check_shared(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 def prepare_once(act: Callable[[], Any], what: str) -> Any:

@@ -10,8 +10,8 @@ from parallax.errors import ConfigError
 # flag: (environment variable, meaning)
 FLAGS = {
     "distributed.coordinator": ("PARALLAX_COORDINATOR", "host:port of process 0, where the processes of a job meet"),
-    "distributed.num_processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
-    "distributed.process_id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
+    "distributed.num-processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
+    "distributed.process-id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
 }
 VARIABLES = tuple(variable for variable, _ in FLAGS.values())
 TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a launcher makes one for each job
@@ -57,10 +57,10 @@ def read_place(flags: Mapping[str, str | None], environment: Mapping[str, str] =
         given = ", ".join(f"{name}={value}" for name, value in written.values())
         raise ConfigError(f"{given} without {', '.join(missing)}; a process needs all three, or none to run alone")
     host, port = _address(*written["distributed.coordinator"])
-    processes = _whole(*written["distributed.num_processes"], least=1)
-    process = _whole(*written["distributed.process_id"], least=0)
+    processes = _whole(*written["distributed.num-processes"], least=1)
+    process = _whole(*written["distributed.process-id"], least=0)
     if process >= processes:
-        name, value = written["distributed.process_id"]
+        name, value = written["distributed.process-id"]
         raise ConfigError(f"{name}={value} is none of {processes} processes; use 0 to {processes - 1}")
     return Place(host, port, processes, process, environment.get(TOKEN, ""))
 

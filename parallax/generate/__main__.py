@@ -18,16 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import absl.logging
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.errors import ConfigError, exit_status, nearest, printable
-from parallax.generate.write import complete, encode
-from parallax.sampling import SampleConfig
-from parallax.settings import load_settings
-from parallax.sharded_model import ShardedModel
-from parallax.tokenizer import Tokenizer
-from parallax.trained import load_trained, mesh_config, sizes_of
+with loading(__name__, sys.stderr):
+    import absl.logging
+
+    from parallax.accelerators import leave_out_absent_tpu
+    from parallax.arguments import Parser
+    from parallax.errors import ConfigError, exit_status, nearest, printable, tell
+    from parallax.generate.write import complete, encode
+    from parallax.sampling import SampleConfig
+    from parallax.settings import load_settings
+    from parallax.sharded_model import ShardedModel
+    from parallax.tokenizer import Tokenizer
+    from parallax.trained import load_trained, mesh_config, sizes_of
 
 SAMPLE_FLAGS = {
     "prompt": (str, "text to go on from"),
@@ -48,12 +52,13 @@ MESH_FLAGS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text; returns the exit status. What a user got wrong is one line on stderr."""
     absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
     return exit_status(lambda: show(run(parse(arguments))))
 
 
 def show(text: str) -> None:
     """Print what the model wrote; a terminal gets what is printable."""
-    print(printable(text) if sys.stdout.isatty() else text)
+    print(printable(text) if sys.stdout is not None and sys.stdout.isatty() else text)
 
 
 def run(flags: argparse.Namespace) -> str:
@@ -73,7 +78,8 @@ def run(flags: argparse.Namespace) -> str:
 def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: SampleConfig) -> str:
     """`complete`, and its speed to stderr."""
     start = time.perf_counter()
-    text = complete(model, params, tokenizer, sample)
+    with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
+        text = complete(model, params, tokenizer, sample)
     secs = time.perf_counter() - start
     _say(f"up to {sample.tokens} tokens in {secs:.1f} s, {sample.tokens / secs:.1f} tokens/s, compilation included")
     return text
@@ -81,8 +87,7 @@ def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: Sample
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; those that were not given are None. ConfigError names the nearest of an unknown one."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m parallax.generate", description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     for name, (kind, text) in SAMPLE_FLAGS.items():
@@ -97,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _flag(name: str) -> str:
-    return f"--{name}"
+    return f"--{name}".replace("_", "-")
 
 
 def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def _note_length(length: int, seq: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    tell(text, sys.stderr)
 
 
 if __name__ == "__main__":

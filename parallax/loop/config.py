@@ -1,10 +1,16 @@
 """The border between a ConfigDict, which users write, and the dataclasses that the package reads."""
 
+import runpy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from parallax.defaults import CONFIGS
 from parallax.settings import Settings, load_saved, read_settings
+
+WIDTH = 100
+BASE = CONFIGS / "base.py"
 
 
 def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
@@ -23,5 +29,29 @@ def load_config(path: Path | str) -> ConfigDict:
 
 
 def lines_of(settings: Settings) -> list[str]:
-    """A section a line, as it is printed when a run starts."""
-    return repr(settings).splitlines()
+    """What differs from configs/base.py, a section a line: what is printed when a run starts."""
+    # The package may be installed without the configs: then all of them are shown.
+    base = base_settings().to_dict() if BASE.is_file() else {}
+    changed = {
+        name: [f"{key}={value!r}" for key, value in keys.items() if not base or value != base[name][key]]
+        for name, keys in settings.to_dict().items()
+    }
+    width = max(map(len, changed))
+    return [line for name, keys in changed.items() for line in _wrapped(f"{name:{width}}", keys)]
+
+
+def base_settings() -> Settings:
+    """The settings of configs/base.py."""
+    return read_settings(runpy.run_path(str(BASE))["get_config"]())
+
+
+def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
+    """The words behind the head, in lines of at most WIDTH columns, where no single word is longer."""
+    line = head
+    for word in words:
+        if line != head and len(line) + 2 + len(word) > WIDTH:
+            yield line
+            line = head = " " * len(head)
+        line += f"  {word}"
+    if words:
+        yield line

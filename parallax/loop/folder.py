@@ -122,7 +122,7 @@ def check_run_name(name: str) -> str:
     """
     if not RUN_NAME.fullmatch(name):
         raise ConfigError(
-            f"--run_name={name!r} is no name for a run; use 1 to 100 letters, digits, '.', '_' or '-', "
+            f"--run-name={name!r} is no name for a run; use 1 to 100 letters, digits, '.', '_' or '-', "
             "a letter or digit first"
         )
     return name

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from parallax.errors import CheckpointError, tell, writing
 from parallax.loop.curves import Curves
 from parallax.loop.folder import RunFolder
 from parallax.plainfile import plain, write_whole
+from parallax.progress import make_room, speaker_on, speaking
 from parallax.runfiles import row_of
 
+DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
 WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
 
@@ -56,7 +59,8 @@ class Lines:
 
 
 class Journal:
-    """Lines for people and numbers for programs. Use it as a context: leaving it closes its files."""
+    """Lines for people and numbers for programs. Use it as a context: while it is open it says what is waited for, too;
+    leaving it closes its files."""
 
     def __init__(self, folder: RunFolder, curves: Sequence[Curves] = ()):
         self._speaks = is_first()
@@ -64,14 +68,19 @@ class Journal:
         self._log = Lines(folder.log) if self._speaks else None
         self._metrics: Any = None
         self._curves = curves
+        self._waits: list[str] | None = []  # lines for log.txt, until there is more to say than what is waited for
+        self._speaking = speaking(speaker_on(sys.stdout, self._keep_wait) if self._speaks else None)
+        self._day = ""
 
     def __enter__(self) -> "Journal":
+        self._speaking.__enter__()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        self._speaking.__exit__(None, None, None)
         if error is not None and self._metrics is not None:
             with contextlib.suppress(CheckpointError):
-                print(f"{kind.__name__}: {error}", file=self._log, flush=True)
+                self._keep(self._timed(f"{kind.__name__}: {error}"))
         for curves in self._curves:
             with contextlib.suppress(Exception):  # others' code: what it raises hides no error of the run
                 curves.close(failed=error is not None)
@@ -84,14 +93,44 @@ class Journal:
     def say(self, text: str) -> None:
         """Keep in log.txt, and print while the console is there: the run does not end with it."""
         if self._speaks:
-            print(text, file=self._log, flush=True)
-            tell(text, sys.stdout)
+            make_room()
+            waits, self._waits = self._waits or [], None
+            text = self._timed(text)
+            try:
+                self._keep("\n".join([*waits, text]))
+            finally:
+                tell(text, sys.stdout)
+
+    def say_besides(self, text: str) -> None:
+        """Say, from any process, what went wrong while another error ends the run; a full disk does not replace it."""
+        if not self._speaks:
+            return tell(text, sys.stderr)
+        with contextlib.suppress(CheckpointError):
+            self.say(text)
 
     def say_last(self, text: str) -> None:
-        """Keep in log.txt, from any thread, why the run ends here; a full disk does not keep it from ending."""
+        """Keep in log.txt alone, from any thread, as why the run ends; a full disk does not keep it from ending."""
         if self._speaks and not self._log.closed:
             with contextlib.suppress(CheckpointError):
-                print(text, file=self._log, flush=True)
+                self._keep(self._timed(text))
+
+    def _keep_wait(self, text: str) -> None:
+        """Keep a line on what is waited for; a run that is refused leaves an empty log, and so no folder."""
+        if self._waits is not None:
+            self._waits.append(self._timed(text))
+        else:
+            self.say_last(text)
+
+    def _keep(self, text: str) -> None:
+        self._log.write(text + "\n")  # in one piece: another thread may write, too
+        self._log.flush()
+
+    def _timed(self, text: str) -> str:
+        """The text behind the time of day; before the first one of a day stands its date."""
+        now = time.localtime()
+        day, before = time.strftime(DATE, now), self._day
+        self._day = day
+        return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
     def begin(self, step: int) -> None:
         """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""

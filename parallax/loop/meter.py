@@ -1,5 +1,6 @@
 """Speed of a run, and the line that says how it goes."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,11 @@ from typing import Any
 import jax
 
 from parallax.loop.peak import most_memory
-from parallax.units import duration, in_bytes
+from parallax.units import count, duration, in_bytes, in_flops
+
+WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
+LEAST_WAIT = 0.01  # of a step's time: less waiting for data is no news
+DISPENSABLE = ("memory", "lr", "wait", "gnorm")  # where a line is too long; metrics.jsonl has all of them
 
 
 @dataclass
@@ -59,41 +64,72 @@ class Meter:
         }
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """What the console shows; speed is the mean since the last line."""
+        """What the console shows, in at most `WIDTH` columns; speed is the mean since the last line."""
         secs = sum(secs for secs, _ in self._window) / max(len(self._window), 1)
         waited = sum(waited for _, waited in self._window) / max(len(self._window), 1)
         self._window.clear()
-        parts = [
-            f"step {step}/{self.steps}",
-            f"loss {values['train/loss']:.4f}",
-            f"gnorm {values['train/grad_norm']:.2f}",
-            f"lr {values['train/learning_rate']:.1e}",
-        ]
-        if secs:
-            parts += self._speed(step, secs, waited, values)
-        if "eval/loss" in values:
-            parts.append(f"eval {values['eval/loss']:.4f}")
-        return "  ".join(parts)
+        parts = {
+            "step": f"step {step}/{self.steps}",
+            "loss": f"loss {loss_of(values['train/loss'])}",
+            "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
+            "lr": f"lr {rate_of(values['train/learning_rate'])}",
+        }
+        return fitted(parts | (self._speed(step, secs, waited, values) if secs else {}))
 
-    def _speed(self, step: int, secs: float, waited: float, values: Mapping[str, float]) -> list[str]:
-        mfu = "n/a" if self.peak_flops is None else f"{self.step_flops / secs / self.peak_flops:.0%}"
-        count, total = self._measured
-        return [
-            f"{secs:.2f} s",
-            f"{self.step_tokens / secs:,.0f} tok/s",
-            f"{flops(self.step_flops / secs / self.devices)}/s/dev",
-            f"mfu {mfu}",
-            *([f"mem {in_bytes(values['perf/memory_bytes'])}"] if "perf/memory_bytes" in values else []),
-            f"wait {waited / secs:.1%}",
-            f"left {duration((self.steps - step) * total / count)}",
-        ]
+    def eval_line(self, step: int, loss: float) -> str:
+        """What the console shows of an evaluation."""
+        return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
+
+    def _speed(self, step: int, secs: float, waited: float, values: Mapping[str, float]) -> dict[str, str]:
+        done, total = self._measured
+        rate = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
+        share = rate if self.peak_flops is None else f"mfu {self.step_flops / secs / self.peak_flops:.0%}"
+        return {
+            "tok/s": f"{count(self.step_tokens / secs)} tok/s",
+            "mfu": share,
+            **({"memory": in_bytes(values["perf/memory_bytes"])} if "perf/memory_bytes" in values else {}),
+            **({"wait": f"wait {waited / secs:.0%}"} if waited / secs >= LEAST_WAIT else {}),
+            "left": f"left {duration((self.steps - step) * total / done)}",
+        }
 
 
-def flops(count: float) -> str:
-    """FLOPs in a unit that people read with ease.
+def fitted(parts: Mapping[str, str]) -> str:
+    """The parts of a line, closer together where they would not fit, and without those that matter least.
 
-    >>> [flops(count) for count in (2e6, 4.56e10, 1.234e13)]
-    ['2.0 MFLOP', '45.6 GFLOP', '12.3 TFLOP']
+    >>> fitted({"step": "step 1/2", "loss": "loss 3.1416"})
+    'step 1/2  loss 3.1416'
     """
-    size, unit = next(((size, unit) for size, unit in ((1e12, "T"), (1e9, "G")) if count >= size), (1e6, "M"))
-    return f"{count / size:.1f} {unit}FLOP"
+    kept = dict(parts)
+    line = "  ".join(kept.values())
+    for name in ("", *DISPENSABLE):
+        if len(line) > WIDTH:
+            kept.pop(name, None)
+            line = " ".join(kept.values())
+    return line
+
+
+def loss_of(nats: float) -> str:
+    """A loss with four decimals.
+
+    >>> loss_of(3.14159), loss_of(123456.7), loss_of(float("nan"))
+    ('3.1416', '1.235e+05', 'nan')
+    """
+    return f"{nats:.4f}" if abs(nats) < 1000 else f"{nats:.3e}"
+
+
+def norm_of(norm: float) -> str:
+    """The norm of a gradient.
+
+    >>> norm_of(1.234), norm_of(0.00123), norm_of(0.0), norm_of(123456.7)
+    ('1.23', '1.2e-03', '0.00', '1.2e+05')
+    """
+    return f"{norm:.2f}" if norm == 0 or 0.01 <= norm < 1000 else f"{norm:.1e}"
+
+
+def rate_of(rate: float) -> str:
+    """A learning rate.
+
+    >>> rate_of(6e-4), rate_of(1.5e-10), rate_of(0.0)
+    ('6.0e-4', '1.5e-10', '0.0e+0')
+    """
+    return re.sub(r"e([+-])0", r"e\1", f"{rate:.1e}")

@@ -11,6 +11,7 @@ import jax
 
 from parallax.distributed import at
 from parallax.errors import CheckpointError, writing
+from parallax.progress import waiting
 from parallax.runfiles import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.settings import Settings
 from parallax.step import TrainStep
@@ -98,7 +99,8 @@ class Profile:
 
     def _write_about(self, folder: Path) -> None:
         data, mesh = self._settings.data, self._step.model.mesh
-        text = self._step.lower(data.global_batch, data.seq).compile().as_text()
+        with waiting("compiling the step again, for the names in its trace"):
+            text = self._step.lower(data.global_batch, data.seq).compile().as_text()
         (folder / PROGRAM).write_text(text)
         about = {
             "run": self._folder.path.resolve().name,

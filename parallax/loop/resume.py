@@ -19,7 +19,7 @@ from parallax.errors import CheckpointError, check_choice
 from parallax.loop.folder import RunFolder
 from parallax.plainfile import read_bytes
 from parallax.runfiles import RECORD
-from parallax.settings import completed
+from parallax.settings import with_added
 from parallax.version import code_version, version_of
 
 RESUME = ("auto", "must", "never")
@@ -67,7 +67,7 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(completed(read_manifest(folder.checkpoints, newest)["settings"]), settings)
+    changed = compare_settings(with_added(read_manifest(folder.checkpoints, newest)["settings"]), settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from parallax.accelerators import unused
 from parallax.assembly import model_and_optimizer
 from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
+from parallax.compile_cache import use_compile_cache
 from parallax.data import Prefetcher, Reader
 from parallax.data.config import AUTO
 from parallax.distributed import (
@@ -42,12 +45,13 @@ from parallax.loop.profile import Profile
 from parallax.loop.rates import Rates
 from parallax.loop.recheck import Recheck
 from parallax.loop.resume import check_source, code, import_record, load_newest, params_of, step_to_resume
-from parallax.loop.signals import StopRequest
+from parallax.loop.signals import STEPS_TO_STOP, StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.steps import Steps, parts_of, state_of
 from parallax.loop.summary import render
 from parallax.loop.watchdog import Watchdog
 from parallax.mesh import make_mesh, simulate_devices
+from parallax.progress import waiting
 from parallax.runfiles import RECORD
 from parallax.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.sharded_model import ShardedModel
@@ -76,16 +80,24 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict | Settings, workdir: Path | str, *, resume: str = "auto", max_runtime_secs: float | None = None
+    config: ConfigDict | Settings,
+    workdir: Path | str,
+    *,
+    resume: str = "auto",
+    max_runtime_secs: float | None = None,
+    warnings: Sequence[str] = (),
 ) -> Outcome:
     """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
+    `warnings` about the config are said, and kept in the log, before the run begins.
     """
     settings = settings_of(config, lock=True)
     if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
+    with waiting("starting the devices"):
+        jax.devices()
     folder = RunFolder(workdir)
     with (
         StopRequest(max_runtime_secs) as stop,
@@ -103,26 +115,34 @@ def train(
         if start >= settings.train.steps:
             journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
+        for warning in warnings:
+            journal.say(warning)
         with folder.end_recorded() as because:
             outcome = run(parts, folder, journal, stop, start)
             because(outcome.reason)
+        if outcome.reason == "stopped":
+            # One that has asked for it may have an error to tell of.
+            wait_for_all("the other processes to stop")
         return outcome
 
 
 def build(settings: Settings, folder: RunFolder) -> Parts:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
+    use_compile_cache(settings.train.compile_cache)
     connect(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
-    train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    with waiting("preparing the data"):
+        train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
     at("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
-    model, tx = model_and_optimizer(settings, mesh)
-    check_fits(abstract_state(model, tx))
+    with waiting("planning the run"):
+        model, tx = model_and_optimizer(settings, mesh)
+        check_fits(abstract_state(model, tx))
     if settings.sample.prompt:  # what cannot be read, or is too long, is better known now than at the end
         check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
@@ -156,7 +176,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
             settings,
             train_step.take,
             evaluation(parts),
-            stack.enter_context(Prefetcher(parts.train_data, put_in(parts), start)),
+            stack.enter_context(open_batches(parts, start)),
             checkpoints,
             journal,
             meter,
@@ -169,7 +189,8 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
         )
         wait_for_all("the first step", setting="compile_secs")
         state, done = steps.run(state, start)
-        checkpoints.wait()
+        with waiting("finishing the last save"):
+            checkpoints.wait()
         return end(parts, folder, journal, stop, state, done, steps.eval_loss)
 
 
@@ -187,11 +208,16 @@ def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None
     """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
     wanted = abstract_state(parts.model, parts.tx)
     if start:
-        step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+        with waiting(f"restoring step {start}"):
+            step, found = load_newest(folder, parts_of(wanted), about(parts), say)
         return state_of(found), step
-    state = init_state(parts.model, parts.tx, parts.settings.train.seed)
+    with waiting("compiling and making the initial state"):
+        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
     source = parts.settings.train.init_from
-    return (state._replace(params=params_of(source, wanted.params, about(parts), say)) if source else state), 0
+    if not source:
+        return state, 0
+    with waiting(f"restoring the weights of {source}"):
+        return state._replace(params=params_of(source, wanted.params, about(parts), say)), 0
 
 
 def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
@@ -207,7 +233,12 @@ def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Check
         (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
-    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say)
+    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+
+
+def open_batches(parts: Parts, start: int) -> Prefetcher:
+    """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
+    return Prefetcher(parts.train_data, put_in(parts), start, reserve=STEPS_TO_STOP if several() else 0)
 
 
 def end(
@@ -221,7 +252,7 @@ def end(
 ) -> Outcome:
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
-        cause = stop.signal or "a signal to another process"
+        cause = stop.signal or "another process"
         journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
     journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
@@ -230,8 +261,9 @@ def end(
     sample = parts.settings.sample
     if sample.prompt:
         at("the sample", compiling=True)
-        text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        journal.say(f"\nsample of {sample.tokens} tokens:\n\n{text}")
+        with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
+            text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
+        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
 
 
@@ -248,26 +280,30 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
     """Print what is about to run; returns the meter that knows its size."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
-    opt_state = abstract_state(model, parts.tx).opt_state
+    with waiting("predicting the memory"):
+        needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
     flops = flops_per_token(settings.model, model.shapes, seq=seq)
     peak, origin = peak_flops(settings.model.dtype)
     rate = "peak unknown" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s"
     lines = [
         f"run {folder.path}" + (f", going on from step {start}" if start else ""),
         "",
+        "what differs from configs/base.py (all settings are in the folder's config.json):",
         *lines_of(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.entropy_nats:.2f} nats a token",
         *said_of_tokenizer(parts, start),
         "",
-        render(parameters_by_component(model.shapes), memory(model, opt_state, global_batch=batch, seq=seq)),
+        render(parameters_by_component(model.shapes), needs),
         "",
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        *([] if settings.mesh.simulate else unused(jax.default_backend())),
         *said_of_evaluation(parts),
+        *said_of_cache(),
         "",
     ]
     journal.say("\n".join(lines))
@@ -280,8 +316,13 @@ def evaluation(parts: Parts) -> Callable[[Any], float] | None:
     if reader is None:
         return None
     step, count = make_eval_step(parts.model), eval_count(parts)
+    what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
 
-    return lambda params: measure(step, params, reader, put, count).loss
+    def evaluate(params: Any) -> float:
+        with waiting(next(what)) as show:
+            return measure(step, params, reader, put, count, show).loss
+
+    return evaluate
 
 
 def eval_count(parts: Parts) -> int:
@@ -303,6 +344,12 @@ def said_of_evaluation(parts: Parts) -> list[str]:
     if parts.eval_data is None or eval_count(parts) == wanted:
         return []
     return [f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"]
+
+
+def said_of_cache() -> list[str]:
+    """A line where compiled programs are kept for later runs."""
+    folder = jax.config.jax_compilation_cache_dir
+    return [f"compiled programs are kept in {folder} (train.compile_cache)"] if folder else []
 
 
 def about(parts: Parts) -> dict[str, Any]:

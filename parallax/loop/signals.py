@@ -17,6 +17,8 @@ from parallax.errors import EXIT_RESTART
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # where they come a second time
 STOPPING = (*ENDING, signal.SIGHUP)
+HEARD_SECS = 3.0  # JAX looks once a second whether a signal has come, and then tells the other processes
+STEPS_TO_STOP = 2  # after the last one of the process that asks, until all have stopped
 
 
 class StopRequest:
@@ -56,6 +58,19 @@ class StopRequest:
                 # None: the handler was not set from Python, and cannot be set back from there.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._writer.close()
+
+    def ask(self, reason: str) -> None:
+        """Have the run stop as if by a signal; with several processes this comes back when they have agreed.
+
+        Until then none gets further than one step beyond the last of this process, which takes no other: they agree on
+        the one after that at the latest, `STEPS_TO_STOP` after its last.
+        """
+        if self.signal is None:
+            self._ask(reason)
+        if self._tell_jax is not None:
+            time.sleep(HEARD_SECS)
+            # While JAX asks for everybody's step it answers no process; the answer for a step of before is not wanted.
+            multihost_utils.reached_preemption_sync_point(self._asked)
 
     def after(self, step: int) -> bool:
         """Whether the run stops after this step; with several processes, all ask for each step, and hear the same."""

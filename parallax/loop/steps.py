@@ -1,7 +1,9 @@
 """The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
 
+import contextlib
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from parallax.checkpoint import Checkpoints
 from parallax.data import Prefetcher
 from parallax.diagnosis import not_finite
 from parallax.distributed import at, several
-from parallax.errors import CheckpointError, DataError
+from parallax.errors import DataError, ParallaxError
 from parallax.loop.journal import Journal
 from parallax.loop.meter import Meter
 from parallax.loop.profile import Profile
@@ -21,8 +23,12 @@ from parallax.loop.recheck import Recheck
 from parallax.loop.signals import StopRequest
 from parallax.loop.skips import DivergenceError, Skips
 from parallax.loop.watchdog import Watchdog
+from parallax.progress import FIRST_SECS, waiting
 from parallax.settings import Settings
 from parallax.step import TrainState
+
+PATIENCE_SECS = 10.0  # steps are expected to take a while
+SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
 
 
 class Ended(NamedTuple):
@@ -55,36 +61,74 @@ class Steps:
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped
     owed_evaluation: bool = False  # that was due with it
+    data_error: DataError | None = None  # of a batch for which this process has asked all to stop
+    first: int = 0  # the first step of this start
+    said_at: float = 0.0  # when the latest line was printed
 
     def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
-        """From step `start` to the last one or to a signal; returns the state and the steps done."""
-        pending = None
+        """From step `start` to the last one or to a signal; returns the state and the steps done.
+
+        Raises:
+            DataError: a batch cannot be read; the steps before it are saved, where that was possible.
+        """
+        try:
+            state, done = self._take_all(state, start)
+        except ParallaxError as error:
+            if self.data_error is None or isinstance(error, DataError):
+                raise
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
+        else:
+            if self.data_error is None:
+                return state, done
+            with self._besides():
+                self._finish_save(done)
+        raise self.data_error
+
+    def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        pending, self.first = None, start + 1
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
-            at(f"step {done}", compiling=done == start + 1)
-            self.watchdog.begin(done, compiles=done == start + 1)
+            at(f"step {done}", compiling=done == self.first)
+            self.watchdog.begin(done, compiles=done == self.first)
             try:
-                batch, waited = self.batches.get(done - 1)
+                with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
+                    batch, waited = self.batches.get(done - 1)
             except DataError:
                 self._save_before_the_error(done - 1, state, pending, start)
                 raise
+            self._stop_before_the_error()
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
             before, pending = pending, Ended(done, metrics, self.meter.ending(metrics), waited)
             if before is not None:
-                self._report(before, self._read(before, first=before.step == start + 1))
+                self._report(before, self._read(before, first=before.step == self.first))
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
             turns = self.profile.begins_after(done) or self.profile.ends_after(done)
             if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
-                self._pause(pending, state, first=done == start + 1, stopping=stopping)
+                self._pause(pending, state, first=done == self.first, stopping=stopping)
+                pending = None
+            elif done == self.first:  # nobody waits for the second step to hear of the first
+                self._report(pending, self._read(pending, first=True))
                 pending = None
             if stopping and not self.owed:
                 break
         return state, done
+
+    def _stop_before_the_error(self) -> None:
+        """With several processes, have all of them stop and save where data of a step to come cannot be read.
+
+        This process has batches until then. Where it has none left, as for the first step of a run, or for one after
+        steps that cannot be saved, the error comes first, and the last checkpoint stays.
+        """
+        error = self.batches.failure_before(self.settings.train.steps)
+        if self.data_error is None and several() and isinstance(error, DataError):
+            self.data_error = error
+            self.watchdog.pause()
+            self.stop.ask("data that cannot be read")
 
     def _save_before_the_error(
         self, done: int, state: TrainState, pending: Ended | None = None, start: int | None = None
@@ -95,21 +139,33 @@ class Steps:
         """
         if several() or done == start:
             return
-        try:
+        with self._besides():
             if pending is not None:
                 self._pause(pending, state, first=pending.step == start + 1, stopping=True)
             if not self.owed:
                 self._save(done, state, None)
-                self.checkpoints.wait()
-                self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
-        except CheckpointError as error:  # the disk may be the same one: that data is lost says more
-            self.journal.say(f"{type(error).__name__}: {error}")
+                self._finish_save(done)
+
+    def _finish_save(self, done: int) -> None:
+        self.checkpoints.wait()
+        self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
+
+    @contextlib.contextmanager
+    def _besides(self) -> Iterator[None]:
+        """What fails in here is said, and no more: the disk may be the same one, and that data is lost says more."""
+        try:
+            yield
+        except ParallaxError as error:
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
-        if interval and done % interval == 0:
-            return self.recheck.take(self.train_step, state, batch, done)
-        return self.train_step(state, batch)
+        compiles = done == self.first
+        what = "compiling the training step" if compiles else f"taking step {done}"
+        with waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
+            if interval and done % interval == 0:
+                return self.recheck.take(self.train_step, state, batch, done)
+            return self.train_step(state, batch)
 
     def _evaluates_after(self, done: int) -> bool:
         if self.evaluate is None:
@@ -140,7 +196,8 @@ class Steps:
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError:
-                self._report(ended, values)
+                with self._besides():
+                    self._report(ended, values)
                 self._save_before_the_error(ended.step, state)
                 raise
             self._check_finite(ended.step, values["eval/loss"])
@@ -158,11 +215,13 @@ class Steps:
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
         at(f"saving step {step}")
-        self.checkpoints.save(step, parts_of(state), loss=loss)
+        with waiting(f"saving step {step}"):
+            self.checkpoints.save(step, parts_of(state), loss=loss)
 
     def _read(self, ended: Ended, *, first: bool) -> dict[str, Any]:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
-        metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+        with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
+            metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {
             "train/loss": metrics["loss"],
@@ -187,9 +246,13 @@ class Steps:
 
     def _report(self, ended: Ended, values: dict[str, float]) -> None:
         self.journal.record(ended.step, values)
-        last = ended.step == self.settings.train.steps
-        if last or ended.step % self.settings.train.log_every_steps == 0 or "eval/loss" in values:
+        ends = ended.step in (self.first, self.settings.train.steps)
+        due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
+        if ends or due or "eval/loss" in values:
             self.journal.say(self.meter.line(ended.step, values))
+            self.said_at = time.monotonic()
+        if "eval/loss" in values:
+            self.journal.say(self.meter.eval_line(ended.step, values["eval/loss"]))
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

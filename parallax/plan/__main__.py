@@ -1,7 +1,9 @@
 """Plan a training step for a slice of chips that is not there, or for the devices that are.
 
-python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
-python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+
+Compiled plans for TPUs need libtpu, and no TPU.
 """
 
 import os
@@ -14,33 +16,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
+from parallax.progress import loading, waiting
 
-from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
-from parallax.command import usage as usage_of
-from parallax.errors import ConfigError
-from parallax.mesh import simulate_devices
-from parallax.plan import text
-from parallax.plan.analytic import predict_of
-from parallax.plan.cache import Cache
-from parallax.plan.changes import helpful
-from parallax.plan.compiling import Outcome, compile_step
-from parallax.plan.layouts import build, placed
-from parallax.plan.machine import local_place
-from parallax.plan.picture import draw, front
-from parallax.plan.progress import progress_bar
-from parallax.plan.sweep import Sweep
-from parallax.report.place import Place, devices_of, read_topology, why_not, without_chips
-from parallax.settings import Settings
+with loading(__name__, sys.stderr):
+    import jax
+
+    from parallax.command import Flag, read_command, run_command, with_likely_vocab, written
+    from parallax.command import usage as usage_of
+    from parallax.errors import ConfigError
+    from parallax.mesh import simulate_devices
+    from parallax.plan import text
+    from parallax.plan.analytic import predict_of
+    from parallax.plan.cache import Cache
+    from parallax.plan.changes import helpful
+    from parallax.plan.compiling import Outcome, compile_step
+    from parallax.plan.layouts import build, placed
+    from parallax.plan.machine import local_place
+    from parallax.plan.picture import draw, front
+    from parallax.plan.sweep import Sweep
+    from parallax.report.place import Place, devices_of, read_topology, why_not, without_chips
+    from parallax.settings import Settings
 
 FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
-    "keep": Flag("sweep: find so many of the fastest layouts", 12),
-    "compile": Flag("sweep: compile so many of them", 3),
+    "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
+    "compile": Flag("sweep: compile so many of them; default: 3", 3),
     "svg": Flag("sweep: draw memory against time to this file"),
-    "cache": Flag("sweep: the folder where it keeps what it has found", ".cache/plan"),
+    "cache": Flag("sweep: the folder where it keeps what it has found; default: .cache/plan", ".cache/plan"),
 }
 
 
@@ -52,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 def usage() -> str:
     """What --help prints."""
     line = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
-    return usage_of(line, FLAGS)
+    return usage_of(__doc__, line, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -89,7 +93,8 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
     else:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
-        place = local_place(settings.model.dtype)
+        with waiting("measuring the devices that are here"):
+            place = local_place(settings.model.dtype)
     settings = placed(settings, place)
     place.chip.peak(settings.model.dtype)
     return settings, place
@@ -99,18 +104,22 @@ def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) ->
     """Print the plan of one layout."""
     model = build(settings, place)
     print(text.heading(name, settings, place), flush=True)
-    now = predict_of(model, settings, place)
+    with waiting("tracing the step"):
+        now = predict_of(model, settings, place)
     print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
     print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
     print(text.beneath(now), flush=True)
-    changes = helpful(settings, place, now)
+    with waiting("pricing what would change it") as show:
+        changes = helpful(settings, place, now, show)
     if changes:
         print("", *text.changes(changes), sep="\n", flush=True)
     if values["analytic"]:
         return
     devices = compiler_devices(place, values)
     if devices:
-        print("", *text.outcome(compile_step(settings, place, devices), place), sep="\n")
+        with waiting(f"compiling the step for {place.name}"):
+            made = compile_step(settings, place, devices)
+        print("", *text.outcome(made, place), sep="\n")
 
 
 def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
@@ -119,8 +128,8 @@ def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -
     print(text.heading(name, settings, place), flush=True)
     compiled: dict[Any, Outcome] = {}
     try:
-        with progress_bar("layouts") as progress:
-            search.run(progress)
+        with waiting("pricing layouts") as show:
+            search.run(show)
         if not values["analytic"]:
             compile_best(search, place, values, compiled)
     except KeyboardInterrupt:
@@ -140,12 +149,12 @@ def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: 
     devices = compiler_devices(place, values)
     if not devices:
         return
-    with progress_bar("compiled") as progress:
-        for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
-            fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
-            progress(fitting, values["compile"])
-            if fitting == values["compile"]:
-                break
+    for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
+        fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
+        if fitting == values["compile"]:
+            break
+        pp, dp, tp, *_ = choice
+        with waiting(f"compiling layout {pp}·{dp}·{tp}, {fitting} of {values['compile']} found that fit"):
             compiled[choice] = search.compiled(choice, devices)
 
 

@@ -1,7 +1,7 @@
 """What one change of a config would do to memory and time: each neighbour of a plan, priced like the plan itself."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from parallax.layers.kernels import KERNELS
@@ -23,12 +23,15 @@ class Change(NamedTuple):
     secs: float
 
 
-def helpful(settings: Settings, place: Place, now: Estimate) -> list[Change]:
+def helpful(
+    settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
+) -> list[Change]:
     """The changes that save time or memory; those first that save most time and fit, then those that save memory.
 
-    Where nothing fits yet, these are shown although none of them alone may be enough.
+    Where nothing fits yet, these are shown although none of them alone may be enough. `show` is told how many of how
+    many are priced.
     """
-    found = list(_priced(settings, place, now))
+    found = list(_priced(settings, place, now, show))
     room = place.chip.usable_bytes - now.peak_bytes
     faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
     smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
@@ -39,8 +42,10 @@ def helpful(settings: Settings, place: Place, now: Estimate) -> list[Change]:
     )
 
 
-def _priced(settings: Settings, place: Place, now: Estimate) -> Iterator[Change]:
-    for flags, changed in neighbours(settings, place):
+def _priced(settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None]) -> Iterator[Change]:
+    tried = list(neighbours(settings, place))
+    for done, (flags, changed) in enumerate(tried):
+        show(done, len(tried))
         model = build_if_legal(changed, place)
         if model is not None:
             then = predict_of(model, changed, place)

@@ -1,9 +1,11 @@
 """Say what a training step sends, stores and computes, before it runs; or where the time of traced steps went.
 
-python -m parallax.report --config=configs/quickstart.py
-python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --config.mesh.dp=16 --html=report.html
-python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
-python -m parallax.report --trace=runs/mine
+    python -m parallax.report --config=configs/quickstart.py
+    python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --html=report.html
+    python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
+    python -m parallax.report --trace=runs/mine
+
+In a notebook it is px.report(step).
 """
 
 import dataclasses
@@ -12,21 +14,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-from jax.sharding import AbstractMesh, Mesh
+from parallax.progress import loading, waiting
 
-from parallax.arguments import Parser
-from parallax.checks import check_kernel_on
-from parallax.command import Flag, read_command, run_command, written
-from parallax.command import usage as usage_of
-from parallax.errors import ConfigError
-from parallax.layers.kernels import KERNELS
-from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
-from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
-from parallax.report.spent import spent
-from parallax.report.trace import read_traces
-from parallax.report.whole import abstract_mesh, report_settings
-from parallax.settings import Settings
+with loading(__name__, sys.stderr):
+    import jax
+    from jax.sharding import AbstractMesh, Mesh
+
+    from parallax.arguments import Parser
+    from parallax.checks import check_kernel_on
+    from parallax.command import Flag, read_command, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.errors import ConfigError
+    from parallax.layers.kernels import KERNELS
+    from parallax.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
+    from parallax.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.report.spent import spent
+    from parallax.report.trace import read_traces
+    from parallax.report.whole import abstract_mesh, report_settings
+    from parallax.settings import Settings
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),
@@ -35,10 +40,10 @@ FLAGS = {
     "trace": Flag(
         "a run's folder, or a trace: say where the time of its train.profile_steps went; with --json or alone"
     ),
-    "trace_only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
+    "trace-only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
 }
 
-TRACE_ONLY = "Nothing was compiled: --trace_only."
+TRACE_ONLY = "Nothing was compiled: --trace-only."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,10 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     """What --help prints."""
-    line = (
-        "python -m parallax.report --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--html=FILE]"
-    )
-    return usage_of(line, FLAGS)
+    line = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
+    return usage_of(__doc__, line, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -64,7 +67,7 @@ def act(argv: Sequence[str]) -> None:
         raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
     if values["topology"] == "":
         raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
-    compiled = not values["trace_only"]
+    compiled = not values["trace-only"]
     if values["topology"] is None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
@@ -82,11 +85,12 @@ def act(argv: Sequence[str]) -> None:
 
 def report_trace(arguments: Sequence[str]) -> None:
     """Print where the time of traced steps went."""
-    parser = Parser("python -m parallax.report", allow_abbrev=False)
+    parser = Parser("python -m parallax.report")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
-    found = spent(read_traces(flags.trace))
+    with waiting(f"reading the traces in {flags.trace}"):
+        found = spent(read_traces(flags.trace))
     print(found.to_json() if flags.json else found)
 
 

@@ -1,20 +1,19 @@
-"""The time of traced steps as text of at most 100 columns."""
+"""The time of traced steps as text of at most 80 columns."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from parallax.report.text import WIDTH, table
+from parallax.report.text import WIDTH, fitted, table
 from parallax.units import percent
 
 SHOWN_DEVICES = 16
 LEAST_SHOWN = 0.0005  # of the wall time: what takes less is put together
-NAME_WIDTH = 44
 
 
 def text(found: Any) -> str:
     """All sections."""
     sections = [heading(found), parts(found), devices(found)]
-    return "\n\n".join("\n".join(line[:WIDTH] for line in section) for section in sections)
+    return "\n\n".join("\n".join(fitted(section)) for section in sections)
 
 
 def heading(found: Any) -> Iterator[str]:
@@ -44,7 +43,7 @@ def parts(found: Any) -> Iterator[str]:
     rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
     total = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
     rows.append(["together", "", _ms(total / steps), percent(total / found.secs), ""])
-    yield from table(["of a step", "calls", "time", "share", "of it"], rows, left=1)
+    yield from table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=WIDTH)
     yield ""
     yield "hidden: a collective runs while the device computes, and is counted there."
     if found.kind == "cpu":
@@ -52,8 +51,7 @@ def parts(found: Any) -> Iterator[str]:
 
 
 def _cells(part: Any, found: Any, steps: int) -> list[str]:
-    name = part.name if len(part.name) <= NAME_WIDTH else f"{part.name[: NAME_WIDTH - 1]}…"
-    return [name, f"{part.calls / steps:,.0f}", _ms(part.secs / steps), percent(part.secs / found.secs)]
+    return [part.name, f"{part.calls / steps:,.0f}", _ms(part.secs / steps), percent(part.secs / found.secs)]
 
 
 def devices(found: Any) -> Iterator[str]:
@@ -62,7 +60,7 @@ def devices(found: Any) -> Iterator[str]:
         [str(one.device), one.place, *(percent(part / found.secs) for part in (one.compute, one.exposed, one.idle))]
         for one in found.devices[:SHOWN_DEVICES]
     ]
-    yield from table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2)
+    yield from table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=WIDTH)
     if len(found.devices) > SHOWN_DEVICES:
         yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
 

@@ -1,13 +1,19 @@
-"""A report as text of at most 100 columns."""
+"""A report as text of at most 80 columns."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from parallax.report.rows import DIRECTIONS, PlaceRow, by_axis_and_kind, by_fate, by_place, shares_of_flops
+from parallax.report.rows import DIRECTIONS, PlaceRow, axes_order, by_axis_and_kind, by_fate, by_place, shares_of_flops
 from parallax.report.steptime import StepTime
 from parallax.units import in_bytes, in_flops, percent
 
-WIDTH = 100
+WIDTH = 80
+LEAST_CELL = 8  # letters that are left of a name in a column that is too wide
+MADE_HEAD = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
+MADE_HEAD += ["cycles\nbetween"]
 LEAST_SHOWN = 0.0005  # of a step: what takes less is no line
 
 
@@ -22,7 +28,14 @@ def text(report: Any, *, line_numbers: bool = True) -> str:
         made(report),
         time(report),
     ]
-    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
+    return "\n\n".join("\n".join(fitted(lines)) for lines in map(list, sections) if lines)
+
+
+def fitted(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, with sentences that are longer than WIDTH in several; tables fit by themselves."""
+    for line in lines:
+        long = len(line) > WIDTH
+        yield from textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
 
 
 def heading(report: Any) -> Iterator[str]:
@@ -41,13 +54,14 @@ def sent(report: Any) -> Iterator[str]:
     for row in by_axis_and_kind(report.sent):
         axes = ", ".join(row.axes)
         sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
-        rows.append(["" if axes == before else axes, row.kind, *sizes, *_total(row.total, report), f"{row.calls:,}"])
+        rows += [axes] * (axes != before)
+        rows.append([f"  {row.kind}", *sizes, *_total(row.total, report), f"{row.calls:,}"])
         before = axes
     total = sum(one.total_bytes for one in report.sent)
     ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
     calls = sum(one.count for one in report.sent if one.bytes)
-    rows.append(["all", "", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
-    yield from table(["axis", "kind", *DIRECTIONS, "total", "a token", "calls"], rows, left=2)
+    rows.append(["all", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
+    yield from table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, left=1, width=WIDTH)
     yield from silent(report)
 
 
@@ -59,11 +73,17 @@ def silent(report: Any) -> Iterator[str]:
 
 
 def places(report: Any, line_numbers: bool) -> Iterator[str]:
-    """Who asked for it."""
+    """Who asked for it, by axis and kind, of each the place that sends most first."""
     yield "Who asks for it"
     yield ""
-    head, *rows = place_cells(by_place(report.sent, line_numbers=line_numbers))
-    yield from table(head, rows, left=5)
+    groups = defaultdict(list)
+    for row in by_place(report.sent, line_numbers=line_numbers):
+        groups[row.axes, row.kind].append(row)
+    rows: list[str | list[str]] = []
+    for axes, kind in sorted(groups, key=lambda key: (axes_order(key[0]), -sum(row.total for row in groups[key]), key)):
+        _, *cells = place_cells(groups[axes, kind])
+        rows += [f"{', '.join(axes)} {kind}", *([f"  {way}", *rest] for _, _, way, *rest in cells)]
+    yield from table(["axis, kind", "module", "source", "calls", "total"], rows, left=3, width=WIDTH)
 
 
 def place_cells(rows: Iterable[PlaceRow]) -> Iterator[list[str]]:
@@ -80,7 +100,7 @@ def flops(report: Any) -> Iterator[str]:
     yield "FLOPs of a device in a step"
     yield ""
     rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
-    yield from table(["", "FLOPs", "share"], rows, left=1)
+    yield from table(["", "FLOPs", "share"], rows, left=1, width=WIDTH)
     yield executed(report)
     yield f"MFU is at most {percent(report.flops.ceiling)}."
 
@@ -115,8 +135,13 @@ def made(report: Any) -> Iterator[str]:
         return
     yield f"What the compiler made of the collectives, for {report.compiled_for}"
     yield ""
-    head, *rows = made_cells(report)
-    yield from table(head, rows, left=2)
+    rows, before = [], None
+    whole, *cells = made_cells(report)
+    for axes, kind, *figures in cells:
+        rows += [axes] * (axes != before)
+        rows.append([f"  {kind}", *figures])
+        before = axes
+    yield from table(MADE_HEAD[: len(whole) - 1], rows, left=1, width=WIDTH)
     yield from made_notes(report)
 
 
@@ -162,7 +187,8 @@ def time(report: Any) -> Iterator[str]:
         mfu, bubble = percent(report.time.mfu), percent(report.time.bubble)
         yield f"MFU {mfu}; an average rank waits for others {bubble} of the time."
         yield ""
-        yield from table(["compute of", "products", "the rest", "share of the step"], computed_cells(report), left=1)
+        head = ["compute of", "products", "the rest", "share of the step"]
+        yield from table(head, computed_cells(report), left=1, width=WIDTH)
 
 
 def computed_cells(report: Any) -> list[list[str]]:
@@ -190,18 +216,37 @@ def times(parts: dict[str, float], secs: float) -> Iterator[str]:
     yield from table(["time of a step", "", "share"], [*rows, ["step", f"{secs:.3f} s", percent(1)]], left=1)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
-    """Columns as wide as they must be, the first `left` of them flush left, two spaces apart.
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str] | str], *, left: int, width: float = math.inf
+) -> Iterator[str]:
+    """Columns as wide as they must be, the first `left` of them flush left, two spaces apart; a row that is a text is a
+    line of its own. Beyond `width` one space is between columns, then the widest of the first are cut in the middle.
 
-    >>> print("\\n".join(table(["axis", "bytes"], [["pp", "8"], ["dp", "128"]], left=1)))
+    >>> print("\\n".join(table(["axis", "bytes"], ["all", ["  pp", "8"], ["  dp", "128"]], left=1)))
     axis  bytes
-    pp        8
-    dp      128
+    all
+      pp      8
+      dp    128
     """
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    for cells in (head, *rows):
-        sides = (str.ljust if at < left else str.rjust for at in range(len(cells)))
-        yield "  ".join(side(cell, width) for side, cell, width in zip(sides, cells, widths)).rstrip()
+    tops = [cell.split("\n") for cell in head]
+    high = max(map(len, tops))
+    heads = [[cell[at - high] if len(cell) >= high - at else "" for cell in tops] for at in range(high)]
+    lines = [*heads, *rows]
+    cells = [line for line in lines if not isinstance(line, str)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    gap = 2 if sum(widths) + 2 * len(widths) - 2 <= width else 1
+    while sum(widths) + gap * (len(widths) - 1) > width and max(widths[:left]) > LEAST_CELL:
+        widths[widths.index(max(widths[:left]))] -= 1
+    for line in lines:
+        sides = (str.ljust if at < left else str.rjust for at in range(len(widths)))
+        shown = [line] if isinstance(line, str) else map(_aligned, sides, line, widths)
+        yield (" " * gap).join(shown).rstrip()
+
+
+def _aligned(side: Callable[[str, int], str], cell: str, width: int) -> str:
+    if len(cell) > width:
+        cell = f"{cell[: width // 2]}…{cell[len(cell) - (width - width // 2 - 1) :]}"
+    return side(cell, width)
 
 
 def _total(size: int, report: Any) -> tuple[str, str]:

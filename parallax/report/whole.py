@@ -15,6 +15,7 @@ from parallax.budget import memory
 from parallax.chips import chip
 from parallax.command import likely_entries, with_likely_vocab
 from parallax.errors import ConfigError
+from parallax.progress import waiting
 from parallax.report.compiled import Compiled, read_compiled
 from parallax.report.cycles import ModuleSecs, secs_by_module
 from parallax.report.flops import Flops, step_flops
@@ -129,17 +130,22 @@ def report(
     """
     rows, seq = _shape_of(step, batch)
     model = step.model
-    planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
-    ranks = collectives_by_rank(model, rows, seq)
-    flops = step_flops(model, rows, seq, entries=entries)
-    made, made_for, time, computed, shares = None, "", None, (), branch_shares(model)
+    with waiting("tracing the step"):
+        planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
+        ranks = collectives_by_rank(model, rows, seq)
+        flops = step_flops(model, rows, seq, entries=entries)
+        shares = branch_shares(model)
+    made, made_for, time, computed = None, "", None, ()
     if compiled and isinstance(model.mesh, Mesh):
         kind = model.mesh.devices.flat[0].device_kind
-        made = read_compiled(step.lower(rows, seq).compile(), model.mesh, shares)
         made_for = f"{model.mesh.size} x {kind}"
-        if made.cycles is not None:
-            time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
-            computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
+        with waiting(f"compiling the step for {made_for}"):
+            program = step.lower(rows, seq).compile()
+        with waiting("reading the compiled step"):
+            made = read_compiled(program, model.mesh, shares)
+            if made.cycles is not None:
+                time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
+                computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
+from parallax.arguments import Parser
 from parallax.errors import ConfigError, exit_status
 from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv, write_text
@@ -30,8 +31,7 @@ COMPARED = [(name, virtual) for name in SCHEDULES for virtual in ((2, 4) if name
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the result is the exit status, 2 for what a user got wrong."""
-    parsed = _parser().parse_args(arguments)
-    return exit_status(lambda: run(parsed))
+    return exit_status(lambda: run(_parser().parse_args(arguments)))
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -58,9 +58,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallax.schedules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
     add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
     add("--stages", type=_positive, metavar="P", help="pipeline ranks, each with --virtual stages")

@@ -63,7 +63,8 @@ def _read(path: Path) -> list[list[str]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except FileNotFoundError:
-        close = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.csv")], n=1)
+        there = [other.name for other in path.parent.glob("*.csv") if other.is_file()]  # a link may lead nowhere
+        close = difflib.get_close_matches(path.name, there, n=1)
         guess = f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
         raise ScheduleError(f"{path} does not exist{guess}") from None
     except OSError as error:

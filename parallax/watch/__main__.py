@@ -72,8 +72,7 @@ def write_svg(runs: Sequence[Run], width: int, path: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; ConfigError says what is wrong with them."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m parallax.watch", description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser("python -m parallax.watch", description=__doc__)
     parser.add_argument("workdir", type=Path, nargs="+", help="the folders of the runs")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--width", type=int, help="columns; default: those of the terminal")

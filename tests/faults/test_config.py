@@ -188,7 +188,7 @@ NAMES = ["", ".", "..", "../x", "a/b", "/etc/x", "-x", "a b", "a\nb", "~", "$HOM
 def test_a_run_name_that_is_no_name_is_refused_and_nothing_is_written(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = pathlib.Path(command_line.__file__).parent / "configs" / "tiny_gqa.py"
-    status = command_line.main(["train.py", f"--config={config}", f"--run_name={name}"])
+    status = command_line.main(["train.py", f"--config={config}", f"--run-name={name}"])
     said = capsys.readouterr().err
     assert status == 2 and "is no name for a run" in said and len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())

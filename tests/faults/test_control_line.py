@@ -225,8 +225,8 @@ def closed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hello": -5}, "distributed.process_id=-5 is none of 2 processes; use 0 to 1"),
-        ({"hello": 2}, "distributed.process_id=2 is none of 2 processes; use 0 to 1"),
+        ({"hello": -5}, "distributed.process-id=-5 is none of 2 processes; use 0 to 1"),
+        ({"hello": 2}, "distributed.process-id=2 is none of 2 processes; use 0 to 1"),
         ({"hello": 10**300}, "is none of 2 processes"),
         *(
             (change, "this is not how a process of the job begins")

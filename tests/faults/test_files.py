@@ -22,13 +22,14 @@ from rich.console import Console
 from run_examples import as_flags, tiny_config
 
 import train as command_line
-from parallax.checkpoint import complete_steps, latest_step
-from parallax.data import sources, stream
+from parallax.checkpoint import Checkpoints, complete_steps, latest_step
+from parallax.data import Reader, sources, stream
 from parallax.data.manifest import read_manifest
 from parallax.data.sources import open_source
 from parallax.errors import CheckpointError, DataError, exit_status, tell
 from parallax.loop import train
-from parallax.loop.journal import Journal, read_metrics
+from parallax.loop.journal import Journal, Lines, read_metrics
+from parallax.loop.signals import StopRequest
 from parallax.plainfile import object_of
 from parallax.run import Run as Trained
 from parallax.settings import load_settings
@@ -149,6 +150,136 @@ def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corp
     monkeypatch.setattr(run_module, "measure", measure)
     assert latest_step(tmp_path / "checkpoints") == 4
     assert_saved_and_goes_on(config, tmp_path, least=4)
+
+
+def full_once(monkeypatch, failing):
+    """A disk that keeps no line any more once there is something in `failing`."""
+    write = Lines.write
+
+    def fails(self, text):
+        if failing:
+            raise CheckpointError(f"cannot write in {self._folder} (No space left on device)")
+        write(self, text)
+
+    monkeypatch.setattr(Lines, "write", fails)
+
+
+def unreadable_from(monkeypatch, batch):
+    """A shard of which `batch` of the training data, and what follows, cannot be read."""
+    read = Reader.batch
+
+    def fails(self, step):
+        if self.split == "train" and step >= batch:
+            raise DataError("shard x.ids cannot be read")
+        return read(self, step)
+
+    monkeypatch.setattr(Reader, "batch", fails)
+
+
+@pytest.mark.parametrize("what", ["a batch", "an evaluation"])
+def test_where_the_log_fails_with_the_data_the_data_is_named(what, corpus, tmp_path, monkeypatch, capsys):
+    """One disk may hold both: the run ends with the status and the name of what is lost, and nothing in its place."""
+    failing = []
+    full_once(monkeypatch, failing)
+    if what == "a batch":
+        unreadable_from(monkeypatch, 5)
+        at_step(monkeypatch, 5, lambda: failing.append(1))
+    else:
+
+        def measure(*_):
+            failing.append(1)
+            raise DataError("shard x.ids cannot be read")
+
+        monkeypatch.setattr("parallax.loop.run.measure", measure)
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
+        train(tiny_config(corpus), tmp_path)
+    assert "CheckpointError: cannot write in" in capsys.readouterr().out
+
+
+def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, tmp_path, monkeypatch, capsys):
+    failing = []
+    full_once(monkeypatch, failing)
+    unreadable_from(monkeypatch, 5)
+
+    def fails(self):
+        failing.append(1)
+        raise CheckpointError("cannot save step 5")
+
+    monkeypatch.setattr(Checkpoints, "wait", fails)
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
+        train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
+    assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
+
+
+def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, tmp_path, monkeypatch):
+    unreadable_from(monkeypatch, 3)
+    monkeypatch.setattr("parallax.loop.steps.not_finite", lambda params: ["embedding"])
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
+        train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
+    assert "DivergenceError: after step 3 parameters are not finite: embedding" in (tmp_path / "log.txt").read_text()
+    assert latest_step(tmp_path / "checkpoints") is None
+
+
+def agreed_after(monkeypatch, steps):
+    """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
+    for module in ("run", "steps"):
+        monkeypatch.setattr(f"parallax.loop.{module}.several", lambda: True)
+    asked, taken = [], []
+
+    def after(self, step):
+        taken.append(step)
+        return bool(asked) and step >= asked[0] + steps
+
+    monkeypatch.setattr(StopRequest, "after", after)
+    monkeypatch.setattr(StopRequest, "ask", lambda self, reason: asked.append(taken[-1] if taken else 0))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("lost", "within"), [(5, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (7, 2)))]
+)
+def test_one_of_several_processes_that_loses_data_stops_with_the_others_before_it_is_needed(
+    lost, within, corpus, tmp_path, monkeypatch
+):
+    asked, config = agreed_after(monkeypatch, within), tiny_config(corpus, **{"checkpoint.every_steps": 0})
+    with monkeypatch.context() as patch:
+        unreadable_from(patch, lost)
+        with pytest.raises(DataError, match=r"^shard x\.ids cannot be read$"):
+            train(config, tmp_path)
+    assert asked == [lost - 2], "once, with two batches in hand"
+    monkeypatch.undo()
+    assert latest_step(tmp_path / "checkpoints") == lost - 2 + within
+    assert_saved_and_goes_on(config, tmp_path, least=lost - 2 + within)
+
+
+def test_data_that_a_run_does_not_get_to_stops_no_process(corpus, tmp_path, monkeypatch):
+    asked = agreed_after(monkeypatch, 2)
+    unreadable_from(monkeypatch, 8)
+    assert train(tiny_config(corpus), tmp_path).reason == "finished" and not asked
+
+
+@pytest.mark.parametrize(("lost", "saved"), [(0, None), (6, 4)])
+def test_where_several_processes_do_not_agree_in_time_the_last_checkpoint_stays(
+    lost, saved, corpus, tmp_path, monkeypatch
+):
+    agreed_after(monkeypatch, 3)
+    unreadable_from(monkeypatch, lost)
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
+        train(tiny_config(corpus), tmp_path)
+    assert latest_step(tmp_path / "checkpoints") == saved
+
+
+def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data(corpus, tmp_path, monkeypatch, capsys):
+    agreed_after(monkeypatch, 2)
+    unreadable_from(monkeypatch, 5)
+
+    def fails(*_, **__):
+        raise CheckpointError("cannot save step 5")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
+        train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
+    assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "another in its place"])
