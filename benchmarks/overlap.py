@@ -58,9 +58,6 @@ ROWS = {
     "llama2_7b_64": [
         Row({}),
         Row({}, options=False),
-        Row(PLAIN),
-        Row(PLAIN | AHEAD),
-        Row(AHEAD),
         Row({"pipeline.remat": "elementwise"}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
