@@ -58,6 +58,7 @@ ROWS = {
     "llama2_7b_64": [
         Row({}),
         Row({}, options=False),
+        Row(PLAIN),
         Row({"pipeline.remat": "elementwise"}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
