@@ -59,8 +59,6 @@ ROWS = {
         Row({}),
         Row({}, options=False),
         Row(PLAIN),
-        Row(PLAIN | AHEAD),
-        Row(AHEAD),
         Row({"pipeline.remat": "elementwise"}),
         Row(LAYER),
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),

@@ -196,6 +196,15 @@ def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeyp
     assert capsys.readouterr().out.splitlines() == lines[:5]
 
 
+def test_the_console_has_the_date_too_where_the_log_had_a_line_before_it(tmp_path, capsys):
+    with Journal(RunFolder(tmp_path)) as journal:
+        journal.say_last("a line for the log alone")
+        journal.say("step 1")
+    date, line = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date) and line.endswith(" step 1")
+    assert (tmp_path / "log.txt").read_text().splitlines()[0] == date
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -389,7 +398,9 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
         journal.say("run")
         wait("compiling the training step")
     lines = ["preparing the data ...", "run", "compiling the training step ..."]
-    assert (tmp_path / "log.txt").read_text().splitlines() == capsys.readouterr().out.splitlines() == lines
+    kept, printed = (tmp_path / "log.txt").read_text().splitlines(), capsys.readouterr().out.splitlines()
+    assert [line[9:] for line in kept[1:]] == lines  # behind the date, and each behind its time
+    assert [line[9:] if line.endswith("run") else line for line in printed] == lines
 
 
 def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):

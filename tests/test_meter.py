@@ -1,5 +1,6 @@
 """The numbers on the line of a step, and what they are a share of."""
 
+import math
 import re
 
 import pytest
@@ -29,6 +30,18 @@ def test_the_line_of_a_step_has_what_people_look_for():
     assert meter.eval_line(10, 3.97211) == "step 10/1000  eval loss 3.9721"
 
 
+def test_a_step_whose_end_was_seen_late_gives_the_next_one_no_speed_beyond_the_peak():
+    meter = Meter(steps=10, step_tokens=100, step_flops=1e12, peak_flops=1e12, devices=1, **FIXED)
+    meter.measure(10.0, 0.0, compiled=True)
+    late = meter.measure(18.0, 0.0, compiled=False)
+    assert late["perf/mfu"] == 0.125 and "mfu 12%" in meter.line(2, VALUES | late)
+    values = meter.measure(18.001, 0.0, compiled=False)
+    assert values["perf/step_secs"] == pytest.approx(0.001)
+    assert all(math.isnan(values[f"perf/{name}"]) for name in ("mfu", "tokens_per_second"))
+    assert "tok/s" not in meter.line(3, VALUES | values)
+    assert meter.measure(22.001, 0.0, compiled=False)["perf/mfu"] == pytest.approx(0.25)
+
+
 LARGE = {"train/loss": 3.4e38, "train/grad_norm": 3.4e38, "train/learning_rate": 3.4e38}
 SMALL = {"train/loss": -1e-30, "train/grad_norm": 1e-38, "train/learning_rate": 1e-38}
 ODD = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/learning_rate": 0.0}
@@ -37,7 +50,7 @@ ODD = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/learn
 @pytest.mark.parametrize("values", [VALUES, LARGE, SMALL, ODD], ids=["usual", "large", "small", "odd"])
 @pytest.mark.parametrize("steps", [1, 240, 500_000, 2**31 - 1])
 @pytest.mark.parametrize("secs", [1e-6, 1e-3, 1.77, 86_400.0])
-@pytest.mark.parametrize("peak", [None, 1e27], ids=str)
+@pytest.mark.parametrize("peak", [None, 1.01e27], ids=str)
 def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, steps, secs, peak):
     """Whatever the counts and the speeds; beyond them stand eight letters of the time of day and a blank."""
     fixed = FIXED | {"memory": lambda: 1023 * 2**30}

@@ -70,7 +70,7 @@ class Journal:
         self._curves = curves
         self._waits: list[str] | None = []  # lines for log.txt, until there is more to say than what is waited for
         self._speaking = speaking(speaker_on(sys.stdout, self._keep_wait) if self._speaks else None)
-        self._day = ""
+        self._days: dict[str, str] = {}  # of the last line in the log and on the console
 
     def __enter__(self) -> "Journal":
         self._speaking.__enter__()
@@ -95,11 +95,11 @@ class Journal:
         if self._speaks:
             make_room()
             waits, self._waits = self._waits or [], None
-            text = self._timed(text)
+            now = time.localtime()
             try:
-                self._keep("\n".join([*waits, text]))
+                self._keep("\n".join([*waits, self._timed(text, now)]))
             finally:
-                tell(text, sys.stdout)
+                tell(self._timed(text, now, "console"), sys.stdout)
 
     def say_besides(self, text: str) -> None:
         """Say, from any process, what went wrong while another error ends the run; a full disk does not replace it."""
@@ -125,11 +125,11 @@ class Journal:
         self._log.write(text + "\n")  # in one piece: another thread may write, too
         self._log.flush()
 
-    def _timed(self, text: str) -> str:
-        """The text behind the time of day; before the first one of a day stands its date."""
-        now = time.localtime()
-        day, before = time.strftime(DATE, now), self._day
-        self._day = day
+    def _timed(self, text: str, now: time.struct_time | None = None, where: str = "log") -> str:
+        """The text behind the time of day; the first of a day, in the log and on the console, stands below its date."""
+        now = now or time.localtime()
+        day, before = time.strftime(DATE, now), self._days.get(where)
+        self._days[where] = day
         return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
 
     def begin(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """Speed of a run, and the line that says how it goes."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -49,19 +50,28 @@ class Meter:
         return self._waiting.submit(lambda: (jax.block_until_ready(metrics), self.clock())[1])
 
     def measure(self, ended: float, waited_secs: float, *, compiled: bool) -> dict[str, float]:
-        """Numbers of the step that ended then; `compiled` keeps it out of the averages."""
+        """Numbers of the step that ended then; `compiled` keeps it out of the averages.
+
+        Speeds are NaN where a busy machine has shown the ends of two steps at once, and one would be beyond the peak.
+        """
         secs, self._last = ended - self._last, ended
         if not compiled:
             self._window.append((secs, waited_secs))
             self._measured = (self._measured[0] + 1, self._measured[1] + secs)
+        rate = 1 / secs if secs > self._least_secs else math.nan
         return {
             "perf/step_secs": secs,
-            "perf/tokens_per_second": self.step_tokens / secs,
+            "perf/tokens_per_second": self.step_tokens * rate,
             "perf/data_wait_secs": waited_secs,
-            "perf/flops_per_second_per_device": self.step_flops / secs / self.devices,
-            **({} if self.peak_flops is None else {"perf/mfu": self.step_flops / secs / self.peak_flops}),
+            "perf/flops_per_second_per_device": self.step_flops * rate / self.devices,
+            **({} if self.peak_flops is None else {"perf/mfu": self.step_flops * rate / self.peak_flops}),
             **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
         }
+
+    @property
+    def _least_secs(self) -> float:
+        """What a step takes at its devices' peak; one that seems faster ended while its thread was late for another."""
+        return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """What the console shows, in at most `WIDTH` columns; speed is the mean since the last line."""
@@ -74,7 +84,7 @@ class Meter:
             "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
             "lr": f"lr {rate_of(values['train/learning_rate'])}",
         }
-        return fitted(parts | (self._speed(step, secs, waited, values) if secs else {}))
+        return fitted(parts | (self._speed(step, secs, waited, values) if secs > self._least_secs else {}))
 
     def eval_line(self, step: int, loss: float) -> str:
         """What the console shows of an evaluation."""

@@ -19,7 +19,7 @@ GET_LIBTPU = "the TPU compiler, libtpu, is not installed: pip install 'parallax[
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 # Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
-# of 12 layouts were from 5 % shorter to 18 % longer than compiled ones, 7 % longer on average (docs/plan.md).
+# of 13 layouts were from 5 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
 MATMUL_EFFICIENCY = 0.8
 
 
