@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_compile.py [--topology v5e:4x4] [--mesh 4,2,2] [--schedules gpipe one_f_one_b]
 
-Needs the TPU compiler: pip install 'parallax[tpu]'. The step is that of configs/llama_1b_16.py, 1.2 billion parameters
+Needs the TPU compiler: pip install -e '.[tpu]'. The step is that of configs/llama_1b_16.py, 1.2 billion parameters
 in bfloat16, with one window of --seq tokens in a microbatch; one row for each schedule. Bytes are per chip and in GiB:
 arguments (the state, which the results take the place of, and the batch), temporaries, and the most at any moment.
 Collectives are those of the compiled program, a loop's body once, as `asynchronous/all`; the first leave time for other

@@ -215,6 +215,15 @@ def check_whole(key: str, written: object, *, least: int) -> None:
         raise ConfigError(f"{key}={quoted(written)} must be a whole number of {least} or more.")
 
 
+def how_to_install(extra: str) -> str:
+    """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
+
+    >>> how_to_install("data")
+    "pip install -e '.[data]' in the clone of Parallax"
+    """
+    return f"pip install -e '.[{extra}]' in the clone of Parallax"
+
+
 def divisors(number: int) -> list[int]:
     """All divisors in order.
 

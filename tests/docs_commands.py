@@ -138,7 +138,7 @@ PARSED = {
     'pip install -e ".[data,gpu]" -c constraints.txt': NETWORK,
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     "python benchmarks/hf_table.py --write": LONG,
-    "pip install 'parallax[tpu]'": NETWORK,
+    "pip install -e '.[tpu]'": NETWORK,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,

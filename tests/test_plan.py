@@ -597,7 +597,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
 
 
 def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
-    assert re.search(r"^MFU", planned, re.M) and "pip install 'parallax[tpu]'" in planned.splitlines()[-1]
+    assert re.search(r"^MFU", planned, re.M) and "pip install -e '.[tpu]'" in planned.splitlines()[-1]
 
 
 def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):
