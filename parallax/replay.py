@@ -33,7 +33,7 @@ with loading(__name__, sys.stderr):
     from parallax.loop.skips import text_of
     from parallax.loop.steps import parts_of, state_of
     from parallax.mesh import simulate_devices
-from parallax.runfiles import RunFiles
+    from parallax.runfiles import RunFiles
     from parallax.settings import Settings
     from parallax.step import TrainState, abstract_state, init_state, make_train_step
 

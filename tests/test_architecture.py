@@ -31,7 +31,7 @@ ROWS = [
     {"report", "convert"},
     {"plan"},
     {"loop"},
-    {"replay", "evaluate", "run"},
+    {"replay", "evaluate", "run", "firstrun"},
     {"__init__"},
 ]
 ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}

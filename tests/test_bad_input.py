@@ -171,7 +171,7 @@ def test_a_url_is_refused_at_once_where_a_path_is_asked_for(program, words, tmp_
 def test_a_url_is_refused_by_the_library_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="workdir='gs://bucket/runs/mine' is a URL"):
-        train(tiny_config(), BUCKET)
+        train(tiny_config(tmp_path), BUCKET)
     with pytest.raises(ConfigError, match="workdir='gs:/bucket/runs/mine' is a URL"):
         load(Path(BUCKET))
     assert not list(tmp_path.iterdir())
