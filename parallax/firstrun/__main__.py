@@ -90,7 +90,7 @@ def try_out(found: Found, about: dict[str, dict[str, str]], out: Path, steps: in
     FirstRun(found, steps, say=say, save=save).run()
     for warning in warnings(found):
         say(f"warning: {warning}")
-    say(f"all of it is in {out}; it names no host, user or folder, and can be attached to an issue")
+    say(f"all of it is in {out}; without names of host, user and home; attach it to an issue")
     if found.failed:
         failed = next(phase for phase in found.phases if phase.state == "failed")
         raise PhaseError(f"{failed.name} failed: {failed.error.splitlines()[0]}")

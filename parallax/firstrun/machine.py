@@ -79,7 +79,7 @@ def nameless(text: str) -> str:
         if folder != Path(folder.anchor):
             text = text.replace(str(folder), instead)
     text = ADDRESS.sub("<address>", text)
-    for name in {socket.gethostname(), socket.gethostname().split(".")[0]}:
+    for name in (socket.gethostname(), socket.gethostname().split(".")[0]):
         if len(name) >= SHORTEST_NAME:
             text = re.sub(rf"\b{re.escape(name)}\b", "<host>", text)
     return re.sub(rf"(?<=/){re.escape(_user())}(?=/|\b)|\b{re.escape(_user())}(?=@)", "<user>", text)
