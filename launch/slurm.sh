@@ -1,6 +1,6 @@
 #!/bin/bash
 # One process a node, all of a node's GPUs in it; what follows the script is train.py's:
-#   RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE
+#   RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE.json
 # As it is, Llama-2-7B on a node with eight GPUs of 80 GB; on 2 or 4 such nodes with sbatch --nodes=4. For other GPUs
 # name another config: CONFIG=configs/gpu_24gb.py (docs/hardware.md).
 # Edit the lines of #SBATCH; a folder that all nodes see holds the repository and runs/.
