@@ -128,9 +128,10 @@ def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_pat
     status, text = run_of(tmp_path)
     states = {name: state for name, (state, _) in rows(text, "Phases").items()}
     at = PHASES.index(phase)
-    expected = ["done"] * at + ["failed"] + ["not reached"] * (len(PHASES) - at - 1)
+    rest = "done" if phase == "plan" else "not reached"  # what was not planned can still be measured
+    expected = ["done"] * at + ["failed"] + [rest] * (len(PHASES) - at - 1)
     assert status == 1 and list(states.values()) == expected
-    assert f"**Ended in the phase: {phase}.**" in text
+    assert f"**Failed or interrupted: {phase}.**" in text
     assert "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory, ~/x\nmore of it\n" in text
     assert ("GiB" in text.split("## Devices")[1]) and '"d_model": 32' in text
     assert (
@@ -152,7 +153,7 @@ def test_what_ends_the_process_leaves_a_file_that_says_where():
     first._plan = lambda: None
     with pytest.raises(Killed):
         first.run()
-    assert "**Ended in the phase: compile.**" in pages[-1] and "| compile | running |" in pages[-1]
+    assert "**Failed or interrupted: compile.**" in pages[-1] and "| compile | running |" in pages[-1]
 
 
 def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
@@ -281,6 +282,20 @@ def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(monkeypatch
     found.phases = [Phase("plan", "not reached")]
     assert first._do(0, "plan", first._plan) and found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
     assert found.held.peak == 7 and found.mfu is None
+
+
+def test_a_program_that_cannot_be_priced_is_run_all_the_same(monkeypatch):
+    found, said = found_of(step_flops=1e12), []
+    first = FirstRun(found, 5, say=said.append, save=lambda: None)
+    first.step = SimpleNamespace(model=SimpleNamespace(mesh=None))
+    monkeypatch.setattr(work, "branch_shares", lambda model: None)
+    monkeypatch.setattr(work, "read_compiled", lambda *_: None)
+    monkeypatch.setattr(work, "step_time", lambda made, chip, flops, dtype: SimpleNamespace(total_secs=flops / 1e12))
+    first._price()
+    assert found.compiled_step_secs == 1 / 8 and said == []
+    monkeypatch.setattr(work, "step_time", lambda *_, **__: 1 / 0)
+    first._price()
+    assert said == ["the compiled program is not priced: ZeroDivisionError: division by zero"]
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():

@@ -42,7 +42,7 @@ def page_without_devices(command: str, error: str, machine: Mapping[str, Mapping
 def verdict(found: Found) -> str:
     """The outcome in a sentence."""
     failed = [phase.name for phase in found.phases if phase.state in ("failed", "running")]
-    return f"**Ended in the phase: {failed[0]}.**" if failed else "All phases are done."
+    return f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
 
 
 def compared(found: Found) -> Iterator[str]:

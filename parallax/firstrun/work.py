@@ -102,7 +102,7 @@ class FirstRun:
         self.state: TrainState | None = None
 
     def run(self) -> None:
-        """Do all phases, up to the first that fails."""
+        """Do all phases, up to the first that fails; what was not planned can still be measured."""
         acts = {
             "plan": self._plan,
             "compile": self._compile,
@@ -113,7 +113,7 @@ class FirstRun:
         self.found.phases = [Phase(name, "not reached") for name in acts]
         for number, (name, act) in enumerate(acts.items()):
             self.say(f"{name} …")
-            if not self._do(number, name, act):
+            if not self._do(number, name, act) and name != "plan":
                 return
 
     def _do(self, number: int, name: str, act: Callable[[], None]) -> bool:
@@ -157,18 +157,32 @@ class FirstRun:
         lowered, begun = self.step.lower(*shape), time.perf_counter()
         self.program = lowered.compile()
         found.compile_secs = time.perf_counter() - begun
-        made = read_compiled(self.program, mesh, branch_shares(model))
-        # The peak of XLA for CPU leaves temporaries out.
-        found.compiled_bytes = made.together if jax.default_backend() == "cpu" else made.peak
-        parts = {
-            "arguments": made.arguments,
-            "temporaries": made.temporaries,
-            "new results": made.outputs - made.aliased,
-        }
-        found.compiled_parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
-        if made.cycles is not None and found.place is not None:
-            flops = found.step_flops / found.place.devices
-            found.compiled_step_secs = step_time(made, found.place.chip, flops, dtype=settings.model.dtype).total_secs
+        self._read_sizes()
+        if jax.default_backend() == "tpu":  # the only compiler that estimates cycles
+            self._price()
+
+    def _price(self) -> None:
+        """The step's time as the compiler counts cycles. What cannot be read is said: the program runs without."""
+        found, model = self.found, self.step.model
+        try:
+            made = read_compiled(self.program, model.mesh, branch_shares(model))
+            flops, dtype = found.step_flops / found.place.devices, found.settings.model.dtype
+            found.compiled_step_secs = step_time(made, found.place.chip, flops, dtype=dtype).total_secs
+        except Exception as error:
+            self.say(f"the compiled program is not priced: {type(error).__name__}: {error}")
+
+    def _read_sizes(self) -> None:
+        """The compiler's word on memory, as far as the backend has one."""
+        sizes = self.program.memory_analysis()
+        if sizes is None:
+            return
+        arguments, temporaries = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+        new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        # The peak of XLA for CPU leaves temporaries out, and for GPU it may be missing.
+        on_tpu = jax.default_backend() == "tpu"
+        self.found.compiled_bytes = sizes.peak_memory_in_bytes if on_tpu else arguments + temporaries + new
+        parts = {"arguments": arguments, "temporaries": temporaries, "new results": new}
+        self.found.compiled_parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
 
     def _start(self) -> None:
         self.state = jax.block_until_ready(self.step.init())
