@@ -310,6 +310,6 @@ def test_two_processes_write_one_file(tmp_path):
     out = tmp_path / "first-run.md"
     words = [*TINY, "--steps=3", f"--out={out}"]
     launcher = ["-m", "parallax.launch", "--processes=2", "--devices-per-process=4", "--", "-m", "parallax.firstrun"]
-    ended = subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "| processes | 2, 4 devices in each |" in out.read_text() and "All phases are done." in out.read_text()

@@ -13,7 +13,7 @@ import numpy as np
 from parallax.assembly import step_of
 from parallax.budget import Memory, flops_per_token
 from parallax.compiler import compiler_options
-from parallax.distributed import at, connect
+from parallax.distributed import at, connect, several
 from parallax.errors import ConfigError
 from parallax.firstrun.choose import planned_memory
 from parallax.loop.batches import own_rows, put_on
@@ -138,6 +138,8 @@ class FirstRun:
         found.limit_bytes = device_memory()
         found.held = planned_memory(settings)
         try:
+            if several() and jax.default_backend() == "cpu":  # each measures as often as it can: they would not meet
+                raise ConfigError("what simulated devices of several processes do a second is not measured")
             found.place = local_place(settings.model.dtype)
             found.planned = predict(settings, found.place)
         except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
