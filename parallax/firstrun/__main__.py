@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def usage() -> str:
     """What --help prints."""
     line = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
-    return usage_of(line, FLAGS)
+    return usage_of(__doc__, line, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
