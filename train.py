@@ -30,6 +30,7 @@ with loading(__name__, sys.stdout):
     from parallax.errors import ConfigError
     from parallax.loop import check_run_name, settings_of, train
     from parallax.loop.resume import RESUME
+    from parallax.runfiles import RunFiles
     from parallax.version import code_version, versions
 
 BEGUN = time.monotonic()
@@ -121,8 +122,7 @@ def usage() -> str:
 def with_config_of_run(argv: Sequence[str]) -> list[str]:
     """The command line, with the config of the run in --workdir where none is named."""
     workdir = written(argv, "workdir")
-    saved = Path(workdir or "") / "config.json"
-    if written(argv, "config") is None and workdir and saved.is_file():
+    if written(argv, "config") is None and workdir and (saved := RunFiles(workdir).config).is_file():
         return [argv[0], f"--config={saved}", *argv[1:]]
     return list(argv)
 

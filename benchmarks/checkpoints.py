@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from arguments import Arguments, run_benchmark, whole_number
 
+from parallax.arguments import local_path
 from parallax.errors import ConfigError
 
 SHAPE = (8, 1024, 640)  # 20 MiB
@@ -95,15 +96,15 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
 
 def main() -> None:
     parser = Arguments(description=__doc__, smallest={"steps": 2, "every": 1, "arrays": 1})
-    parser.add_argument("folder", nargs="?", help="where files are written; they are removed again")
+    parser.add_argument("folder", type=local_path, nargs="?", help="where files are written; they are removed again")
     parser.add_argument("--steps", type=whole_number, default=48)
     parser.add_argument("--every", type=whole_number, default=12, help="steps between two saves")
     parser.add_argument("--arrays", type=whole_number, default=12, help="of 20 MiB each")
     args = parser.parse_args()
     if args.every > args.steps:
         raise ConfigError(f"--every={args.every} is more than --steps={args.steps}: nothing would be saved")
-    if args.folder and not pathlib.Path(args.folder).is_dir():
-        raise ConfigError(f"{args.folder!r} is no folder; name one on the disk that is to be measured")
+    if args.folder and not args.folder.is_dir():
+        raise ConfigError(f"{str(args.folder)!r} is no folder; name one on the disk that is to be measured")
     folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
     try:
         measure(args, folder)

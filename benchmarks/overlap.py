@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3]
 
-Needs the TPU compiler: pip install 'parallax[tpu]'. One row for each way to send: as the config has it, without what
+Needs the TPU compiler: pip install -e '.[tpu]'. One row for each way to send: as the config has it, without what
 hides it, and layouts of other meshes. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits*
 are in milliseconds as parallax.report.steptime estimates them. *dp* and *tp* are the shares of bytes over these axes
 that go on while something is computed: asynchronous, with compute between start and done. The compiler gives attention

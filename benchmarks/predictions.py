@@ -11,7 +11,7 @@ of the compiled program, its loops turned and its branches taken as the schedule
 parameters takes, by its scope's name, is in the compiled program alone and counts in no error.
 
 Each config of a size for it is compiled on meshes of up to eight simulated CPU devices, with as many microbatches as
-the config has, and on a pipeline at least two for each rank. --tpu, which needs pip install 'parallax[tpu]', compiles
+the config has, and on a pipeline at least two for each rank. --tpu, which needs pip install -e '.[tpu]', compiles
 those at real scale for TPU slices, and prints the compiler's own figure of its peak. The table goes to stdout, how far
 it has come to stderr.
 """

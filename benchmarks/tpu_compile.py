@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_compile.py [--topology v5e:4x4] [--mesh 4,2,2] [--schedules gpipe one_f_one_b]
 
-Needs the TPU compiler: pip install 'parallax[tpu]'. The step is that of configs/llama_1b_16.py, 1.2 billion parameters
+Needs the TPU compiler: pip install -e '.[tpu]'. The step is that of configs/llama_1b_16.py, 1.2 billion parameters
 in bfloat16, with one window of --seq tokens in a microbatch; one row for each schedule. Bytes are per chip and in GiB:
 arguments (the state, which the results take the place of, and the batch), temporaries, and the most at any moment.
 Collectives are those of the compiled program, a loop's body once, as `asynchronous/all`; the first leave time for other
@@ -12,10 +12,11 @@ latter three as shares in percent. `--save FOLDER` keeps the programs.
 """
 
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
+
+from parallax.arguments import local_path
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SIZES = ("arguments", "temporaries", "peak")
@@ -41,8 +42,8 @@ def main() -> None:
     for name in args.schedules:
         step = compile_step(name, devices, args)
         if args.save:
-            Path(args.save).mkdir(parents=True, exist_ok=True)
-            (Path(args.save) / f"{name}-{args.branches}.hlo").write_text(step.compiled.text)
+            args.save.mkdir(parents=True, exist_ok=True)
+            (args.save / f"{name}-{args.branches}.hlo").write_text(step.compiled.text)
         print(f"{name:15}" + row(step), flush=True)
 
 
@@ -61,7 +62,7 @@ def parse() -> Any:
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
-    parser.add_argument("--save", metavar="FOLDER")
+    parser.add_argument("--save", type=local_path, metavar="FOLDER")
     return parser.parse_args()
 
 

@@ -1,8 +1,11 @@
 #!/bin/bash
-# One process a node, all GPUs or chips of a node in it: RUN_NAME=first sbatch launch/slurm.sh
+# One process a node, all of a node's GPUs in it; what follows the script is train.py's:
+#   RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE.json
+# As it is, Llama-2-7B on a node with eight GPUs of 80 GB; on 2 or 4 such nodes with sbatch --nodes=4. For other GPUs
+# name another config: CONFIG=configs/gpu_24gb.py (docs/hardware.md).
 # Edit the lines of #SBATCH; a folder that all nodes see holds the repository and runs/.
 #SBATCH --job-name=parallax
-#SBATCH --nodes=4
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
@@ -25,7 +28,7 @@ export PARALLAX_JOB_TOKEN="$SLURM_JOB_ID"
 
 # When one task has ended, the others have a minute for their last words.
 srun --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
-  .venv/bin/python -u train.py --config="${CONFIG:-configs/llama_1b_16.py}" \
+  .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" \
   --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?
 

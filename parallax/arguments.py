@@ -6,9 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, quoted, why_not_local
 
 WIDEST_HELP = 100
 
@@ -84,3 +85,10 @@ def help_text(about: str, usage: str, flags: Mapping[str, str]) -> str:
 
 def _filled(text: str, width: int, **indents: str) -> str:
     return textwrap.fill(text, width, **indents, break_on_hyphens=False, break_long_words=False)
+
+
+def local_path(text: str) -> Path:
+    """The type of arguments that are paths; argparse says what is wrong with a URL, and with which argument."""
+    if reason := why_not_local(text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} {reason}")
+    return Path(text)

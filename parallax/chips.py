@@ -4,8 +4,10 @@ FLOP/s are of dense matrix products. A float32 product counts as JAX multiplies 
 pass of bfloat16, on NVIDIA in TF32. TPU clocks are those at which the cycles that the compiler estimates become
 seconds: peak FLOP/s over what the matrix units do in a cycle, and at 1.5 and 1.75 GHz the estimates match published
 step times on v5e and v5p. `usable_bytes` is what the TPU compiler (libtpu 0.0.42) lets a program fill, as its refusals
-say, and for GPUs the data sheet's memory. v4 and v5p are counted as chips of two cores that share their memory; a v4
-topology has such devices when it is made with `chip_config_name="megacore"`.
+say, and for GPUs the data sheet's memory, of which JAX takes three quarters where XLA_CLIENT_MEM_FRACTION says nothing
+else. GPUs on PCIe are counted as if each could send to any other at the rate of its slot, more than cards without
+direct access to each other reach. v4 and v5p are counted as chips of two cores that share their memory; a v4 topology
+has such devices when it is made with `chip_config_name="megacore"`.
 """
 
 import re
@@ -14,6 +16,7 @@ from typing import NamedTuple
 from parallax.errors import ConfigError, nearest
 
 GIB = 2**30
+PCIE_DCN = 1.25e9  # assumed: 10 Gbit/s for each card
 TORUS_3D = dict(ici_links=6, torus_dims=3, ring_multiple=4, cube=True)
 TORUS_2D = dict(ici_links=4, torus_dims=2, ring_multiple=16, cube=False)
 
@@ -58,6 +61,12 @@ def _nvidia(name: str, bfloat16: float, others: dict[str, float], **facts) -> Ch
     flops = {"bfloat16": bfloat16, "float16": bfloat16, **others}
     links = dict(torus_dims=0, ring_multiple=0, cube=False, switched=8)
     return Chip(name=name, platform="gpu", flops=flops, clock_hz=None, **links, **facts)
+
+
+def _nvidia_pcie(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
+    """A card in a slot of PCIe 4.0 x16; of its host's network there is no data sheet."""
+    links = dict(ici_bandwidth=31.5e9, ici_links=1, dcn_bandwidth=PCIE_DCN)
+    return _nvidia(name, bfloat16, others, usable_bytes=24 * GIB, **links, **facts)
 
 
 TABLE = [
@@ -146,17 +155,48 @@ TABLE = [
         source="NVIDIA's data sheet of the H200 SXM, half of the figures with sparsity; network: DGX H200, 400 Gbit/s "
         "for a GPU",
     ),
+    _nvidia_pcie(
+        "NVIDIA RTX 4090",
+        165.2e12,
+        {"float32": 82.6e12, "float8": 330.3e12, "int8": 660.6e12},
+        hbm_bandwidth=1008e9,
+        source="NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity",
+    ),
+    _nvidia_pcie(
+        "NVIDIA RTX 3090",
+        71e12,
+        {"float32": 35.6e12, "int8": 284e12},
+        hbm_bandwidth=936e9,
+        source="NVIDIA's white paper of GA102, table of the RTX 3090: sums in float32, without sparsity",
+    ),
+    _nvidia_pcie(
+        "NVIDIA L4",
+        121e12,
+        {"float32": 60e12, "float8": 242e12, "int8": 242e12},
+        hbm_bandwidth=300e9,
+        source="NVIDIA's data sheet of the L4, half of the figures with sparsity",
+    ),
+    _nvidia_pcie(
+        "NVIDIA A10",
+        125e12,
+        {"float32": 62.5e12, "int8": 250e12},
+        hbm_bandwidth=600e9,
+        source="NVIDIA's data sheet of the A10, without sparsity",
+    ),
 ]
 CHIPS = {chip.name: chip for chip in TABLE}
-# What JAX calls them where that is not the name. Cards of another make, such as PCIe, are other chips.
+# What JAX calls them where that is not the name. Cards of another make, such as H100 PCIe, are other chips.
 KINDS = {
+    "geforce rtx 3090": "NVIDIA RTX 3090",
+    "geforce rtx 4090": "NVIDIA RTX 4090",
     "v5 lite": "TPU v5e",
     "v5": "TPU v5p",
     "v6 lite": "TPU v6e",
     "a100-sxm4-80gb": "NVIDIA A100",
     "h100 80gb hbm3": "NVIDIA H100",
 }
-SHORT = {name.split()[1].lower(): name for name in CHIPS} | KINDS
+NAMES = {name.split(maxsplit=1)[1].replace(" ", ""): name for name in CHIPS}  # as topologies have them: no spaces
+SHORT = {short.lower(): name for short, name in NAMES.items()} | KINDS
 
 
 def chip(name: str) -> Chip:
@@ -169,6 +209,5 @@ def chip(name: str) -> Chip:
     """
     short = re.sub(r"^(tpu|nvidia)\s+", "", name.split(":")[0].strip().lower())
     if short not in SHORT:
-        known = [full.split()[1] for full in CHIPS]
-        raise ConfigError(f"chip {name!r} is unknown; {nearest(name.split(':')[0], known)}")
+        raise ConfigError(f"chip {name!r} is unknown; {nearest(name.split(':')[0], NAMES)}")
     return CHIPS[SHORT[short]]

@@ -23,7 +23,17 @@ from parallax.arguments import dashed, help_text
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
 from parallax.defaults import CONFIGS
-from parallax.errors import QUOTED_LETTERS, ConfigError, DataError, exit_status, nearest, quoted, shown, tell
+from parallax.errors import (
+    QUOTED_LETTERS,
+    ConfigError,
+    DataError,
+    check_local,
+    exit_status,
+    nearest,
+    quoted,
+    shown,
+    tell,
+)
 from parallax.settings import KINDS, SECTIONS, STEP_RANGE, Settings, read_settings, with_vocab
 from parallax.tokenizer import SMALLEST_BPE_VOCAB, load
 from parallax.vocabulary import with_vocab_of_source
@@ -92,6 +102,9 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     if rest:
         raise ConfigError(_stray(rest[0]))
     own_values = {name: values[name].value for name in own}
+    for name, value in own_values.items():
+        if isinstance(value, str):  # a path, or else no URL either
+            check_local(f"--{name}", value)
     return Line(values.config, path, own_values, fit_to_steps(values.config, _overrides(argv), path))
 
 
@@ -225,6 +238,7 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     path = written(argv, "config")
     if path is None:
         raise ConfigError(f"--config is missing; use one of {', '.join(known_configs())}")
+    check_local("--config", path)
     file = Path(path.split(":")[0])
     if not file.is_file():
         raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")

@@ -5,6 +5,7 @@ import difflib
 import errno
 import math
 import os
+import re
 import select
 import sys
 import unicodedata
@@ -24,6 +25,9 @@ INTERRUPTED = 130  # as shells count Ctrl-C
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
 QUOTED_LETTERS = 80  # of what was written, in an error
 LISTED_NUMBERS = LISTED_NAMES = 12
+
+URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
+MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
 
 JOINERS = "\u200c\u200d"  # within words and emoji
 
@@ -213,6 +217,41 @@ def check_whole(key: str, written: object, *, least: int) -> None:
     """Raise ConfigError unless `written` is a whole number of `least` or more."""
     if isinstance(written, bool) or not isinstance(written, int) or written < least:
         raise ConfigError(f"{key}={quoted(written)} must be a whole number of {least} or more.")
+
+
+def check_local(key: str, path: str | os.PathLike) -> None:
+    """Raise ConfigError where `path` is a URL: runs, data and reports are folders and files.
+
+    >>> check_local("--workdir", "/mnt/bucket/runs/mine")
+    >>> check_local("--workdir", "file:///mnt/runs")
+    Traceback (most recent call last):
+    parallax.errors.ConfigError: --workdir='file:///mnt/runs' is a URL, and a path is needed; write '/mnt/runs'
+    """
+    if reason := why_not_local(path):
+        raise ConfigError(f"{key}={quoted(str(path))} {reason}")
+
+
+def why_not_local(path: str | os.PathLike) -> str:
+    """What is wrong with a URL where a path is needed, and what would be right; "" of a path."""
+    found = URL.match(str(path))
+    if not found:
+        return ""
+    scheme = found[1].lower()
+    if scheme == "file":
+        return f"is a URL, and a path is needed; write {quoted(f'/{found[2]}')}"
+    if scheme in ("http", "https", "hf"):
+        return "is a URL, and a path is needed; download what is there, and write the path of the copy"
+    tool = MOUNTED_BY.get(scheme, "")
+    return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy what is there"
+
+
+def how_to_install(extra: str) -> str:
+    """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
+
+    >>> how_to_install("data")
+    "pip install -e '.[data]' in the clone of Parallax"
+    """
+    return f"pip install -e '.[{extra}]' in the clone of Parallax"
 
 
 def divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine, and end them together.
 
     python -m parallax.launch --processes 4 --devices-per-process 2 -- train.py --config=configs/quickstart.py
-    python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/llama_1b_16.py
+    python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/gpu_80gb_x8.py
 
 What follows -- is a Python file, or -m and a module, with its arguments. Each line of output begins with the number of
 its process. SIGTERM, Ctrl-C and SIGHUP go on to all processes. When one ends, the others have --grace-secs to follow;

@@ -13,7 +13,6 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from parallax.progress import loading, waiting
@@ -33,6 +32,7 @@ with loading(__name__, sys.stderr):
     from parallax.loop.skips import text_of
     from parallax.loop.steps import parts_of, state_of
     from parallax.mesh import simulate_devices
+    from parallax.runfiles import RunFiles
     from parallax.settings import Settings
     from parallax.step import TrainState, abstract_state, init_state, make_train_step
 
@@ -56,7 +56,7 @@ def usage() -> str:
 def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step, print what was found."""
     workdir = written(argv, "workdir") or ""
-    saved = Path(workdir) / "config.json"
+    saved = RunFiles(workdir).config
     if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)

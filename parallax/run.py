@@ -126,7 +126,7 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     The mesh need not be the one of training; by default it is one device. Raises CheckpointError where the folder
     holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
     """
-    path = Path(workdir)
+    path = RunFolder(workdir).path
     settings = load_settings(path)
     saved = complete_steps(RunFolder(path).checkpoints)
     if step is not None and saved and step not in saved:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from parallax.errors import check_local
 from parallax.plainfile import object_of
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
@@ -16,9 +17,13 @@ LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the nex
 
 
 class RunFiles:
-    """Where a run keeps its config, metadata, metrics, log, checkpoints, data, traces and tokenizer."""
+    """Where a run keeps its config, metadata, metrics, log, checkpoints, data, traces and tokenizer.
+
+    Raises ConfigError where `path` is a URL.
+    """
 
     def __init__(self, path: Path | str):
+        check_local("workdir", path)
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.metadata = self.path / "metadata.json"

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from parallax.checkpoint import CheckpointConfig
 from parallax.data import DataConfig
 from parallax.distributed import DistributedConfig
-from parallax.errors import LARGEST_INT32, CheckpointError, ConfigError, nearest, quoted, shown
+from parallax.errors import LARGEST_INT32, CheckpointError, ConfigError, check_local, nearest, quoted, shown
 from parallax.guard import GuardConfig
 from parallax.loss import LossConfig
 from parallax.mesh import AXES, MeshConfig
@@ -269,6 +269,7 @@ def _check_text(key: str, value: str) -> None:
 
 
 def _check_path(key: str, value: str) -> None:
+    check_local(key, value)
     whole, name = len(value.encode()), max(len(part.encode()) for part in value.split("/"))
     if name > NAME_BYTES or whole > PATH_BYTES:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from parallax.errors import ConfigError, DataError
+from parallax.errors import ConfigError, DataError, how_to_install
 from parallax.plainfile import object_of, read_bytes, write_whole
 
 FILE_NAME = "tokenizer.json"
@@ -271,7 +271,7 @@ def _library():
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError('a bpe tokenizer needs the tokenizers library: pip install "parallax[data]"') from None
+        raise ConfigError(f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}") from None
     return tokenizers
 
 

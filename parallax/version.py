@@ -5,6 +5,7 @@ import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+VERSION = "0.1.0"
 PACKAGE = Path(__file__).parent
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # that decide a run's numbers and files
 
@@ -19,7 +20,7 @@ def code_version() -> str:
     content = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         content.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return f"{version_of('parallax')}+{content.hexdigest()[:12]}"
+    return f"{VERSION}+{content.hexdigest()[:12]}"
 
 
 def version_of(package: str) -> str:

@@ -138,7 +138,7 @@ PARSED = {
     'pip install -e ".[data,gpu]" -c constraints.txt': NETWORK,
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     "python benchmarks/hf_table.py --write": LONG,
-    "pip install 'parallax[tpu]'": NETWORK,
+    "pip install -e '.[tpu]'": NETWORK,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,
@@ -151,7 +151,16 @@ PARSED = {
     '--command="git clone $REPOSITORY parallax && cd parallax && make setup && '
     ".venv/bin/pip install -e '.[data,tpu]' -c constraints.txt\"": POD,
     "WORKDIR=/shared/runs/first bash launch/tpu_vm.sh pod $ZONE": POD,
-    "RUN_NAME=first sbatch launch/slurm.sh": POD,
+    "RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
+    "CONFIG=configs/gpu_24gb.py RUN_NAME=first sbatch --gpus-per-node=1 launch/slurm.sh --config.data.path=FILES "
+    "--config.data.tokenizer=FILE.json": POD,
+    "python -m parallax.firstrun": POD,
+    "python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md": (
+        POD
+    ),
+    "python train.py --config=configs/gpu_80gb_x8.py --config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
+    "python -m parallax.launch --processes 8 --gpus-per-process 1 -- train.py --config=configs/gpu_80gb_x8.py "
+    "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4": LONG,
     "python -m parallax.plan --config=configs/llama_1b_16.py --topology=v5e:4x4 --sweep --keep=5 --svg=docs/plan.svg": (
         LONG

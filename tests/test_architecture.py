@@ -12,8 +12,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from rows above its own, and from its own folder.
 ROWS = [
     {"plainfile"},
-    {"errors", "units", "version", "runfiles", "accelerators"},
-    {"arguments", "progress"},
+    {"errors", "units", "version", "accelerators"},
+    {"arguments", "progress", "runfiles"},
     {"batch", "mesh", "schedules", "tokenizer", "sampling", "jaxprs", "defaults"},
     {"distributed"},
     {"notation", "data", "checkpoint", "chips", "launch", "compile_cache"},
@@ -32,7 +32,7 @@ ROWS = [
     {"report", "convert"},
     {"plan"},
     {"loop"},
-    {"replay", "evaluate", "run"},
+    {"replay", "evaluate", "run", "firstrun"},
     {"__init__"},
 ]
 ROW_OF = {noun: row for row, nouns in enumerate(ROWS) for noun in nouns}

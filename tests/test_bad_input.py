@@ -1,18 +1,21 @@
 """What a user can get wrong is one line that quotes, measures and advises, before anything is compiled."""
 
+import importlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run_examples import tiny_config
 
 import train as command_line
 from parallax.command import read_line
-from parallax.errors import ParallaxError
+from parallax.errors import ConfigError, ParallaxError, why_not_local
 from parallax.loop import train
+from parallax.run import load
 
 ROOT = pathlib.Path(command_line.__file__).parent
 BASE = "--config=configs/tiny_gqa.py"
@@ -97,6 +100,102 @@ def test_a_folder_is_no_config_and_that_of_a_run_has_one(tmp_path, capsys, monke
     assert "--config=mine is a folder; name a file in it\n" in command("--config=mine", capsys=capsys)[1]
     (tmp_path / "mine" / "config.json").write_text("{}")
     assert "name a file in it, as 'mine/config.json'" in command("--config=mine", capsys=capsys)[1]
+
+
+BUCKET = "gs://bucket/runs/mine"
+OWN = os.path.dirname(command_line.__file__)
+HERE = f"--config={OWN}/configs/tiny_gqa.py"
+# A program, and its words for each path that it takes.
+PATHS = {
+    "train": [
+        [HERE, f"--workdir={BUCKET}"],
+        [f"--workdir={BUCKET}"],
+        [f"--config={BUCKET}/config.py"],
+        [HERE, "--config.data.source=text", f"--config.data.path={BUCKET}/*.txt"],
+        [HERE, f"--config.data.cache={BUCKET}"],
+        [HERE, f"--config.data.tokenizer={BUCKET}/tokenizer.json"],
+        [HERE, f"--config.train.init_from={BUCKET}"],
+        [HERE, f"--config.pipeline.schedule={BUCKET}/mine.csv"],
+    ],
+    "parallax.report": [[HERE, f"--html={BUCKET}.html"], [f"--trace={BUCKET}"]],
+    "parallax.plan": [[HERE, "--sweep", f"--cache={BUCKET}"], [HERE, "--sweep", f"--svg={BUCKET}.svg"]],
+    "parallax.evaluate": [[f"--workdir={BUCKET}"]],
+    "parallax.replay": [[f"--workdir={BUCKET}", "--step=1"]],
+    "parallax.generate": [["--workdir", BUCKET]],
+    "parallax.watch": [[BUCKET], ["runs", "--svg", BUCKET]],
+    "parallax.convert": [
+        ["export", BUCKET, "out"],
+        ["export", "runs", BUCKET],
+        ["import", BUCKET, "out"],
+        ["import", "source", BUCKET],
+        ["from-hf", BUCKET, "--workdir=out"],
+        ["from-hf", "source", f"--workdir={BUCKET}"],
+        ["from-hf", "source", "--workdir=out", f"--config.data.path={BUCKET}"],
+        ["to-hf", BUCKET, "out"],
+        ["to-hf", "runs", BUCKET],
+        ["to-hf", "runs", "out", "--like", BUCKET],
+    ],
+    "parallax.data": [
+        ["prepare", "--source=text", f"--path={BUCKET}", "--tokenizer=bytes", "--out=out"],
+        ["prepare", "--source=moby", f"--tokenizer={BUCKET}/t.json", "--out=out"],
+        ["prepare", "--source=moby", "--tokenizer=bytes", f"--out={BUCKET}"],
+        ["inspect", BUCKET],
+    ],
+    "parallax.schedules": [
+        [f"{BUCKET}.csv"],
+        ["gpipe", "--stages=2", "--microbatches=2", f"--svg={BUCKET}"],
+        ["gpipe", "--stages=2", "--microbatches=2", f"--csv={BUCKET}"],
+    ],
+}
+
+
+@pytest.mark.parametrize(("program", "words"), [(name, words) for name, lines in PATHS.items() for words in lines])
+def test_a_url_is_refused_at_once_where_a_path_is_asked_for(program, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if program in ("train", "parallax.evaluate", "parallax.replay"):
+        main = importlib.import_module(program).main
+    else:
+        main = importlib.import_module(f"{program}.__main__").main
+    reads_its_name = program in ("train", "parallax.report", "parallax.plan", "parallax.evaluate", "parallax.replay")
+    try:
+        status = main([program, *words] if reads_its_name else words)
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr().err
+    assert (
+        status == 2 and f"{BUCKET}" in said and "is a URL, and a path is needed; mount the bucket with gcsfuse" in said
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_is_refused_by_the_library_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="workdir='gs://bucket/runs/mine' is a URL"):
+        train(tiny_config(tmp_path), BUCKET)
+    with pytest.raises(ConfigError, match="workdir='gs:/bucket/runs/mine' is a URL"):
+        load(Path(BUCKET))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    {
+        "gs://bucket/run": "mount the bucket with gcsfuse and write that folder, or copy what is there",
+        "s3://bucket/run": "mount the bucket with mount-s3",
+        "abfss://bucket/run": "mount the bucket and write that folder",
+        "file:///data/my runs": "write '/data/my runs'",
+        "https://host/a.json": "download what is there, and write the path of the copy",
+    }.items(),
+)
+def test_the_advice_about_a_url_is_that_for_its_kind(written, advice):
+    assert advice in why_not_local(written)
+
+
+@pytest.mark.parametrize(
+    "written", ["", "runs/mine", "/data/a:b/c", "C:/runs", "./gs:/odd", "~/runs", "corpus/**/*.txt"]
+)
+def test_a_path_is_no_url(written):
+    assert why_not_local(written) == ""
 
 
 @pytest.mark.parametrize(

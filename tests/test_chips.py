@@ -17,6 +17,7 @@ UNITS = {
 # GB of memory, as data sheets write it, of 2**30 bytes: the compilers let nearly all be filled, and of v5p's 95 more.
 SHEETS = {"TPU v4": 32, "TPU v5e": 16, "TPU v5p": 95, "TPU v6e": 32}
 SHEETS |= {"NVIDIA A100": 80, "NVIDIA H100": 80, "NVIDIA H200": 141}
+SHEETS |= dict.fromkeys(("NVIDIA RTX 4090", "NVIDIA RTX 3090", "NVIDIA L4", "NVIDIA A10"), 24)
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -46,15 +47,22 @@ def test_the_figures_of_a_chip_agree_with_each_other(known):
         "NVIDIA H100 80GB HBM3": "NVIDIA H100",
         "NVIDIA H200": "NVIDIA H200",
         "NVIDIA A100-SXM4-80GB": "NVIDIA A100",
+        "NVIDIA GeForce RTX 4090": "NVIDIA RTX 4090",
+        "NVIDIA GeForce RTX 3090": "NVIDIA RTX 3090",
+        "RTX4090:8": "NVIDIA RTX 4090",
+        "NVIDIA L4": "NVIDIA L4",
+        "a10:4": "NVIDIA A10",
     }.items(),
 )
 def test_a_chip_is_found_by_topology_device_kind_and_name(written, name):
     assert chip(written).name == name
 
 
-@pytest.mark.parametrize("written", ["v5q:2x2", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "cpu", ""])
+@pytest.mark.parametrize(
+    "written", ["v5q:2x2", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA L40S", "NVIDIA A10G", "cpu", ""]
+)
 def test_an_unknown_chip_is_refused_with_the_known_ones(written):
-    with pytest.raises(ConfigError, match="v4, v5e, v5p, v6e, A100, H100, H200"):
+    with pytest.raises(ConfigError, match="v4, v5e, v5p, v6e, A100, H100, H200, RTX4090, RTX3090, L4, A10"):
         chip(written)
 
 

@@ -16,8 +16,14 @@ from parallax.budget import flops_per_token, memory, parameters_by_component
 from parallax.loop import settings_of
 from parallax.mesh import AXES, resolve_sizes
 from parallax.optimizer import make_optimizer
+from parallax.plan.analytic import predicted_memory
+from parallax.plan.layouts import build as build_on
+from parallax.plan.layouts import placed
+from parallax.plan.text import JAX_TAKES
+from parallax.report.place import read_topology
 from parallax.settings import with_vocab
 from parallax.step import abstract_state
+from parallax.units import in_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")
@@ -61,6 +67,33 @@ def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chi
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
     chip = 16e9 if name == "llama_1b_16" else 95e9
     assert sum(plan) < chip
+
+
+# What each is sized for, and its billions of parameters.
+GPUS = {
+    "gpu_24gb": (["RTX4090:1", "RTX3090:1", "L4:1", "A10:1"], 0.34),
+    "gpu_24gb_x8": (["RTX4090:8"], 1.2),
+    "gpu_80gb": (["H100:1"], 1.2),
+    "gpu_80gb_x8": (["H100:8", "A100:8", "H100:2x8", "H100:4x8"], 6.74),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
+    topologies, billions = GPUS[name]
+    header = importlib.import_module(f"configs.{name}").__doc__
+    for at, topology in enumerate(topologies):
+        place = read_topology(topology)
+        settings = placed(settings_of(get_config(name)), place)
+        assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
+        model = build_on(settings, place)
+        assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+        peak = predicted_memory(model, settings).peak
+        assert peak < 0.9 * JAX_TAKES * place.chip.usable_bytes
+        # The header has what the plan says of the first.
+        if at == 0:
+            assert f"{in_bytes(peak)} of {place.chip.usable_bytes >> 30}" in header and topology in header
+    assert "not yet run" in header
 
 
 @pytest.mark.parametrize("name", NAMES)

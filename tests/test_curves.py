@@ -111,8 +111,8 @@ def test_a_service_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train.wandb": "planets"}, "train.wandb='planets' needs the package wandb; pip install 'parallax[wandb]'"),
-        ({"train.tensorboard": True}, "train.tensorboard=True needs the package tensorboardX; pip install"),
+        ({"train.wandb": "planets"}, "train.wandb='planets' needs the package wandb: pip install -e '.[wandb]' in"),
+        ({"train.tensorboard": True}, "train.tensorboard=True needs the package tensorboardX: pip install -e '.[t"),
     ],
 )
 def test_a_missing_package_is_named_with_how_to_get_it(tmp_path, monkeypatch, changes, words):
@@ -131,7 +131,7 @@ def test_other_processes_than_the_first_draw_nothing(tmp_path, monkeypatch):
 
 def test_wandb_itself_takes_the_numbers_offline(tmp_path, monkeypatch):
     if importlib.util.find_spec("wandb") is None:
-        pytest.skip("needs the extra wandb: pip install 'parallax[wandb]'")
+        pytest.skip("needs the extra wandb: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     said = []

@@ -165,5 +165,5 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     file = write_parquet(tmp_path / "a.parquet", text=["one"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r'pip install "parallax\[data\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[data\]'"):
         documents("parquet", file)

@@ -39,6 +39,7 @@ from docs import config_keys, notebook_pages
 from parallax.collectives import as_varying, varying_axes
 from parallax.notation import Layout
 from parallax.settings import SECTIONS
+from parallax.version import VERSION, code_version
 
 AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
@@ -58,6 +59,31 @@ pages_with = lambda language: pytest.mark.parametrize(  # noqa: E731
     [p for p in PAGES if any(b.language == language for b in blocks(p.read_text())) and p != EXTEND],
     ids=name_of,
 )
+
+
+# ---- the package
+
+
+def test_nothing_that_a_user_reads_installs_somebody_elses_package():
+    """The name of the import is another project's on package indexes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own, extras = project["name"], project["optional-dependencies"]
+    assert own != "parallax"
+    assert {need.split("[")[0] for needs in extras.values() for need in needs if "parallax" in need} == {own}
+    foreign = re.compile(r"""pip install (-\S+ )*["'`]*parallax\b(?!-)|["'`]parallax\[""")
+    folders = ("parallax", "benchmarks", "configs", "docs", "launch", "notebooks")
+    kinds = (".py", ".md", ".ipynb", ".sh", ".yaml", ".yml")
+    read = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
+    read += [file for file in ROOT.iterdir() if file.is_file() and (file.suffix in kinds or file.name == "Makefile")]
+    assert len(read) > 200
+    assert [file for file in read if foreign.search(file.read_text())] == []
+
+
+def test_the_version_is_that_of_the_source_whatever_is_installed_by_the_name_of_the_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "parallax.version.VERSION"}
+    assert code_version().startswith(f"{VERSION}+") and re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
 
 # ---- commands

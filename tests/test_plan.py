@@ -30,7 +30,7 @@ from parallax.plan.layouts import VIRTUAL, Choice, build, build_if_legal, choice
 from parallax.plan.machine import local_place
 from parallax.plan.picture import draw, front
 from parallax.plan.sweep import Sweep
-from parallax.plan.text import heading, sweep_table
+from parallax.plan.text import heading, sweep_table, verdict
 from parallax.report.place import read_topology
 from parallax.report.traced import collectives
 from parallax.schedules import SCHEDULES
@@ -256,6 +256,14 @@ def test_flash_attention_on_gpus_is_priced_without_one():
     products = trace(build(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
+
+
+def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
+    gpu, tpu = read_topology("H100:8"), read_topology("v5p:2x2x2")
+    told = "JAX takes 60.0 GiB if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    assert verdict(61 * 2**30, gpu, "predicted").splitlines()[1:] == [told]
+    for peak, place in ((59, gpu), (81, gpu), (80, tpu)):
+        assert "\n" not in verdict(peak * 2**30, place, "predicted")
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
@@ -597,7 +605,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
 
 
 def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
-    assert re.search(r"^MFU", planned, re.M) and "pip install 'parallax[tpu]'" in planned.splitlines()[-1]
+    assert re.search(r"^MFU", planned, re.M) and "pip install -e '.[tpu]'" in planned.splitlines()[-1]
 
 
 def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):

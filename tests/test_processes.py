@@ -14,6 +14,7 @@ import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
 from run_examples import tiny_config
 
+from parallax import launch
 from parallax.checkpoint import latest_step
 from parallax.loop import train
 from parallax.loop.journal import read_metrics
@@ -588,7 +589,14 @@ def test_the_shell_examples_are_shell(script):
     ],
 )
 def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state, restarts, requeued):
-    """With programs in place of Slurm's, which note how they were called."""
+    ended, srun = srun_of(tmp_path, status, state=state, restarts=restarts)
+    assert ended == status and (tmp_path / "requeue").exists() == requeued
+    assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in srun
+    assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
+
+
+def srun_of(tmp_path, status, *, state="RUNNING", restarts=0, ntasks=4):
+    """The script's exit status and what it has srun do, with programs in place of Slurm's."""
     programs = {
         "srun": f'echo "$@" > {tmp_path}/srun; exit {status}',
         "squeue": f"echo {state}",
@@ -597,13 +605,31 @@ def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "RUN_NAME": "first"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": str(ntasks), "RUN_NAME": "first"}
     job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=20)
-    assert ended.returncode == status and (tmp_path / "requeue").exists() == requeued
-    assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in (tmp_path / "srun").read_text()
-    assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
+    ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=60)
+    return ended.returncode, (tmp_path / "srun").read_text()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
+    """As shipped, and on more nodes."""
+    script = (ROOT / "launch" / "slurm.sh").read_text()
+    asked = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(\S+)$", script))
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("1", "1")
+    command = srun_of(tmp_path, 0, ntasks=nodes)[1].split(" process ")[1].split()
+    assert command[:3] == [".venv/bin/python", "-u", "train.py"]
+    own = [word for word in command[2:] if not word.startswith(("--run-name", "--max-runtime", "--stopped-status"))]
+    assert len(own) == 2
+    check_fits_on(own, nodes * int(asked["gpus-per-node"]), slices=1)
+
+
+def test_the_launchers_example_for_gpus_trains_on_as_many_as_it_starts():
+    (line,) = [line for line in launch.__doc__.splitlines() if "--gpus-per-process" in line]
+    flags, command = line.split(" -- ")
+    (processes,), (gpus,) = (re.findall(rf"--{name} (\d+)", flags) for name in ("processes", "gpus-per-process"))
+    check_fits_on(command.split(), int(processes) * int(gpus), slices=1)
 
 
 @pytest.mark.parametrize("name", ["gke_tpu_slice", "gke_multislice"])
@@ -627,13 +653,18 @@ def test_the_manifests_have_what_a_job_set_needs(name):
 
 def check_trains_on(arguments, chips, slices):
     """The command is right, and its model fits so many devices in so many slices."""
+    own = [argument for argument in arguments if not argument.startswith(("--workdir", "--stopped-status=75"))]
+    assert len(arguments) - len(own) == 2
+    check_fits_on(own, chips, slices)
+
+
+def check_fits_on(arguments, chips, slices):
+    """The settings of a command line are those of a model that can be cut over so many devices."""
     from test_configs import AXES, AbstractMesh, AxisType, model_of, resolve_sizes, with_vocab
 
     from parallax.command import read_command
 
-    own = [argument for argument in arguments if not argument.startswith(("--workdir", "--stopped-status=75"))]
-    assert len(arguments) - len(own) == 2
-    settings, _ = read_command([own[0], *own[1:]], {})
+    settings, _ = read_command(arguments, {})
     settings = with_vocab(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)
     assert sizes[settings.mesh.across_slices] % slices == 0

@@ -196,7 +196,7 @@ def test_bpe_has_at_most_the_entries_that_are_asked_for():
 
 def test_bpe_without_its_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r'pip install "parallax\[data\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[data\]'"):
         train_bpe(DOCUMENTS, vocab=300)
 
 

@@ -11,7 +11,8 @@ import pytest
 from parallax.chips import CHIPS
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__init__"})
+NAMES = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__init__"}
+CONFIGS = sorted(name for name in NAMES if not name.startswith("gpu_"))  # whose attention is cuDNN's
 TPUS = [name.split()[1] for name, chip in CHIPS.items() if chip.torus_dims]
 
 needs_compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the TPU compiler; make test-all has it")

@@ -24,7 +24,7 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.accelerators import leave_out_absent_tpu
-    from parallax.arguments import Parser, about_command
+    from parallax.arguments import Parser, about_command, local_path
     from parallax.command import HELP, config_keys, read_line, written
     from parallax.convert.architectures import check_own_keys
     from parallax.convert.huggingface import DTYPES, from_hf, to_hf
@@ -104,16 +104,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
     _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
     back = add("import", "make a run folder of what export has written")
-    back.add_argument("source", type=Path, help="a folder with safetensors files, config.json and tokenizer.json")
-    back.add_argument("workdir", type=Path, help="a new folder")
+    back.add_argument("source", type=local_path, help="a folder with safetensors files, config.json and tokenizer.json")
+    back.add_argument("workdir", type=local_path, help="a new folder")
     theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; --config and --config.KEY as of train.py")
     theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
-    theirs.add_argument("source", type=Path, help="a folder with config.json, safetensors files and tokenizer.json")
-    theirs.add_argument("--workdir", type=Path, required=True, help="a new folder")
+    theirs.add_argument(
+        "source", type=local_path, help="a folder with config.json, safetensors files and tokenizer.json"
+    )
+    theirs.add_argument("--workdir", type=local_path, required=True, help="a new folder")
     ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")
     _out_of_run(ours)
     ours.add_argument(
-        "--like", type=Path, help="the run that from-hf made and this one began as, if it does not know it"
+        "--like", type=local_path, help="the run that from-hf made and this one began as, if it does not know it"
     )
     ours.add_argument("--dtype", choices=list(DTYPES), help="of all tensors; default: as imported, else float32")
     flags, rest = parser.parse_known_args(arguments)
@@ -124,8 +126,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _out_of_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workdir", type=Path, help="the folder of the run")
-    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("workdir", type=local_path, help="the folder of the run")
+    parser.add_argument("out", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     size = f"MiB in a file at most; default: {SHARD_MBYTES}"
     parser.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)

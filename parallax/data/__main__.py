@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-from parallax.arguments import Parser, about_command
+from parallax.arguments import Parser, about_command, local_path
 from parallax.data.config import AUTO, BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
 from parallax.defaults import defaults_of
-from parallax.errors import ConfigError, DataError, exit_status
+from parallax.errors import ConfigError, DataError, check_local, exit_status
 from parallax.progress import speak_on
 from parallax.tokenizer import Bytes
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
     _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
     inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
-    inspect.add_argument("folder", type=Path, help="the --out of prepare")
+    inspect.add_argument("folder", type=local_path, help="the --out of prepare")
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -61,7 +61,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     )
     add("--bpe-vocab", type=int, help=f"entries of a bpe that is trained, 257 or more {as_training['bpe_vocab']}")
     add("--synthetic-tokens", type=int, help=f"synthetic: bytes of text {as_training['synthetic_tokens']}")
-    add("--out", required=True, type=Path, help="folder for the shards, tokenizer and manifest")
+    add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
     add(
         "--workers",
         type=_positive,
@@ -119,6 +119,8 @@ def _fill_in(parsed: argparse.Namespace) -> None:
             setattr(parsed, key, value)
         if needed and not value:
             raise ConfigError(f"{by} needs {flag}")
+    for name in ("path", "tokenizer"):
+        check_local(f"--{name}", getattr(parsed, name))
     check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
 
 

@@ -4,7 +4,7 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallax.errors import ConfigError, DataError, names_of, quoted
+from parallax.errors import ConfigError, DataError, how_to_install, names_of, quoted
 from parallax.plainfile import object_of
 
 
@@ -31,7 +31,7 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("data.source='parquet' needs pyarrow: pip install \"parallax[data]\"") from None
+        raise ConfigError(f"data.source='parquet' needs pyarrow: {how_to_install('data')}") from None
     rows = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:

@@ -15,7 +15,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from parallax.progress import loading, waiting
@@ -24,7 +23,7 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.accelerators import leave_out_absent_tpu
-    from parallax.arguments import Parser
+    from parallax.arguments import Parser, local_path
     from parallax.errors import ConfigError, exit_status, nearest, printable, tell
     from parallax.generate.write import complete, encode
     from parallax.sampling import SampleConfig
@@ -88,7 +87,7 @@ def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: Sample
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; those that were not given are None. ConfigError names the nearest of an unknown one."""
     parser = Parser("python -m parallax.generate", description=__doc__)
-    parser.add_argument("--workdir", type=Path, required=True, help="the folder of the run")
+    parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     for name, (kind, text) in SAMPLE_FLAGS.items():
         parser.add_argument(_flag(name), type=kind, help=f"{text}; default: the run's sample.{name}")

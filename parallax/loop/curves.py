@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parallax.distributed import is_first
-from parallax.errors import ConfigError, writing
+from parallax.errors import ConfigError, how_to_install, writing
 from parallax.plainfile import read_object, write_whole
 from parallax.runfiles import RunFiles
 from parallax.settings import Settings
@@ -50,7 +50,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise ConfigError(
-                "train.tensorboard=True needs the package tensorboardX; pip install 'parallax[tensorboard]'"
+                f"train.tensorboard=True needs the package tensorboardX: {how_to_install('tensorboard')}"
             ) from None
         self._open, self._folder, self._events = SummaryWriter, folder.tensorboard, None
 
@@ -80,7 +80,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"train.wandb={project!r} needs the package wandb; pip install 'parallax[wandb]', or leave it empty"
+                f"train.wandb={project!r} needs the package wandb: {how_to_install('wandb')}, or leave it empty"
             ) from None
         self._wandb, self._project, self._folder, self._settings = wandb, project, folder, settings
         self._run: Any = None

@@ -20,7 +20,7 @@ from parallax.errors import CheckpointError, ConfigError, writing
 from parallax.plainfile import plain, write_whole
 from parallax.runfiles import TIME, RunFiles
 from parallax.settings import Settings, load_json
-from parallax.version import version_of, versions
+from parallax.version import VERSION, versions
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -73,7 +73,7 @@ class RunFolder(RunFiles):
             "host": socket.gethostname(),
             "command": sys.argv,
             "python": platform.python_version(),
-            "versions": {"parallax": version_of("parallax"), **versions()},
+            "versions": {"parallax": VERSION, **versions()},
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             **about,
         }

@@ -12,6 +12,8 @@ from parallax.report.text import compiled_parts, table, times
 from parallax.settings import Settings
 from parallax.units import in_bytes, percent
 
+JAX_TAKES = 0.75  # of a GPU's memory
+
 
 def heading(name: str, settings: Settings, place: Place) -> str:
     """What is planned, and where."""
@@ -35,7 +37,10 @@ def verdict(peak_bytes: int, place: Place, who: str) -> str:
     usable = place.chip.usable_bytes
     fits = "fits" if peak_bytes <= usable else "does not fit"
     share = percent(peak_bytes / usable)
-    return f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
+    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
+    if place.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
+        said += f"\nJAX takes {in_bytes(JAX_TAKES * usable)} if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    return said
 
 
 def memory(found: Estimate) -> Iterator[str]:

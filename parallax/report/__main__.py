@@ -20,7 +20,7 @@ with loading(__name__, sys.stderr):
     import jax
     from jax.sharding import AbstractMesh, Mesh
 
-    from parallax.arguments import Parser
+    from parallax.arguments import Parser, local_path
     from parallax.checks import check_kernel_on
     from parallax.command import Flag, read_command, run_command, written
     from parallax.command import usage as usage_of
@@ -86,7 +86,7 @@ def act(argv: Sequence[str]) -> None:
 def report_trace(arguments: Sequence[str]) -> None:
     """Print where the time of traced steps went."""
     parser = Parser("python -m parallax.report")
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=local_path, required=True)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
     with waiting(f"reading the traces in {flags.trace}"):

@@ -11,11 +11,11 @@ import jax
 from jax.experimental import topologies
 
 from parallax.chips import Chip, chip
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, how_to_install
 from parallax.mesh import MeshConfig, resolve_sizes
 from parallax.report.links import closes
 
-GET_LIBTPU = "the TPU compiler, libtpu, is not installed: pip install 'parallax[tpu]'"
+GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 # Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from parallax.arguments import Parser
-from parallax.errors import ConfigError, exit_status
+from parallax.errors import ConfigError, check_local, exit_status
 from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv, write_text
 from parallax.schedules.named import SCHEDULES, by_name, is_file
@@ -100,6 +100,8 @@ def _check_arguments(parsed: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}={path} needs the name of a schedule, too.")
         if path == "":
             raise ConfigError(f"--{name}='' names no file; write a path, as in --{name}=mine.{name}.")
+        check_local(f"--{name}", path or "")
+    check_local("name", parsed.name or "")
     if parsed.tw is not None and parsed.tw > parsed.tb:
         part = f"--tw={parsed.tw:g} is more than --tb={parsed.tb:g}, of which it is a part"
         raise ConfigError(f"{part}; use {parsed.tb:g} or less.")

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.live import Live
 
-from parallax.arguments import Parser
+from parallax.arguments import Parser, local_path
 from parallax.errors import ConfigError, check_whole, exit_status
 from parallax.watch.run import Run
 from parallax.watch.view import View
@@ -73,10 +73,10 @@ def write_svg(runs: Sequence[Run], width: int, path: Path) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; ConfigError says what is wrong with them."""
     parser = Parser("python -m parallax.watch", description=__doc__)
-    parser.add_argument("workdir", type=Path, nargs="+", help="the folders of the runs")
+    parser.add_argument("workdir", type=local_path, nargs="+", help="the folders of the runs")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
-    parser.add_argument("--svg", type=Path, help="also write the picture to this file")
+    parser.add_argument("--svg", type=local_path, help="also write the picture to this file")
     flags = parser.parse_args(arguments)
     if flags.width is not None:
         check_whole("--width", flags.width, least=LEAST_WIDTH)
