@@ -70,11 +70,12 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
     if device is not None:
         check_kernel_on(model, device.platform, device.device_kind)
     else:
-        check_kernel_on(model, KERNELS[model.kernel].native[0], "these devices")
+        check_kernel_on(model, KERNELS[model.kernel].native[0], "")
 
 
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
-    """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide."""
+    """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide. Of an
+    unknown kind, "", the most is taken."""
     runs = KERNELS[model.kernel]
     if platform not in runs.platforms:
         needs = " or ".join(f"{name.upper()}s" for name in runs.native)
@@ -87,7 +88,7 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
-            f"model.kernel='cudnn' on {kind} takes heads whose width is a multiple of 8, at most {widest}; these are "
+            f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; these are "
             f"{width} wide (model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
             f"use kernel='xla'."
         )

@@ -24,6 +24,7 @@ INTERRUPTED = 130  # as shells count Ctrl-C
 
 LARGEST_INT32 = 2**31 - 1  # devices count in int32
 QUOTED_LETTERS = 80  # of what was written, in an error
+LONGEST_PATH = 4096  # letters: who reads of a file wants to find it
 LISTED_NUMBERS = LISTED_NAMES = 12
 
 URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two

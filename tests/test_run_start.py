@@ -116,15 +116,15 @@ def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monk
         command = command_line.parse(["train.py", f"--workdir={tmp_path / folder}", *words])
         return train(command.config, command.workdir, resume=command.resume, warnings=command.warnings)
 
-    short = [f"--config={tmp_path / 'long.json'}", *as_flags({"train.steps": 4, "checkpoint.every_steps": 0})]
-    assert run("whole", *short).step == 4
+    short = [f"--config={tmp_path / 'long.json'}", *as_flags({"train.steps": 8, "checkpoint.every_steps": 0})]
+    assert run("whole", *short).step == 8
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         done = run("parts", *short).step
-    assert 2 <= done < 4
+    assert 2 <= done < 8
     saved = load_settings(tmp_path / "parts")
-    assert (saved.train.steps, saved.optimizer.warmup_steps, saved.train.profile_steps) == (4, 0, "")
-    assert run("parts").step == 4  # its own config.json says all
+    assert (saved.train.steps, saved.optimizer.warmup_steps, saved.train.profile_steps) == (8, 0, "")
+    assert run("parts").step == 8  # its own config.json says all
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
     assert [row["train/learning_rate"] for row in whole] == [row["train/learning_rate"] for row in parts]

@@ -77,12 +77,12 @@ def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Array, *,
 
 
 def widest_head(kind: str) -> int:
-    """Entries of a query that cuDNN's attention takes on devices of this kind.
+    """Entries of a query that cuDNN's attention takes on devices of this kind; at most, where it is unknown, "".
 
     >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
     (128, 256)
     """
-    return WIDEST_SINCE_HOPPER if any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
+    return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
 
 
 def devices_known() -> bool:

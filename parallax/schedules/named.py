@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from parallax.errors import ConfigError, nearest, quoted
+from parallax.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.files import load_csv
 from parallax.schedules.order import KINDS, Action
 from parallax.schedules.tables import Schedule
@@ -145,7 +145,7 @@ def check_virtual(name: str, virtual: int) -> None:
     """Raise ConfigError where `virtual` stages on each rank do nothing for a schedule."""
     if virtual != 1 and name != "interleaved":
         raise ConfigError(
-            f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name)}; "
+            f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name, LONGEST_PATH)}; "
             "use virtual=1, or schedule='interleaved'."
         )
 
@@ -156,7 +156,7 @@ def check_name(name: str) -> None:
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
         advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
-        raise ConfigError(f"pipeline.schedule={quoted(name)} is unknown; {advice}.")
+        raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
 
 
 def is_file(name: str) -> bool:
@@ -190,6 +190,6 @@ def _check_fits(name: str, written: Schedule, ranks: int, microbatches: int) -> 
     for key, (has, given, what) in sizes.items():
         if has != given and not (key == "mesh.pp" and ranks == 1):
             raise ConfigError(
-                f"pipeline.schedule={quoted(name)} is of {has} {what}, and {key}={given}; "
+                f"pipeline.schedule={quoted(name, LONGEST_PATH)} is of {has} {what}, and {key}={given}; "
                 f"use {key}={has}, or a schedule of {given} {what}."
             )
