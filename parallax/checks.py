@@ -88,8 +88,9 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
-            f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; these "
-            f"are {width} wide (model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
+            f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
+            f"these are {width} wide "
+            f"(model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
             f"use kernel='xla'."
         )
 
