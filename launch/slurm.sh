@@ -12,7 +12,7 @@
 #SBATCH --time=08:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=runs/%x-%j.log
+#SBATCH --output=%x-%j.log
 # Two minutes before the time is up, and before a preemption: the run saves the step that it is in.
 #SBATCH --signal=TERM@120
 
@@ -24,10 +24,12 @@ cd "${SLURM_SUBMIT_DIR:?start me with sbatch}"
 coordinator=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export PARALLAX_COORDINATOR="$coordinator:$((20000 + SLURM_JOB_ID % 20000))"
 export PARALLAX_NUM_PROCESSES="$SLURM_NTASKS"
-export PARALLAX_JOB_TOKEN="$SLURM_JOB_ID"
+PARALLAX_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export PARALLAX_JOB_TOKEN
 
 # When one task has ended, the others have a minute for their last words.
-srun --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
+# A task has its cores by srun's own flag: from SLURM 22.05 on sbatch's is not taken over.
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=60 bash -c 'PARALLAX_PROCESS_ID=$SLURM_PROCID exec "$@"' process \
   .venv/bin/python -u train.py --config="${CONFIG:-configs/gpu_80gb_x8.py}" \
   --run-name="$RUN_NAME" --max-runtime="${MAX_RUNTIME:-7h45m}" --stopped-status=75 "$@"
 status=$?

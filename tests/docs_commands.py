@@ -152,8 +152,8 @@ PARSED = {
     ".venv/bin/pip install -e '.[data,tpu]' -c constraints.txt\"": POD,
     "WORKDIR=/shared/runs/first bash launch/tpu_vm.sh pod $ZONE": POD,
     "RUN_NAME=first sbatch launch/slurm.sh --config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
-    "CONFIG=configs/gpu_24gb.py RUN_NAME=first sbatch --gpus-per-node=1 launch/slurm.sh --config.data.path=FILES "
-    "--config.data.tokenizer=FILE.json": POD,
+    "CONFIG=configs/gpu_24gb.py RUN_NAME=first sbatch --gpus-per-node=1 --cpus-per-task=8 launch/slurm.sh "
+    "--config.data.path=FILES --config.data.tokenizer=FILE.json": POD,
     "python -m parallax.firstrun": POD,
     "python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md": (
         POD

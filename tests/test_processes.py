@@ -592,6 +592,7 @@ def test_the_slurm_example_requeues_what_a_restart_cures(tmp_path, status, state
     ended, srun = srun_of(tmp_path, status, state=state, restarts=restarts)
     assert ended == status and (tmp_path / "requeue").exists() == requeued
     assert "--run-name=first --max-runtime=7h45m --stopped-status=75" in srun
+    assert srun.startswith("--cpus-per-task=32 ")
     assert not requeued or (tmp_path / "requeue").read_text() == "requeue 7\n"
 
 
@@ -606,6 +607,7 @@ def srun_of(tmp_path, status, *, state="RUNNING", restarts=0, ntasks=4):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NTASKS": str(ntasks), "RUN_NAME": "first"}
+    job |= {"SLURM_CPUS_PER_TASK": "32"}
     job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
     environment = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", ROOT / "launch" / "slurm.sh"], env=environment, timeout=60)
@@ -618,6 +620,7 @@ def test_the_slurm_example_trains_on_the_gpus_that_it_asks_for(tmp_path, nodes):
     script = (ROOT / "launch" / "slurm.sh").read_text()
     asked = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(\S+)$", script))
     assert (asked["nodes"], asked["ntasks-per-node"]) == ("1", "1")
+    assert "/" not in asked["output"]  # a folder that is not there yet would end the job without a word
     command = srun_of(tmp_path, 0, ntasks=nodes)[1].split(" process ")[1].split()
     assert command[:3] == [".venv/bin/python", "-u", "train.py"]
     own = [word for word in command[2:] if not word.startswith(("--run-name", "--max-runtime", "--stopped-status"))]

@@ -33,7 +33,7 @@ HARMLESS = (
     "no_repeat_ngram_size num_beam_groups num_return_sequences output_scores prefix remove_invalid_values "
     "return_dict_in_generate suppress_tokens tf_legacy_loss typical_p use_bfloat16 keys_to_ignore_at_inference "
     "cache_implementation is_llama_config is_qwen2_config neftune_noise_alpha transformers.js_config "
-    "_attn_implementation_internal use_flash_attention"
+    "_attn_implementation_internal _attn_implementation use_flash_attention gradient_checkpointing"
 )
 # What would compute something else, but for these values: those of the models that are computed here.
 AT_DEFAULT = {
@@ -46,6 +46,7 @@ AT_DEFAULT = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
     "hidden_dropout": (0,),
+    "use_bias": (False,),
     "resid_pdrop": (0,),
     "embd_pdrop": (0,),
 }

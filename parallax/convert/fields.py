@@ -1,9 +1,10 @@
 """A JSON object read field by field: what is left at the end was not understood."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parallax.errors import LARGEST_INT32, ConfigError, nearest
+from parallax.errors import LARGEST_INT32, QUOTED_LETTERS, ConfigError, shown
 
 NEEDED: Any = object()  # the default of a field that must be there
 LARGEST = 1e30  # far beyond what a model has; what is computed of it is still a float
@@ -99,9 +100,10 @@ class Fields:
         """ConfigError if there is a field that nobody asked for; a null says nothing."""
         left = [name for name, value in self.left.items() if value is not None]
         if left:
+            close = difflib.get_close_matches(left[0][:QUOTED_LETTERS], self._known, n=1, cutoff=0.8)
             raise ConfigError(
-                f"{self.where}: {left[0]}={self.left[left[0]]!r:.100} is not supported, for what it does is not "
-                f"known; {nearest(left[0], sorted(self._known))}"
+                f"{self.where}: {shown(left[0])}={self.left[left[0]]!r:.100} is not supported, for what it does is not "
+                f"known; {f'did you mean {close[0]!r}?' if close else 'if it changes nothing, remove it'}"
             )
 
     def refuse(self, name: str, value: Any, supported: str, *, absent: bool = False) -> None:

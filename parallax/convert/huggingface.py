@@ -60,7 +60,10 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
         DataError: its tokenizer is missing, damaged, or has more entries than the model.
     """
     if not (source / CONFIG).is_file():
-        raise CheckpointError(f"{source} has no {CONFIG}; name a folder with {CONFIG}, {FILE_NAME} and safetensors")
+        raise CheckpointError(
+            f"{source} has no {CONFIG}; name a folder with {CONFIG}, {FILE_NAME} and "
+            f"safetensors, as `hf download NAME --local-dir FOLDER` makes one"
+        )
     content = load_json(source / CONFIG)
     described = describe(content)
     # As a config that somebody wrote, for the checks of sizes that no machine has.
