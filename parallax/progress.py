@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from parallax.errors import lead_nowhere, printable, tell
+from parallax.errors import INTERRUPTED, lead_nowhere, printable, tell
 from parallax.units import duration
 
 FIRST_SECS = 1.0  # of silence, before a wait is named
@@ -214,8 +214,13 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
     """
     if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
         speak_on(stream)
-    with waiting("loading JAX"):
-        yield
+    try:
+        with waiting("loading JAX"):
+            yield
+    except KeyboardInterrupt:
+        if module != "__main__":
+            raise
+        raise SystemExit(INTERRUPTED) from None  # nothing has begun: a traceback of imports says nothing
 
 
 def speak_on(stream: TextIO | None) -> None:

@@ -1,5 +1,6 @@
 """Prepared shards are the same however they were made: in pieces, in parallel, or after a kill."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, source_of
 
+from parallax.data import __main__ as data_command
 from parallax.data import prepare as prepare_module
 from parallax.data.manifest import read_manifest
 from parallax.data.prepare import Request, prepare, remove
@@ -141,9 +143,10 @@ def test_data_of_other_settings_is_refused(tmp_path):
 
 
 def test_an_unfinished_folder_of_other_settings_is_refused(tmp_path):
-    prepare_texts(TEXTS, tmp_path)
+    shard, *_ = prepare_texts(TEXTS, tmp_path).shards
     (tmp_path / "manifest.json").unlink()
-    (tmp_path / "unfinished.jsonl").write_text(json.dumps({"source": {"kind": "other"}}) + "\n")
+    lines = {"source": {"kind": "other"}}, dataclasses.asdict(shard)
+    (tmp_path / "unfinished.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError, match=r"source\.kind='other' where 'list' is wanted"):
         prepare_texts(TEXTS, tmp_path)
 
@@ -233,3 +236,21 @@ def test_only_prepared_data_is_removed(tmp_path):
     (tmp_path / "thesis.doc").write_text("dear")
     with pytest.raises(DataError, match=r"more than prepared data \(thesis\.doc\)"):
         remove(tmp_path)
+
+
+def test_an_attempt_that_came_to_no_shard_does_not_stand_in_the_way_of_its_correction(tmp_path):
+    """A field that is not there: the right one goes into the same folder, with a tokenizer of its own."""
+    (tmp_path / "a.jsonl").write_text('{"body": "one little document"}\n' * 40)
+    made = tmp_path / "made"
+    command = ["prepare", "--source=jsonl", f"--path={tmp_path / 'a.jsonl'}", f"--out={made}", "--tokenizer=bytes"]
+    assert data_command.main(command) == 5
+    assert data_command.main([*command, "--field=body"]) == 0
+    assert read_manifest(made).documents == 40
+    other = tmp_path / "other"
+    prepare_texts(TEXTS, other, tokenizer="bpe")
+    (other / "manifest.json").unlink()
+    whole = json.dumps(dict(json.loads((made / "manifest.json").read_text())["request"], tokenizer="bpe"))
+    (other / "unfinished.jsonl").write_text(whole + "\n")
+    prepare_texts(MANY, other, tokenizer="bpe")
+    prepare_texts(MANY, tmp_path / "alone", tokenizer="bpe")
+    assert contents(other)["tokenizer.json"] == contents(tmp_path / "alone")["tokenizer.json"]

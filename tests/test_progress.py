@@ -187,3 +187,14 @@ def test_what_checks_a_config_and_plans_loads_no_checkpoint_library():
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "\n"
+
+
+def test_ctrl_c_while_jax_is_loaded_is_quiet(tmp_path):
+    """No traceback of imports, and the status of shells."""
+    (tmp_path / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    for command in (["train.py"], ["-m", "parallax.plan"], ["-m", "parallax.generate"]):
+        ended = subprocess.run(
+            [sys.executable, *command, "--config=configs/tiny_gqa.py"],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert ended.returncode == 130 and "Traceback" not in ended.stderr + ended.stdout, ended.stderr

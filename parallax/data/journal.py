@@ -46,6 +46,13 @@ class Journal:
         self._file.unlink(missing_ok=True)
 
 
+def began_otherwise(folder: Path, wanted: dict) -> bool:
+    """Whether an attempt of another request than `wanted` has begun here, and has come to no finished shard."""
+    file = folder / FILE_NAME
+    identity, *shards = (_whole_lines(file) if file.exists() else []) or [wanted]
+    return not shards and {key: identity.get(key) for key in wanted} != wanted
+
+
 def check_identity(wanted: dict, found: dict, file: Path) -> None:
     """Raise DataError, with the first difference, unless a folder holds what is wanted."""
     if wanted == found:

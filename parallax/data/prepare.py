@@ -100,6 +100,9 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     finished = read_manifest(folder) if file.exists() else None
     if finished:
         check_identity(wanted, finished.request, file)
+    elif journals.began_otherwise(folder, wanted):  # a field that is not there, say: nothing of it is of use
+        for name in (journals.FILE_NAME, tokenizers.FILE_NAME, tokenizers.CONFIG_NAME):
+            (folder / name).unlink(missing_ok=True)
     tokenizer = _tokenizer(request, folder)
     wanted_whole = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     if finished:

@@ -14,18 +14,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallax.command import CONFIGS, Flag, Line, read_line, run_command, written
-from parallax.command import usage as usage_of
-from parallax.distributed import FLAGS as PLACE_FLAGS
-from parallax.distributed import is_first, join, leave, read_place, reporting, several
-from parallax.errors import ConfigError, ParallaxError, check_whole, tell
-from parallax.firstrun import machine
-from parallax.firstrun.choose import choose, placed
-from parallax.firstrun.page import page, page_without_devices, warnings
-from parallax.firstrun.work import WARM_UP, FirstRun, Found
-from parallax.mesh import simulate_devices
-from parallax.plainfile import write_whole
-from parallax.settings import Settings, read_settings
+from parallax.progress import loading, make_room
+
+with loading(__name__, sys.stderr):
+    from parallax.command import CONFIGS, Flag, Line, read_line, run_command, written
+    from parallax.command import usage as usage_of
+    from parallax.distributed import FLAGS as PLACE_FLAGS
+    from parallax.distributed import is_first, join, leave, read_place, reporting, several
+    from parallax.errors import ConfigError, ParallaxError, check_whole, tell
+    from parallax.firstrun import machine
+    from parallax.firstrun.choose import choose, placed
+    from parallax.firstrun.page import page, page_without_devices, warnings
+    from parallax.firstrun.work import WARM_UP, FirstRun, Found
+    from parallax.mesh import simulate_devices
+    from parallax.plainfile import write_whole
+    from parallax.settings import Settings, read_settings
 
 FLAGS = {
     "steps": Flag(f"steps to take; the first {WARM_UP} are left out of the times", 12),
@@ -131,6 +134,7 @@ def write(out: Path, text: str) -> None:
 def say(text: str) -> None:
     """A line of progress, from process 0."""
     if is_first():
+        make_room()
         tell(text, sys.stderr)
 
 

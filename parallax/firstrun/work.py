@@ -21,6 +21,7 @@ from parallax.loop.peak import device_memory, most_memory
 from parallax.mesh import make_mesh
 from parallax.plan.analytic import Estimate, predict
 from parallax.plan.machine import local_place
+from parallax.progress import waiting
 from parallax.report.compiled import read_compiled
 from parallax.report.place import Place
 from parallax.report.shares import branch_shares
@@ -113,7 +114,9 @@ class FirstRun:
         self.found.phases = [Phase(name, "not reached") for name in acts]
         for number, (name, act) in enumerate(acts.items()):
             self.say(f"{name} …")
-            if not self._do(number, name, act) and name != "plan":
+            with waiting(f"first run, {name}"):
+                done = self._do(number, name, act)
+            if not done and name != "plan":
                 return
 
     def _do(self, number: int, name: str, act: Callable[[], None]) -> bool:
