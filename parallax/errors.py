@@ -250,9 +250,9 @@ def how_to_install(extra: str) -> str:
     """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
 
     >>> how_to_install("data")
-    "pip install -e '.[data]' in the clone of Parallax"
+    "pip install -e '.[data]' in the clone"
     """
-    return f"pip install -e '.[{extra}]' in the clone of Parallax"
+    return f"pip install -e '.[{extra}]' in the clone"
 
 
 def divisors(number: int) -> list[int]:
