@@ -99,7 +99,9 @@ def parts_of(mesh, **changes):
     return model, make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.layouts)
 
 
-@pytest.mark.parametrize(("mesh", "changes"), SCHEDULES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [SCHEDULES[0], pytest.param(*SCHEDULES[1], marks=pytest.mark.slow)], ids=str
+)
 def test_what_one_schedule_trained_another_takes_up_bit_for_bit(tmp_path, mesh, changes):
     model, tx = parts_of(mesh, **changes)
     state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)

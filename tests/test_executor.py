@@ -172,6 +172,7 @@ drawn = st.builds(
 layers, remat = st.sampled_from([8, 12]), st.sampled_from(REMAT)
 
 
+@pytest.mark.slow
 @given(drawn, layers, remat)
 @settings(max_examples=3)
 def test_any_legal_table_gives_the_same_gradients(schedule, layers, remat):

@@ -236,6 +236,7 @@ def losses_of(run):
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
+@pytest.mark.slow
 def test_a_run_with_padding_goes_on_with_the_same_losses_on_another_mesh(corpus, tmp_path):
     """257 entries in 264 rows, which four ranks of tp cut, or two of pp."""
     changes = {"model.vocab": 0, "model.vocab_multiple": 8, "train.steps": 4, "checkpoint.every_steps": 2}

@@ -144,6 +144,7 @@ def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check_parity(case, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", CUTS["attention"])
 def test_what_stands_between_products_made_again_gives_the_same(attention, record_property):
     cut = dict(mesh=(2, 2, 2), residual=SEQ_CUT, tensor_parallel="column_row", embedding="vocab_parallel", tied=True)

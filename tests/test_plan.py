@@ -275,6 +275,7 @@ def test_what_this_machine_does_not_run_at_a_known_speed_is_not_planned_here(ker
 # ---- layouts
 
 
+@pytest.mark.slow
 def test_a_sweep_looks_at_exactly_the_legal_layouts():
     settings = tiny(data_global_batch=2)
     brute = set()
@@ -370,6 +371,7 @@ def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
     assert search.passed["too large"] == len(found.rows) - len(search.rows)
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp_path, monkeypatch):
     traced = []
 

@@ -110,6 +110,7 @@ class Unguarded(TrainStep):
         return TrainState(state.step + 1, params, opt_state, state.guard), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_step_that_may_change_nothing_holds_no_second_state(mesh):
     """The batch is small: what is held is parameters, moments and gradients."""

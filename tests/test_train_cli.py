@@ -64,6 +64,7 @@ def losses(folder):
     return [row["train/loss"].hex() for row in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_sigterm_goes_on_with_the_same_losses(flags, tmp_path):
     whole = start(*flags, f"--workdir={tmp_path / 'whole'}")
     out, err = whole.communicate(timeout=300)

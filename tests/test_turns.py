@@ -59,6 +59,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_devices_do_not_wait_for_each_other_for_ever():
     """In a process of its own, for XLA ends one that is stuck."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_collective_call_terminate_timeout_seconds=10"

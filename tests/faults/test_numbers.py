@@ -183,7 +183,7 @@ def test_too_many_end_the_run_with_status_4_and_say_where_and_how_to_replay(dive
     assert [row["step"] for row in rows] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("start", [5, 2, 0])
+@pytest.mark.parametrize("start", [5, *(pytest.param(start, marks=pytest.mark.slow) for start in (2, 0))])
 def test_a_step_is_replayed_from_the_nearest_checkpoint_before_it(start, diverged, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "copy"
     shutil.copytree(diverged[0], folder)
