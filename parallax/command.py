@@ -237,7 +237,9 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     """The command line with a --config that ml_collections can load, and the file that was named."""
     path = written(argv, "config")
     if path is None:
-        raise ConfigError(f"--config is missing; use one of {', '.join(known_configs())}")
+        folder = written(argv, "workdir")
+        said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
+        raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
     check_local("--config", path)
     file = Path(path.split(":")[0])
     if not file.is_file():

@@ -52,7 +52,10 @@ def command(*arguments, capsys):
         ([BASE, "--run-name=a", "--workdir=b"], "--workdir=b and --run-name=a both name the run's folder; give one"),
         ([BASE, "--workdir="], "--workdir='' is no folder; give it a name or leave it out"),
         (["--config=configs/quikstart.py"], "does not exist; did you mean 'configs/quickstart.py'?"),
-        (["--workdir=nowhere"], "--config is missing; use one of configs/base.py"),
+        (
+            ["--workdir=nowhere"],
+            "--config is missing, and --workdir=nowhere holds no run to go on with; use one of configs/base.py",
+        ),
         ([BASE, "--config.optimizer.learning_rate=nan"], "optimizer.learning_rate=nan is not finite"),
         ([BASE, "--config.train.steps=0"], "train.steps=0 is too small; use 1 or more"),
         ([BASE, "--config.checkpoint.keep_last=0"], "checkpoint.keep_last=0 is too small; use 1 or more"),
