@@ -1,7 +1,8 @@
 """train.py, in which one process of a job has a fault: faulty_train.py FAULT RANK STEP, then arguments as of train.py.
 
 RANK is a number, or "any" for all of them. FAULT is what happens when the process of that rank reads the batch of that
-step ("raise", "raise-data", "sleep", "die"), is to take the step ("skip": it goes on without), begins to save it
+step ("raise", "raise-data", "sleep", "die"), or
+that batch of an evaluation ("raise-eval"), is to take the step ("skip": it goes on without), begins to save it
 ("die-saving") or starts ("die-starting"), is late, by STEP seconds, to connect with the others or to load
 ("late-connecting", "late-loading"), or says when it has connected ("say-connected"); or how it differs from the others
 from the start: another "config", other "code", other "data", another "clock", a folder that is "unshared".
@@ -64,6 +65,8 @@ def main() -> int:
         elif fault == "unshared":
             shared = train.train
             train.train = lambda config, workdir, **how: shared(config, f"{workdir}-of-another-host", **how)
+        elif fault == "raise-eval":
+            break_at(int(step), raise_data_error, split="eval")
         else:
             break_at(int(step), FAULTS[fault])
     return train.main(["train.py", *arguments])
@@ -99,11 +102,11 @@ def skip(step: int) -> None:
     TrainStep.take = faulty
 
 
-def break_at(step: int, act) -> None:
+def break_at(step: int, act, split: str = "train") -> None:
     batch = Reader.batch
 
     def faulty(self, at):
-        if self.split == "train" and at == step:
+        if self.split == split and at == step:
             act()
         return batch(self, at)
 

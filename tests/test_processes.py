@@ -199,6 +199,20 @@ def test_when_a_process_loses_data_all_stop_saved_and_the_same_command_goes_on_b
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_when_a_process_loses_text_held_out_the_step_before_the_evaluation_is_saved(corpus, by_two, tmp_path, rank):
+    evaluates = ["--config.train.eval_every_steps=3", "--config.train.eval_batches=1"]
+    flags = [*flags_of(corpus, **MESH), *evaluates, "--config.checkpoint.every_steps=0", f"--workdir={tmp_path}"]
+    with launched(FAULTY, "raise-eval", rank, "0", *flags) as job:
+        status, text = job.end()
+    assert status == 5 and all(f"[launch] process {each} ended with status 5" in text for each in (0, 1)), text
+    assert "DataError: a fault that was put here" in text, text
+    assert f"DataError: process {rank} cannot read a batch of the evaluation, and says why" in text, text
+    assert latest_step(tmp_path / "checkpoints") == 3 and losses(tmp_path) == by_two[:3]
+    assert "step 3 is saved" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tmp_path, rank):
     with launched(

@@ -5,8 +5,29 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from parallax.data import Reader
+from parallax.distributed import several
+from parallax.errors import DataError
+
+
+def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
+    """This process's rows of a batch, once all processes have theirs: nobody is left alone in what follows."""
+    if not several():
+        return reader.batch(index)
+    error = None
+    try:
+        batch = reader.batch(index)
+    except DataError as failed:
+        error = failed
+    failures = multihost_utils.process_allgather(np.array(error is not None))
+    if error is not None:
+        raise error
+    if failures.any():
+        raise DataError(f"process {failures.argmax()} cannot read a batch of the evaluation, and says why")
+    return batch
 
 
 class Measured(NamedTuple):
@@ -24,10 +45,14 @@ def measure(
     batches: int,
     show: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
-    """What `step` says of the first batches of a reader; `show` is told how many of how many are done."""
+    """What `step` says of the first batches of a reader; `show` is told how many of how many are done.
+
+    Raises:
+        DataError: a batch cannot be read, by this process or by another one: all raise it at the same batch.
+    """
     nats, tokens = 0.0, 0
     for index in range(batches):
-        metrics = jax.device_get(step(params, put(reader.batch(index))))
+        metrics = jax.device_get(step(params, put(_read(reader, index))))
         nats += float(metrics["loss"]) * float(metrics["tokens"])
         tokens += int(metrics["tokens"])
         show(index + 1, batches)

@@ -142,6 +142,10 @@ class Steps:
         with self._besides():
             if pending is not None:
                 self._pause(pending, state, first=pending.step == start + 1, stopping=True)
+            self._save_done(done, state)
+
+    def _save_done(self, done: int, state: TrainState) -> None:
+        with self._besides():
             if not self.owed:
                 self._save(done, state, None)
                 self._finish_save(done)
@@ -198,7 +202,7 @@ class Steps:
             except DataError:
                 with self._besides():
                     self._report(ended, values)
-                self._save_before_the_error(ended.step, state)
+                self._save_done(ended.step, state)  # all processes raise at the same batch
                 raise
             self._check_finite(ended.step, values["eval/loss"])
         self._report(ended, values)
