@@ -18,20 +18,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallax.progress import be_silent, loading, waiting
+from parallax.runtime.progress import be_silent, loading, waiting
 
 with loading(__name__, sys.stdout):
     from ml_collections import ConfigDict
 
-    from parallax.command import Flag, Line, read_line, read_secs, run_command, written
-    from parallax.command import usage as usage_of
-    from parallax.distributed import FLAGS as PLACE_FLAGS
-    from parallax.distributed import agree, compare, is_first, join, leave, read_place, reporting, several
-    from parallax.errors import ConfigError
-    from parallax.loop import check_run_name, settings_of, train
-    from parallax.loop.resume import RESUME
-    from parallax.runfiles import RunFiles
-    from parallax.version import code_version, versions
+    from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
+    from parallax.cli.command import usage as usage_of
+    from parallax.config.load import settings_of
+    from parallax.runtime.errors import ConfigError
+    from parallax.runtime.multihost import FLAGS as PLACE_FLAGS
+    from parallax.runtime.multihost import agree, compare, is_first, join, leave, read_place, reporting, several
+    from parallax.runtime.run_files import RunFiles
+    from parallax.runtime.version import code_version, versions
+    from parallax.training.folder import check_run_name
+    from parallax.training.resume import RESUME
+    from parallax.training.run import train
 
 BEGUN = time.monotonic()
 RUNS = Path("runs")

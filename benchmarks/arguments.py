@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from parallax.arguments import Parser
-from parallax.errors import ConfigError, exit_status
+from parallax.cli.arguments import Parser
+from parallax.runtime.errors import ConfigError, exit_status
 
 WORKS = ("bench_small", "tiny_gqa")  # configs of a size for simulated devices
 
@@ -54,7 +54,7 @@ def config_of(name: str) -> Any:
 
 def tpu_devices(topology: str) -> list[Any]:
     """The devices of a TPU slice that is not here; ConfigError where there is no such slice, or no compiler for it."""
-    from parallax.report.place import devices_of, read_topology, why_not, without_chips
+    from parallax.analysis.report.place import devices_of, read_topology, why_not, without_chips
 
     place = read_topology(topology)
     if reason := why_not(place):

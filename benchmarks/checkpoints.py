@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from arguments import Arguments, run_benchmark, whole_number
 
-from parallax.arguments import local_path
-from parallax.errors import ConfigError
+from parallax.cli.arguments import local_path
+from parallax.runtime.errors import ConfigError
 
 SHAPE = (8, 1024, 640)  # 20 MiB
 BLOCK_BYTES = 1 << 22
@@ -117,7 +117,7 @@ def measure(args: Any, folder: pathlib.Path) -> None:
 
     from parallax.checkpoint import CheckpointConfig, Checkpoints
     from parallax.checkpoint.fingerprint import fingerprints
-    from parallax.mesh import MeshConfig, make_mesh, simulate_devices
+    from parallax.sharding.mesh import MeshConfig, make_mesh, simulate_devices
 
     simulate_devices(8)
     state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)), args.arrays)

@@ -18,8 +18,8 @@ def unguarded(model, tx):
     """The same step, whatever its numbers are."""
     import jax.numpy as jnp
 
-    from parallax.optimizer import global_norm
-    from parallax.step import TrainState, TrainStep
+    from parallax.training.optimizer import global_norm
+    from parallax.training.step import TrainState, TrainStep
 
     class Unguarded(TrainStep):
         def train_step(self, state, batch):
@@ -47,8 +47,8 @@ def measure(args: Any) -> None:
     from step import random_batch
 
     import parallax as px
-    from parallax.assembly import model_and_optimizer
-    from parallax.step import TrainStep, init_state
+    from parallax.training.build import model_and_optimizer
+    from parallax.training.step import TrainStep, init_state
 
     config = config_of(args.config)
     pp, dp, tp = map(int, args.mesh.split(","))

@@ -4,7 +4,7 @@
 
 Needs the TPU compiler: pip install -e '.[tpu]'. One row for each way to send: as the config has it, without what
 hides it, and layouts of other meshes. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits*
-are in milliseconds as parallax.report.steptime estimates them. *dp* and *tp* are the shares of bytes over these axes
+are in milliseconds as parallax.analysis estimates them. *dp* and *tp* are the shares of bytes over these axes
 that go on while something is computed: asynchronous, with compute between start and done. The compiler gives attention
 kernels no cycles; they are priced at the longer of their FLOPs at peak and their bytes, and *MFU* is with them, *MFU-*
 leaves them out.
@@ -30,7 +30,7 @@ from arguments import Arguments, config_of, run_benchmark, tpu_devices
 
 class Row(NamedTuple):
     changes: Mapping[str, Any]  # of the config, by "section.key"
-    options: bool = True  # whether the compiler is told what parallax/compiler.py says
+    options: bool = True  # whether the compiler is told what parallax/sharding/compiler.py says
 
 
 PLAIN = {"fsdp.reduce": "float32"}
@@ -100,13 +100,13 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import math
 
     import parallax as px
-    from parallax import compiler
-    from parallax.assembly import step_of
-    from parallax.budget import flops_per_token
-    from parallax.chips import chip
-    from parallax.report.compiled import read_compiled
-    from parallax.report.shares import branch_shares
-    from parallax.report.steptime import step_time
+    from parallax.analysis.budget import flops_per_token
+    from parallax.analysis.report.compiled import read_compiled
+    from parallax.analysis.report.shares import branch_shares
+    from parallax.analysis.report.steptime import step_time
+    from parallax.runtime.chips import chip
+    from parallax.sharding import compiler
+    from parallax.training.build import step_of
 
     config = config_of(args.config)
     config.update_from_flattened_dict(row.changes)

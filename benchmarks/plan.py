@@ -36,9 +36,9 @@ def main() -> None:
     import parallax as px
 
     px.simulate_devices(DEVICES)
-    from parallax.plan.analytic import predict
-    from parallax.plan.layouts import Choice
-    from parallax.plan.machine import local_place
+    from parallax.analysis.plan.analytic import predict
+    from parallax.analysis.plan.layouts import Choice
+    from parallax.analysis.plan.machine import local_place
 
     settings, choices = work(args.config), [Choice(*layout) for layout in LAYOUTS[: args.layouts]]
     place = local_place(settings.model.dtype)
@@ -93,8 +93,8 @@ def prepare(settings: Any) -> tuple:
     import jax
 
     import parallax as px
-    from parallax.assembly import model_and_optimizer
-    from parallax.step import init_state, make_train_step
+    from parallax.training.build import model_and_optimizer
+    from parallax.training.step import init_state, make_train_step
 
     model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh))
     shape = settings.data.global_batch, settings.data.seq

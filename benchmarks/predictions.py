@@ -5,7 +5,7 @@
     python benchmarks/predictions.py --tpu
 
 Of one device and step, predicted / compiled, and the error, which is predicted over compiled less 1. *Memory* is the
-peak that parallax.budget predicts, and what the compiler reserves: arguments, results that do not take their place, and
+peak that parallax.analysis predicts, and what the compiler reserves: arguments, results that do not take their place, and
 temporaries. *FLOPs* are of matrix products, *sent* are the bytes of collectives: of the traced loss and gradients, and
 of the compiled program, its loops turned and its branches taken as the schedule says. What the *update* of the
 parameters takes, by its scope's name, is in the compiled program alone and counts in no error.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices
 
-from parallax.errors import ConfigError
+from parallax.runtime.errors import ConfigError
 
 EVERY = ("1,1,1", "1,8,1", "1,1,8", "2,2,2", "4,1,2", "8,1,1")
 PIPELINES = EVERY[3:]
@@ -164,8 +164,8 @@ def in_percent(error: float) -> str:
 def figures(case: Case) -> tuple[Figures, str]:
     """What is predicted and what was compiled, and the schedule that ran: without a pipeline none of the named ones."""
     import parallax as px
-    from parallax.report.rows import by_fate
-    from parallax.report.whole import report_settings
+    from parallax.analysis.report.rows import by_fate
+    from parallax.analysis.report.whole import report_settings
 
     settings = px.read_settings(config_for(case).to_dict())
     mesh = px.make_mesh(settings.mesh, devices(case))

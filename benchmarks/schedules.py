@@ -9,7 +9,7 @@ The work is loss and gradients of the model of configs/bench_small.py with a voc
 each schedule divides them evenly.
 
 memory: MiB of one device. *temporaries* is the compiler's figure for one device's program, *saved* the activations
-that parallax.budget computes; slots are those of the schedule's pools. A microbatch has the same rows in all cells.
+that parallax.analysis computes; slots are those of the schedule's pools. A microbatch has the same rows in all cells.
 time: seconds of a step over GPipe's with the same batch; schedules take turns, the median of each is taken. CPU seconds
 are those of all threads: a pass that is computed and thrown away shows there, a device that waits does not. Wall time
 is that of the cores the machine has: where they are fewer than pipeline ranks, a bubble hardly shows there either.
@@ -97,7 +97,7 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
 def compiled(work: Work) -> Any:
     import jax
 
-    from parallax.batch import BATCH_ARRAYS
+    from parallax.model.batch import BATCH_ARRAYS
 
     model, shape = work.model, (work.rows, work.seq)
     params = jax.tree.map(
@@ -131,7 +131,7 @@ def memory(args: argparse.Namespace) -> None:
 
 def sizes(work: Work) -> tuple[int, int]:
     """The compiler's temporaries and the computed activations, in bytes on a device."""
-    from parallax import budget
+    from parallax.analysis import budget
 
     analysis = compiled(work).memory_analysis()
     computed = budget.memory(work.model, {}, global_batch=work.rows, seq=work.seq)
@@ -201,8 +201,8 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
-    from parallax.batch import BATCH_ARRAYS
-    from parallax.report import matmul_flops
+    from parallax.analysis.report.executed import matmul_flops
+    from parallax.model.batch import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((work.rows, work.seq), "int32"))

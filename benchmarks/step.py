@@ -78,9 +78,9 @@ def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatche
     import jax
 
     import parallax as px
-    from parallax.assembly import model_and_optimizer
-    from parallax.budget import flops_per_token
-    from parallax.step import init_state, make_train_step
+    from parallax.analysis.budget import flops_per_token
+    from parallax.training.build import model_and_optimizer
+    from parallax.training.step import init_state, make_train_step
 
     pp, dp, tp = map(int, mesh.split(","))
     px.simulate_devices(pp * dp * tp)

@@ -7,7 +7,7 @@ in bfloat16, with one window of --seq tokens in a microbatch; one row for each s
 arguments (the state, which the results take the place of, and the batch), temporaries, and the most at any moment.
 Collectives are those of the compiled program, a loop's body once, as `asynchronous/all`; the first leave time for other
 work. `messages` are those between stages: how many of them have a pass of a stage, which is a branch or a loop, between
-their start and their done. `step ms`, `exposed`, `bubble` and `mfu` are as parallax.report.steptime estimates them, the
+their start and their done. `step ms`, `exposed`, `bubble` and `mfu` are as parallax.analysis estimates them, the
 latter three as shares in percent. `--save FOLDER` keeps the programs.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
 
-from parallax.arguments import local_path
+from parallax.cli.arguments import local_path
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SIZES = ("arguments", "temporaries", "peak")
@@ -26,8 +26,8 @@ COLUMNS = (*SIZES, *COLLECTIVES, "messages", *TIMES, "compile s")
 
 
 class Step(NamedTuple):
-    compiled: Any  # parallax.report.compiled.Compiled
-    time: Any  # parallax.report.steptime.StepTime
+    compiled: Any  # parallax.analysis.report.compiled.Compiled
+    time: Any  # parallax.analysis.report.steptime.StepTime
     compile_secs: float
 
 
@@ -68,12 +68,12 @@ def parse() -> Any:
 
 def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     import parallax as px
-    from parallax.assembly import step_of
-    from parallax.budget import flops_per_token
-    from parallax.chips import chip
-    from parallax.report.compiled import read_compiled
-    from parallax.report.shares import branch_shares
-    from parallax.report.steptime import step_time
+    from parallax.analysis.budget import flops_per_token
+    from parallax.analysis.report.compiled import read_compiled
+    from parallax.analysis.report.shares import branch_shares
+    from parallax.analysis.report.steptime import step_time
+    from parallax.runtime.chips import chip
+    from parallax.training.build import step_of
 
     config = config_of(args.config)
     config.mesh.pp, config.mesh.dp, config.mesh.tp = map(int, args.mesh.split(","))
@@ -116,7 +116,7 @@ def row(step: Step) -> str:
 
 def messages(events: list) -> list[bool]:
     """For each message between stages, whether there is a branch or a loop between its start and its done."""
-    from parallax.report.timeline import Begin, Branch, End, Loop
+    from parallax.analysis.report.timeline import Begin, Branch, End, Loop
 
     found = []
     for at, event in enumerate(events):

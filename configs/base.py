@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # parallax.mesh.MeshConfig: devices along each axis; one of them may be -1, "all that is left".
+    # parallax.sharding.mesh.MeshConfig: devices along each axis; one of them may be -1, "all that is left".
     config.mesh = ConfigDict()
     config.mesh.pp = 1  # pipeline: the layers are cut over it
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
     config.mesh.across_slices = "dp"  # the axis over the network between slices of TPUs, if there are several: | "pp"
 
-    # parallax.model.ModelConfig: the model as one device sees it.
+    # parallax.model.transformer.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()
     config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
     config.model.vocab_multiple = 1  # tables get rows up to such a multiple, as 128: zeros that have no logits
@@ -50,7 +50,7 @@ def get_config() -> ConfigDict:
     # "splash" (TPU; interpreted on CPU, slowly) and "cudnn" (GPU, bfloat16) never do.
     config.model.kernel = "xla"  # "xla" | "cudnn" | "splash", whose data.seq is a multiple of 128
 
-    # parallax.model.LayoutConfig: strings that say where arrays are cut.
+    # parallax.model.transformer.LayoutConfig: strings that say where arrays are cut.
     config.layout = ConfigDict()
     config.layout.residual = "batch/dp seq d_model/tp"  # or "batch/dp seq/tp d_model"
     config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter"
@@ -71,12 +71,12 @@ def get_config() -> ConfigDict:
     config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes: 0 | 1
     config.fsdp.reduce = "float32"  # dtype of gradients that travel: "float32" | "compute" (model.dtype)
 
-    # parallax.loss.LossConfig
+    # parallax.model.loss.LossConfig
     config.loss = ConfigDict()
     config.loss.z_coefficient = 0.0  # weight of logsumexp(logits)^2
     config.loss.chunk_tokens = 1024  # logits of at most so many tokens exist at once on a device
 
-    # parallax.optimizer.OptimizerConfig
+    # parallax.training.optimizer.OptimizerConfig
     config.optimizer = ConfigDict()
     config.optimizer.name = "adamw"  # "adamw" | "muon", which leaves embedding, head, norms and biases to AdamW
     config.optimizer.learning_rate = 3e-4  # peak
@@ -91,7 +91,7 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
 
-    # parallax.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
+    # parallax.training.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()
     config.guard.max_skipped_steps = 3  # in a row, for numbers that are not finite; one more stops the run
     config.guard.spike_z = 0.0  # also skip what lies so many deviations above its running mean; 0: off, 6 is usual
@@ -113,7 +113,7 @@ def get_config() -> ConfigDict:
     config.data.seed = 0  # of the order of windows
     config.data.synthetic_tokens = 1_000_000  # synthetic: bytes of text, tokens of the bytes tokenizer
 
-    # parallax.loop.TrainConfig
+    # parallax.training.TrainConfig
     config.train = ConfigDict()
     config.train.steps = 1000  # of the whole run, those before a resume too
     config.train.seed = 0  # of initial values and dropout
@@ -135,7 +135,7 @@ def get_config() -> ConfigDict:
     config.checkpoint.keep_last = 2  # newest checkpoints that stay
     config.checkpoint.keep_best = 1  # by eval/loss
 
-    # parallax.distributed.DistributedConfig: how long the processes of a job wait for each other; in seconds.
+    # parallax.runtime.multihost.DistributedConfig: how long the processes of a job wait for each other; in seconds.
     config.distributed = ConfigDict()
     config.distributed.start_secs = 300  # for all to be there
     config.distributed.heartbeat_secs = 60  # a process that gives no sign of life for so long is lost

@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from parallax.loop import load_config
+from parallax.config.load import load_config
 
 
 def get_config(path: str) -> ConfigDict:

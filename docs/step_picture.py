@@ -12,12 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.command import read_command
-from parallax.report.whole import Report, abstract_mesh, report_settings
+from parallax.analysis.report.whole import Report, abstract_mesh, report_settings
+from parallax.cli.command import read_command
+from parallax.config.settings import Settings
+from parallax.runtime.units import in_bytes
 from parallax.schedules import Costs, Schedule, by_name
 from parallax.schedules.pricing import lockstep_starts, tick_times
-from parallax.settings import Settings
-from parallax.units import in_bytes
 
 PICTURE = ROOT / "docs" / "step.svg"
 CONFIG = ROOT / "configs" / "quickstart.py"

@@ -5,37 +5,40 @@ from typing import Any
 
 # Imported when first asked for, so that commands which need no JAX, as those on data, start without it.
 HOME = {
-    "IGNORED": "batch",
-    "Layout": "notation",
-    "MeshConfig": "mesh",
-    "Run": "run",
-    "Settings": "settings",
-    "ShardedModel": "sharded_model",
-    "as_batch": "data",
-    "collectives": "collectives",
-    "load": "run",
-    "look_inside": "inside",
-    "make_mesh": "mesh",
-    "mesh_of": "mesh",
-    "model_of": "assembly",
-    "named_leaves": "notation",
-    "plan": "plan",
-    "read_settings": "settings",
-    "report": "report",
-    "schedules": "schedules",
-    "sent_by": "report.local",
-    "simulate_devices": "mesh",
-    "step_of": "assembly",
-    "train": "loop",
+    "IGNORED": "model.batch",
+    "Layout": "sharding.layout",
+    "MeshConfig": "sharding.mesh",
+    "Run": "inference.run",
+    "Settings": "config.settings",
+    "ShardedModel": "pipeline.sharded_model",
+    "as_batch": "data.windows",
+    "load": "inference.run",
+    "look_inside": "inference.capture",
+    "make_mesh": "sharding.mesh",
+    "mesh_of": "sharding.mesh",
+    "model_of": "training.build",
+    "named_leaves": "sharding.layout",
+    "plan": "analysis.plan.planned",
+    "read_settings": "config.settings",
+    "report": "analysis.report.whole",
+    "sent_by": "analysis.report.local",
+    "simulate_devices": "sharding.mesh",
+    "step_of": "training.build",
+    "train": "training.run",
 }
+MODULES = {"collectives": "sharding.collectives", "schedules": "schedules"}
+
+# `python -m parallax.plan` is the command parallax/cli/plan.py.
+__path__.append(f"{__path__[0]}/cli")
 
 
 def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return import_module(f"parallax.{MODULES[name]}")
     if name not in HOME:
-        raise AttributeError(f"module 'parallax' has no {name!r}; it has {', '.join(HOME)}")
-    home = import_module(f"parallax.{HOME[name]}")
-    return home if name == HOME[name] else getattr(home, name)
+        raise AttributeError(f"module 'parallax' has no {name!r}; it has {', '.join([*HOME, *MODULES])}")
+    return getattr(import_module(f"parallax.{HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *HOME]
+    return [*globals(), *HOME, *MODULES]

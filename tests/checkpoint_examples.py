@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint import CheckpointConfig, Checkpoints
-from parallax.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import MeshConfig, make_mesh
 
 SETTINGS = {"model": {"d_model": 16, "layers": 4}}
 SPECS = {"embedding": P("tp", "dp"), "blocks": {"mlp": P("pp", "dp", "tp")}}

@@ -6,15 +6,15 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from tiny import mesh_of, model_config, positions_of
 
-from parallax.layers.attention import GQA
-from parallax.layers.context import training_context
-from parallax.layers.dense import Dense
-from parallax.layers.embedding import EMBEDDINGS, Embedding, Head, logits
-from parallax.layers.mla import MLA
-from parallax.layers.mlp import GatedMLP
-from parallax.layers.norm import RMSNorm
-from parallax.layers.parameter import layouts_of
-from parallax.notation import Layout
+from parallax.model.attention import GQA
+from parallax.model.context import training_context
+from parallax.model.dense import Dense
+from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
+from parallax.model.mla import MLA
+from parallax.model.mlp import GatedMLP
+from parallax.model.norm import RMSNorm
+from parallax.model.parameter import layouts_of
+from parallax.sharding.layout import Layout
 
 ROWS, SEQ = 4, 8
 SIZES = model_config().sizes | {"batch": ROWS, "seq": SEQ}

@@ -10,8 +10,8 @@ import runpy
 import shlex
 import sys
 
-import parallax.command
-from parallax.settings import read_settings
+import parallax.cli.command
+from parallax.config.settings import read_settings
 
 
 class Accepted(BaseException):
@@ -23,7 +23,7 @@ def accept_arguments(parser, *args, _parse=argparse.ArgumentParser.parse_args, *
     raise Accepted
 
 
-def accept_line(argv, own, _read=parallax.command.read_line):
+def accept_line(argv, own, _read=parallax.cli.command.read_line):
     read_settings(_read(argv, own).config.to_dict())
     raise Accepted
 
@@ -48,6 +48,6 @@ def verdict(command):
 
 if __name__ == "__main__":
     argparse.ArgumentParser.parse_args = accept_arguments
-    parallax.command.read_line = accept_line
+    parallax.cli.command.read_line = accept_line
     verdicts = [verdict(command) for command in json.load(sys.stdin)]
     print(json.dumps(verdicts))

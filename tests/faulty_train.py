@@ -19,9 +19,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import train
 from parallax.checkpoint import Checkpoints
 from parallax.data import Reader
-from parallax.errors import DataError
-from parallax.loop import run
-from parallax.step import TrainStep
+from parallax.runtime.errors import DataError
+from parallax.training import run
+from parallax.training.step import TrainStep
 
 
 def raise_error() -> None:

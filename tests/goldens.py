@@ -14,10 +14,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from docs import config_keys, step_picture
-from parallax.command import read_command
-from parallax.mesh import INFERRED, resolve_sizes
-from parallax.report.text import text
-from parallax.report.whole import abstract_mesh, report_settings
+from parallax.analysis.report.text import text
+from parallax.analysis.report.whole import abstract_mesh, report_settings
+from parallax.cli.command import read_command
+from parallax.sharding.mesh import INFERRED, resolve_sizes
 
 DOCS = ROOT / "docs" / "report.md"
 COMMAND = "python -m parallax.report --config=configs/quickstart.py"

@@ -20,16 +20,17 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from parallax.assembly import model_of
-from parallax.batch import IGNORED
-from parallax.convert.__main__ import main
-from parallax.generate import SampleConfig, generate
-from parallax.mesh import MeshConfig, make_mesh
-from parallax.optimizer import make_optimizer
-from parallax.settings import load_settings
-from parallax.step import abstract_state, make_train_step
-from parallax.tokenizer import Bytes
-from parallax.trained import restore_params
+from parallax.cli.convert import main
+from parallax.config.settings import load_settings
+from parallax.data.tokenizer import Bytes
+from parallax.inference.generate import generate
+from parallax.inference.sample import SampleConfig
+from parallax.inference.trained import restore_params
+from parallax.model.batch import IGNORED
+from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.training.build import model_of
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state, make_train_step
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

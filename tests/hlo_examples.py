@@ -5,8 +5,8 @@ import re
 HEADER = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[4,8]{1,0:T(8,128)(2,1)})->bf16[4,8]}
 
 FileNames
-1 "/src/parallax/collectives.py"
-2 "/src/parallax/layers/dense.py"
+1 "/src/parallax/sharding/collectives.py"
+2 "/src/parallax/model/dense.py"
 3 "/src/train.py"
 
 FunctionNames

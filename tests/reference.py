@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax.batch import IGNORED
-from parallax.layers.context import Context, causal_mask
-from parallax.layers.embedding import EMBEDDINGS
-from parallax.layers.families import FAMILIES
-from parallax.model import Parts
+from parallax.model.batch import IGNORED
+from parallax.model.context import Context, causal_mask
+from parallax.model.embedding import EMBEDDINGS
+from parallax.model.families import FAMILIES
+from parallax.model.transformer import Parts
 
 
 def plain_parts(model):

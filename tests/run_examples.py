@@ -10,9 +10,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
-from parallax.loop import run as run_module
-from parallax.loop import train
-from parallax.loop.journal import Journal
+from parallax.training import run as run_module
+from parallax.training.journal import Journal
+from parallax.training.run import train
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
 

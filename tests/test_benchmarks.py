@@ -48,7 +48,9 @@ def run_here(line, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    monkeypatch.setattr("parallax.mesh.simulate_devices", lambda count: None)  # eight are here, whatever is asked for
+    monkeypatch.setattr(
+        "parallax.sharding.mesh.simulate_devices", lambda count: None
+    )  # eight are here, whatever is asked for
     caches = jax.config.jax_enable_compilation_cache
     try:
         with pytest.raises(SystemExit) as end:

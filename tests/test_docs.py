@@ -36,10 +36,10 @@ from docs_commands import (
 from tiny import mesh_of
 
 from docs import config_keys, notebook_pages
-from parallax.collectives import as_varying, varying_axes
-from parallax.notation import Layout
-from parallax.settings import SECTIONS
-from parallax.version import VERSION, code_version
+from parallax.config.settings import SECTIONS
+from parallax.runtime.version import VERSION, code_version
+from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.sharding.layout import Layout
 
 AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
@@ -82,7 +82,7 @@ def test_nothing_that_a_user_reads_installs_somebody_elses_package():
 def test_the_version_is_that_of_the_source_whatever_is_installed_by_the_name_of_the_import():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "parallax.version.VERSION"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "parallax.runtime.version.VERSION"}
     assert code_version().startswith(f"{VERSION}+") and re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
 

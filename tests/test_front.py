@@ -13,8 +13,8 @@ from tiny import build, mesh_of
 
 import parallax as px
 from configs.base import get_config
-from parallax.errors import CheckpointError, ConfigError, NotationError
-from parallax.loop.journal import read_metrics
+from parallax.runtime.errors import CheckpointError, ConfigError, NotationError
+from parallax.training.journal import read_metrics
 
 VOID = {"br"}
 
@@ -67,7 +67,7 @@ LATE = """
 import sys
 import jax
 import parallax as px
-from parallax.errors import ConfigError
+from parallax.runtime.errors import ConfigError
 if sys.argv[1] == "late":
     jax.numpy.ones(3)
 try:

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 
 from configs.base import get_config
-from parallax.batch import IGNORED
-from parallax.loss import LossConfig
-from parallax.mesh import MeshConfig, make_mesh
-from parallax.model import LayoutConfig, ModelConfig
-from parallax.optimizer import OptimizerConfig
+from parallax.model.batch import IGNORED
+from parallax.model.loss import LossConfig
+from parallax.model.transformer import LayoutConfig, ModelConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
-from parallax.sharded_model import ShardedModel
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.training.optimizer import OptimizerConfig
 
 VOCAB, SEQ, ROWS = 64, 16, 64
 MODEL = dict(

@@ -21,15 +21,15 @@ from jax.experimental import multihost_utils
 from run_examples import tiny_config
 
 from parallax.checkpoint.manifest import flatten
-from parallax.distributed import is_first, join, leave, read_place
-from parallax.loop import run as run_module
-from parallax.loop.config import settings_of
-from parallax.loop.folder import RunFolder
-from parallax.loop.journal import Journal
-from parallax.loop.run import begin, open_checkpoints, put_in
-from parallax.loop.steps import parts_of
-from parallax.mesh import make_mesh
-from parallax.step import init_state
+from parallax.config.load import settings_of
+from parallax.runtime.multihost import is_first, join, leave, read_place
+from parallax.sharding.mesh import make_mesh
+from parallax.training import run as run_module
+from parallax.training.folder import RunFolder
+from parallax.training.journal import Journal
+from parallax.training.run import begin, open_checkpoints, put_in
+from parallax.training.step import init_state
+from parallax.training.steps import parts_of
 
 STEP, NEXT_BATCHES = 3, 4
 FOUND = "digests: "  # before what the command prints

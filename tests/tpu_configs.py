@@ -6,12 +6,12 @@ python tests/tpu_configs.py CONFIG CHIP
 import importlib
 import sys
 
-from parallax.chips import chip
-from parallax.command import with_likely_vocab
-from parallax.plan.__main__ import located
-from parallax.plan.compiling import compile_step
-from parallax.report.place import devices_of, without_chips
-from parallax.settings import read_settings
+from parallax.analysis.plan.compiling import compile_step
+from parallax.analysis.report.place import devices_of, without_chips
+from parallax.cli.command import with_likely_vocab
+from parallax.cli.plan import located
+from parallax.config.settings import read_settings
+from parallax.runtime.chips import chip
 
 # The slices of a chip with so many dims, by their number of chips.
 SLICES = {2: {8: "2x4", 16: "4x4", 64: "8x8"}, 3: {8: "2x2x2", 16: "2x2x4", 64: "4x4x4"}}

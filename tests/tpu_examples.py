@@ -9,10 +9,10 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.chips import chip
-from parallax.mesh import MeshConfig, make_mesh
-from parallax.report.compiled import read_compiled
-from parallax.report.steptime import step_time
+from parallax.analysis.report.compiled import read_compiled
+from parallax.analysis.report.steptime import step_time
+from parallax.runtime.chips import chip
+from parallax.sharding.mesh import MeshConfig, make_mesh
 
 TOPOLOGIES = {"v4:2x2x2": {"chip_config_name": "megacore"}, "v5e:4x4": {}, "v5p:2x2x4": {}, "v6e:4x4": {}}
 LAYERS, ROWS, WIDTH = 12, 1024, 2048

@@ -1,12 +1,12 @@
-"""What `parallax/compiler.py` says for each chip, tried against the installed compiler; run as a process of its own."""
+"""What `parallax/sharding/compiler.py` says for each chip, tried against the installed compiler, in a process of its own."""
 
 import contextlib
 import io
 
-from parallax import compiler
-from parallax.chips import CHIPS
-from parallax.mesh import MeshConfig, make_mesh
-from parallax.report.place import devices_of, read_topology, without_chips
+from parallax.analysis.report.place import devices_of, read_topology, without_chips
+from parallax.runtime.chips import CHIPS
+from parallax.sharding import compiler
+from parallax.sharding.mesh import MeshConfig, make_mesh
 
 ONE_HOST = {2: "2x2", 3: "2x2x1"}
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallax.errors import ConfigError
+from parallax.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

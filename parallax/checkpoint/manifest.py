@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from parallax.errors import CheckpointError
-from parallax.plainfile import read_object
+from parallax.runtime.errors import CheckpointError
+from parallax.runtime.files import read_object
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -23,7 +23,7 @@ from parallax.checkpoint.manifest import (
 )
 from parallax.checkpoint.steps import complete_steps
 from parallax.checkpoint.stored import damaged_arrays
-from parallax.errors import CheckpointError, tell
+from parallax.runtime.errors import CheckpointError, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallax.checkpoint.manifest import MANIFEST, DamagedError, check_sizes
-from parallax.errors import CheckpointError
-from parallax.units import in_bytes
+from parallax.runtime.errors import CheckpointError
+from parallax.runtime.units import in_bytes
 
 REMOVED = "manifest.removed"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")

@@ -9,7 +9,7 @@ import tensorstore
 
 from parallax.checkpoint.fingerprint import Running
 from parallax.checkpoint.manifest import describe
-from parallax.errors import CheckpointError
+from parallax.runtime.errors import CheckpointError
 
 PIECE_BYTES = 1 << 26
 # Chunks are cut as the mesh was: a row that lies in a chunk of many is decoded once, not once for each.

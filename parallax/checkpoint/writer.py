@@ -24,8 +24,8 @@ from parallax.checkpoint.steps import (
     remove_step,
     remove_unfinished,
 )
-from parallax.errors import CheckpointError, writing
-from parallax.units import in_bytes
+from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime.units import in_bytes
 
 
 class Checkpoints:

@@ -11,15 +11,15 @@ import os
 import sys
 from pathlib import Path
 
-from parallax.arguments import Parser, about_command, local_path
+from parallax.cli.arguments import Parser, about_command, local_path
+from parallax.config.defaults import defaults_of
 from parallax.data.config import AUTO, BUILT_IN, FILES, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
-from parallax.defaults import defaults_of
-from parallax.errors import ConfigError, DataError, check_local, exit_status
-from parallax.progress import speak_on
-from parallax.tokenizer import Bytes
+from parallax.data.tokenizer import Bytes
+from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
+from parallax.runtime.progress import speak_on
 
 SHARED = ("field", "tokenizer", "bpe_vocab", "synthetic_tokens")  # keys of the section data that have a flag, too
 AGAIN = "stopped; run the same command again to resume"

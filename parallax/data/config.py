@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from parallax.errors import ConfigError, check_choice, quoted
-from parallax.tokenizer import SMALLEST_BPE_VOCAB
+from parallax.data.tokenizer import SMALLEST_BPE_VOCAB
+from parallax.runtime.errors import ConfigError, check_choice, quoted
 
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path

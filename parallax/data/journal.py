@@ -6,8 +6,8 @@ from pathlib import Path
 
 from parallax.data.manifest import parse_shard
 from parallax.data.shard import Shard
-from parallax.errors import DataError
-from parallax.plainfile import object_of, plain, read_bytes, write_whole
+from parallax.runtime.errors import DataError
+from parallax.runtime.files import object_of, plain, read_bytes, write_whole
 
 FILE_NAME = "unfinished.jsonl"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from parallax.data.shard import Shard, smallest_dtype
-from parallax.errors import DataError, names_of
-from parallax.plainfile import read_object, write_whole
+from parallax.runtime.errors import DataError, names_of
+from parallax.runtime.files import read_object, write_whole
 
 FILE_NAME = "manifest.json"
 FORMAT = "parallax shards 1"

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from parallax import tokenizer as tokenizers
 from parallax.data import journal as journals
 from parallax.data import manifest as manifests
+from parallax.data import tokenizer as tokenizers
 from parallax.data.journal import Journal, check_identity
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.shard import Shard, ids_file, smallest_dtype
 from parallax.data.sources import Source
+from parallax.data.tokenizer import Bytes, Tokenizer, train_bpe
 from parallax.data.workers import write_shards
-from parallax.errors import DataError
-from parallax.plainfile import plain
-from parallax.progress import waiting
-from parallax.tokenizer import Bytes, Tokenizer, train_bpe
-from parallax.units import in_bytes
+from parallax.runtime.errors import DataError
+from parallax.runtime.files import plain
+from parallax.runtime.progress import waiting
+from parallax.runtime.units import in_bytes
 
 SHARD_BYTES = 32 << 20  # of text: a few seconds of BPE, so progress and resuming have fine steps
 BPE_SAMPLE_BYTES = 64 << 20  # of text that a BPE is trained on; more hardly changes its entries

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallax import tokenizer as tokenizers
+from parallax.data import tokenizer as tokenizers
 from parallax.data.config import AUTO, DataConfig
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.order import shuffled
@@ -19,9 +19,9 @@ from parallax.data.shard import text_hash
 from parallax.data.sources import open_source
 from parallax.data.split import SPLITS, documents_of_split
 from parallax.data.stream import Stream
+from parallax.data.tokenizer import Bytes, Tokenizer
 from parallax.data.windows import batch_arrays
-from parallax.errors import ConfigError, DataError, check_choice
-from parallax.tokenizer import Bytes, Tokenizer
+from parallax.runtime.errors import ConfigError, DataError, check_choice
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
 

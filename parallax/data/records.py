@@ -4,8 +4,8 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-from parallax.errors import ConfigError, DataError, how_to_install, names_of, quoted
-from parallax.plainfile import object_of
+from parallax.runtime.errors import ConfigError, DataError, how_to_install, names_of, quoted
+from parallax.runtime.files import object_of
 
 
 def read_jsonl(file: Path, *, field: str) -> Iterator[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from parallax.errors import DataError
-from parallax.plainfile import write_whole
-from parallax.tokenizer import Tokenizer
+from parallax.data.tokenizer import Tokenizer
+from parallax.runtime.errors import DataError
+from parallax.runtime.files import write_whole
 
 # Per document: how many ids, its begin and end counted, and 8 bytes of the text's hash, which decide the split.
 DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])

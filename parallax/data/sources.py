@@ -14,8 +14,8 @@ from pathlib import Path
 
 from parallax.data import synthetic
 from parallax.data.records import read_jsonl, read_parquet
-from parallax.errors import DataError
-from parallax.progress import waiting
+from parallax.runtime.errors import DataError
+from parallax.runtime.progress import waiting
 
 # A longer text file is cut at line ends: it can then be held out in part, and tokenised in parallel.
 PIECE_BYTES = 1 << 16

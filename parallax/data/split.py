@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from parallax.errors import ConfigError
+from parallax.runtime.errors import ConfigError
 
 SPLITS = ("train", "eval", "all")
 

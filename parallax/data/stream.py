@@ -10,7 +10,7 @@ import numpy as np
 
 from parallax.data.manifest import Manifest, Shard
 from parallax.data.shard import check_file, ids_file, reading
-from parallax.errors import DataError
+from parallax.runtime.errors import DataError
 
 OPEN_FILES = 128  # at once, well below the usual limit of 1024 for a process
 

@@ -10,8 +10,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 from parallax.data.shard import Shard, write_shard
-from parallax.errors import DataError
-from parallax.tokenizer import Tokenizer
+from parallax.data.tokenizer import Tokenizer
+from parallax.runtime.errors import DataError
 
 Group = tuple[str, list[str]]  # name of a shard, its texts
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from parallax.collectives import as_varying
-from parallax.notation import Layout, map_layouts
 from parallax.pipeline.packing import alike, layers_from_ranks, layers_to_ranks
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout, map_layouts
 
 
 @dataclasses.dataclass(frozen=True)

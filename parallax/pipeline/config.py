@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from parallax.errors import ConfigError, check_choice, check_whole
-from parallax.layers.kept import KEPT
+from parallax.model.remat import KEPT
+from parallax.runtime.errors import ConfigError, check_choice, check_whole
 from parallax.schedules import check_name, check_virtual
 
 REMAT = ("none", *KEPT, "layer", "stage")

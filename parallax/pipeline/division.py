@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from parallax.jaxprs import apply, called, part
+from parallax.runtime.jaxprs import apply, called, part
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.batch import IGNORED
-from parallax.collectives import as_varying, cut, sum_over
-from parallax.layers.embedding import logits, with_rows
-from parallax.loss import LossConfig, chunked_loss, chunked_loss_and_grads
-from parallax.mesh import AXES
-from parallax.model import Parts
-from parallax.notation import Layout
+from parallax.model.batch import IGNORED
+from parallax.model.embedding import logits, with_rows
+from parallax.model.loss import LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.model.transformer import Parts
+from parallax.sharding.collectives import as_varying, cut, sum_over
+from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import AXES
 
 
 @dataclasses.dataclass(frozen=True)

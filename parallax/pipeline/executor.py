@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.collectives import as_varying, permute, vary_all
-from parallax.layers.context import Context
+from parallax.model.context import Context
 from parallax.pipeline.ends import take
 from parallax.pipeline.simulated import after
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Place, Stage
 from parallax.schedules import Schedule, Segment
+from parallax.sharding.collectives import as_varying, permute, vary_all
 
 
 class Ends(Protocol):

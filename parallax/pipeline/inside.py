@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import all_gather, as_varying, cut, reduce_scatter
 from parallax.pipeline.ends import Tokens, Work, add, residuals, take
+from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter
 
 
 class InsideState(NamedTuple):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import vary_all
 from parallax.pipeline.simulated import after
 from parallax.pipeline.slots import entry
+from parallax.sharding.collectives import vary_all
 
 # `step(carry, layer, number, gathered)` is one layer: `layer` counts in the stage, `number` in the rank's places. It
 # returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import all_to_all, varying_axes
+from parallax.sharding.collectives import all_to_all, varying_axes
 
 
 def alike(leaves: Sequence[Array], numbers: Sequence[int]) -> list[list[int]]:

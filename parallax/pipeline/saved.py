@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from parallax.collectives import as_varying
 from parallax.pipeline.division import Division, Selection, divide, select
+from parallax.sharding.collectives import as_varying
 
 
 class SplitVjp:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from parallax.collectives import as_varying, varying_axes
+from parallax.sharding.collectives import as_varying, varying_axes
 
 
 def zeros(like: Any, *leading: int) -> Array:

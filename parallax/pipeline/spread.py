@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.collectives import all_gather, as_varying, cut, reduce_scatter
 from parallax.pipeline.ends import Tokens, Work, add, residuals, take
+from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter
 
 
 class SpreadState(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from parallax.layers.context import Context
-from parallax.layers.kept import KEPT
+from parallax.model.context import Context
+from parallax.model.remat import KEPT
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.slots import entry, put, row_major, zeros
@@ -34,7 +34,7 @@ class Stage:
     `layer(weights, x, context)` is one layer on gathered weights, `loop` runs a stage's. With `split`, `backward`
     leaves out what `weigh` does. `kept` is what passes leave for later ones: by pool, lists of arrays
     `[slot, layer of stage, ...]`. With `in_rows`, what was kept of a layer in place of making it again is read as it
-    lies (parallax/compiler.py says where that is needed).
+    lies (parallax/sharding/compiler.py says where that is needed).
     """
 
     layer: Callable[[Any, Array, Context], Array]

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.collectives import all_gather, exchange_and_add, reduce_scatter, sum_over
-from parallax.mesh import AXES
-from parallax.notation import Layout, map_layouts
 from parallax.pipeline.arrangement import Arrangement
+from parallax.sharding.collectives import all_gather, exchange_and_add, reduce_scatter, sum_over
+from parallax.sharding.layout import Layout, map_layouts
+from parallax.sharding.mesh import AXES
 
 ENDS = ("embedding", "head")
 SMALL = 1 << 18  # entries; below, sending takes less time than starting to send

@@ -16,8 +16,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
-from parallax.arguments import Parser
-from parallax.errors import ConfigError, check_local, exit_status
+from parallax.cli.arguments import Parser
+from parallax.runtime.errors import ConfigError, check_local, exit_status
 from parallax.schedules.draw import gantt
 from parallax.schedules.files import load_csv, save_csv, write_text
 from parallax.schedules.named import SCHEDULES, by_name, is_file

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from parallax.errors import LONGEST_PATH, ConfigError, nearest, quoted
+from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.files import load_csv
 from parallax.schedules.order import KINDS, Action
 from parallax.schedules.tables import Schedule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parallax.errors import ParallaxError
+from parallax.runtime.errors import ParallaxError
 
 KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
 LISTED = 8  # actions that an error names

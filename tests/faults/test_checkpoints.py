@@ -30,7 +30,7 @@ from parallax.checkpoint import (
 )
 from parallax.checkpoint import steps as steps_module
 from parallax.checkpoint.manifest import measure
-from parallax.errors import CheckpointError
+from parallax.runtime.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
 
@@ -395,7 +395,7 @@ import resource, signal, sys, pathlib
 sys.path.insert(0, "tests")
 import conftest, numpy, jax
 from parallax.checkpoint import CheckpointConfig, Checkpoints, latest_step
-from parallax.errors import exit_status
+from parallax.runtime.errors import exit_status
 folder = pathlib.Path(sys.argv[1])
 def act():
     bits = numpy.random.default_rng(0).integers(0, 256, (4, 1 << 20), numpy.uint8)

@@ -13,14 +13,14 @@ from run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
-from parallax.errors import ConfigError, ParallaxError
-from parallax.loop import run as run_module
-from parallax.loop import train
-from parallax.loop.peak import check_fits, device_memory
-from parallax.loop.rates import Rates
-from parallax.optimizer import learning_rate
-from parallax.settings import LARGEST, SECTIONS, load_settings, read_settings
-from parallax.tokenizer import load
+from parallax.config.settings import LARGEST, SECTIONS, load_settings, read_settings
+from parallax.data.tokenizer import load
+from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.training import run as run_module
+from parallax.training.optimizer import learning_rate
+from parallax.training.peak import check_fits, device_memory
+from parallax.training.rates import Rates
+from parallax.training.run import train
 
 NUMBERS = [
     (section, field.name)

@@ -15,10 +15,10 @@ import time
 
 import pytest
 
-from parallax.distributed import hub as hub_module
-from parallax.distributed import wire as wire_module
-from parallax.distributed.hub import Hub
-from parallax.distributed.job import listen
+from parallax.runtime.multihost import hub as hub_module
+from parallax.runtime.multihost import wire as wire_module
+from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost.job import listen
 
 TOKEN = "a secret of the job"
 # What a process is answered within, on a busy machine; it is lost after distributed.heartbeat_secs=60.

@@ -21,10 +21,10 @@ import train as command_line
 from parallax.checkpoint import latest_step
 from parallax.data import shard
 from parallax.data.manifest import read_manifest
-from parallax.errors import CheckpointError, ConfigError, DataError
-from parallax.loop import train
-from parallax.loop.journal import Journal, read_metrics
-from parallax.tokenizer import Bytes
+from parallax.data.tokenizer import Bytes
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError
+from parallax.training.journal import Journal, read_metrics
+from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_changed_between_two_starts_is_refused(prepared, tmp_pa
 
 @pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, no text; leave it out")])
 def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.loop.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
+    monkeypatch.setattr("parallax.training.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
     with pytest.raises(ConfigError, match=message):
         train(tiny_config(corpus, **{"sample.prompt": prompt}), tmp_path / "run")
 

@@ -23,20 +23,20 @@ from run_examples import as_flags, tiny_config
 
 import train as command_line
 from parallax.checkpoint import Checkpoints, complete_steps, latest_step
+from parallax.cli.watch.__main__ import write_svg
+from parallax.cli.watch.run import Run
+from parallax.cli.watch.view import View
+from parallax.config.settings import load_settings
 from parallax.data import Reader, sources, stream
 from parallax.data.manifest import read_manifest
 from parallax.data.sources import open_source
-from parallax.errors import CheckpointError, DataError, exit_status, tell
-from parallax.loop import train
-from parallax.loop.journal import Journal, Lines, read_metrics
-from parallax.loop.signals import StopRequest
-from parallax.plainfile import object_of
-from parallax.run import Run as Trained
-from parallax.settings import load_settings
-from parallax.tokenizer import load
-from parallax.watch.__main__ import write_svg
-from parallax.watch.run import Run
-from parallax.watch.view import View
+from parallax.data.tokenizer import load
+from parallax.inference.run import Run as Trained
+from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
+from parallax.runtime.files import object_of
+from parallax.training.journal import Journal, Lines, read_metrics
+from parallax.training.run import train
+from parallax.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 ROOT = pathlib.Path(command_line.__file__).parent
@@ -137,7 +137,7 @@ def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, mon
 
 
 def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
-    from parallax.loop import run as run_module
+    from parallax.training import run as run_module
 
     measure, config = run_module.measure, tiny_config(corpus, **{"checkpoint.every_steps": 0})
 
@@ -190,7 +190,7 @@ def test_where_the_log_fails_with_the_data_the_data_is_named(what, corpus, tmp_p
             failing.append(1)
             raise DataError("shard x.ids cannot be read")
 
-        monkeypatch.setattr("parallax.loop.run.measure", measure)
+        monkeypatch.setattr("parallax.training.run.measure", measure)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus), tmp_path)
     assert "CheckpointError: cannot write in" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
 
 def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, tmp_path, monkeypatch):
     unreadable_from(monkeypatch, 3)
-    monkeypatch.setattr("parallax.loop.steps.not_finite", lambda params: ["embedding"])
+    monkeypatch.setattr("parallax.training.steps.not_finite", lambda params: ["embedding"])
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "DivergenceError: after step 3 parameters are not finite: embedding" in (tmp_path / "log.txt").read_text()
@@ -223,7 +223,7 @@ def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, 
 def agreed_after(monkeypatch, steps):
     """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
     for module in ("run", "steps"):
-        monkeypatch.setattr(f"parallax.loop.{module}.several", lambda: True)
+        monkeypatch.setattr(f"parallax.training.{module}.several", lambda: True)
     asked, taken = [], []
 
     def after(self, step):

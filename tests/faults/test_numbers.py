@@ -14,18 +14,18 @@ from checkpoint_examples import largest_file
 from run_examples import stop_at, tiny_config
 from tiny import build, make_batch, optimizer_config, params_of
 
-from parallax import replay
 from parallax.checkpoint import latest_step
-from parallax.diagnosis import make_diagnosis, not_finite
-from parallax.guard import GuardConfig, init_guard, judge
-from parallax.loop import DivergenceError, train
-from parallax.loop import run as run_module
-from parallax.loop.journal import read_metrics
-from parallax.loop.recheck import CorruptionError, Recheck
-from parallax.loop.steps import Steps
-from parallax.optimizer import make_optimizer
-from parallax.sharded_model import ShardedModel
-from parallax.step import init_state, make_train_step, state_shardings
+from parallax.cli import replay
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.training import run as run_module
+from parallax.training.diagnosis import make_diagnosis, not_finite
+from parallax.training.guard import GuardConfig, init_guard, judge
+from parallax.training.journal import read_metrics
+from parallax.training.optimizer import make_optimizer
+from parallax.training.recheck import CorruptionError, Recheck
+from parallax.training.run import DivergenceError, train
+from parallax.training.step import init_state, make_train_step, state_shardings
+from parallax.training.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
@@ -120,7 +120,7 @@ def diverged(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("diverged")
     with pytest.MonkeyPatch.context() as patch:
         with_gradients(patch, not_a_number)
-        patch.setattr("parallax.loop.skips.at", lambda what, **how: PLACES.append((what, how)))
+        patch.setattr("parallax.training.skips.at", lambda what, **how: PLACES.append((what, how)))
         with pytest.raises(DivergenceError) as error:
             train(tiny_config(corpus, **BAD, **{"checkpoint.keep_last": 9}), folder)
     return folder, error.value
@@ -152,8 +152,8 @@ def test_the_diagnosis_has_the_time_of_what_is_compiled(diverged):
 
 def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypatch):
     """The oracle looks for the batch's text in the files."""
+    from parallax.config.load import settings_of
     from parallax.data import open_reader
-    from parallax.loop import settings_of
 
     data = settings_of(tiny_config(corpus)).data
     reader = open_reader(data, folder=tmp_path, vocab=None, split="train")

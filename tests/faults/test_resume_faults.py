@@ -18,10 +18,10 @@ from run_examples import as_flags, tiny_config
 
 import train as command_line
 from parallax.checkpoint import latest_step, read_manifest
-from parallax.errors import CheckpointError
-from parallax.loop import train
-from parallax.loop.folder import RunFolder
-from parallax.loop.journal import Journal, read_metrics
+from parallax.runtime.errors import CheckpointError
+from parallax.training.folder import RunFolder
+from parallax.training.journal import Journal, read_metrics
+from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -131,7 +131,7 @@ def test_a_config_of_other_shapes_is_refused_field_by_field(corpus, at_six):
 
 
 def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
-    monkeypatch.setattr("parallax.loop.run.code", lambda: {"parallax": "9.9.9+edited"})
+    monkeypatch.setattr("parallax.training.run.code", lambda: {"parallax": "9.9.9+edited"})
     changes = {"optimizer.learning_rate": 1e-3, "mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b"}
     # A run that is done says so after the list.
     assert go_on(corpus, at_six, **changes, **{"train.steps": 6}).reason == "nothing to do"
@@ -146,7 +146,7 @@ def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
 
 
 def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path, monkeypatch):
-    from parallax.loop import run as run_module
+    from parallax.training import run as run_module
 
     about = run_module.about
 

@@ -1,0 +1,1 @@
+"""What a step sends, computes, holds and takes: traced, compiled, profiled and planned."""

@@ -1,0 +1,113 @@
+"""The layouts that a sweep looks at: mesh, microbatches, schedule, and what is kept and gathered."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parallax.analysis.report.place import Place, sizes_on
+from parallax.analysis.report.whole import abstract_mesh
+from parallax.config.settings import Settings
+from parallax.model.checks import check_kernel_on
+from parallax.model.kernels import KERNELS
+from parallax.model.transformer import ModelConfig
+from parallax.pipeline.config import REMAT
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.errors import ConfigError, ParallaxError, divisors
+from parallax.schedules import SCHEDULES
+from parallax.sharding.mesh import AXES, factorisations
+from parallax.training.build import model_of
+
+# Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
+VIRTUAL = (2, 4)
+# Schedules of several ranks, and how many stages each rank has.
+SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
+
+
+class Choice(NamedTuple):
+    """One layout: what of a config a sweep varies."""
+
+    pp: int
+    dp: int
+    tp: int
+    microbatches: int
+    schedule: str
+    virtual: int
+    remat: str
+    gather: str
+    prefetch: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Choice":
+        """The layout of settings whose mesh has no -1."""
+        pipeline = settings.pipeline
+        stages = pipeline.microbatches, pipeline.schedule, pipeline.virtual
+        return cls(*settings.mesh.sizes.values(), *stages, pipeline.remat, pipeline.gather, settings.fsdp.prefetch)
+
+    def applied(self, settings: Settings) -> Settings:
+        """The settings with this layout in place of their own."""
+        names = ("microbatches", "schedule", "virtual", "remat", "gather")
+        pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
+        mesh = dataclasses.replace(settings.mesh, pp=self.pp, dp=self.dp, tp=self.tp)
+        fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
+        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=fsdp)
+
+    def flags_to(self, other: "Choice") -> list[str]:
+        """What to add to this layout's command line for another one."""
+        sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh") | {"prefetch": "fsdp"}
+        changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
+        return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
+
+
+def gathers(pp: int, dp: int) -> list[tuple[str, int]]:
+    """How weights are gathered over dp, and how many layers ahead, as far as it makes a difference; tables are worth a
+    way of their own where each rank of a pipeline would hold them whole."""
+    ways = [("microbatch", 0)]
+    if dp > 1:
+        ways += [("microbatch", 1), ("step", 0), *[("layers", 0)] * (pp > 1)]
+    return ways
+
+
+def choices(settings: Settings, devices: int) -> Iterator[Choice]:
+    """Every combination worth a try on so many devices, legal or not."""
+    own = settings.pipeline.schedule, settings.pipeline.virtual
+    for pp, dp, tp in factorisations(devices):
+        for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
+            for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
+                for remat in REMAT:
+                    for gather, prefetch in gathers(pp, dp):
+                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch)
+
+
+def placed(settings: Settings, place: Place) -> Settings:
+    """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
+    simulate = place.devices if place.shared else 0
+    sizes = sizes_on(settings.mesh, place)
+    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, across_slices="dp")
+    return dataclasses.replace(settings, mesh=mesh)
+
+
+def build(settings: Settings, place: Place) -> ShardedModel:
+    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a place."""
+    check_kernel_priced(settings.model, place)
+    mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
+    model = model_of(settings, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return model
+
+
+def build_if_legal(settings: Settings, place: Place) -> ShardedModel | None:
+    """The model, or None where the layout is not legal."""
+    try:
+        return build(settings, place)
+    except ParallaxError:
+        return None
+
+
+def check_kernel_priced(model: ModelConfig, place: Place) -> None:
+    """Raise ConfigError where the place's chips do not have the attention kernel, or run it at no known speed."""
+    check_kernel_on(model, place.chip.platform, place.chip.name)
+    if place.chip.platform in KERNELS[model.kernel].interpreted:
+        raise ConfigError(
+            f"model.kernel={model.kernel!r} is interpreted on {place.chip.platform.upper()}s, at a speed that no plan "
+            f"knows; use kernel='xla', or --topology for chips that have it."
+        )

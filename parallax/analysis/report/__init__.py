@@ -1,0 +1,1 @@
+"""What a step sends, stores and computes."""

@@ -1,0 +1,136 @@
+"""Where the FLOPs of a step go: into the model, and into what only this way of running it needs."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.analysis.budget import flops_per_token, matmul_parameters, qk_width
+from parallax.analysis.report.executed import flops_by_direction
+from parallax.analysis.report.traced import step_program
+from parallax.model.kernels import attention_flops, cudnn_flops
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.mesh import AXES
+
+
+class Flops(NamedTuple):
+    """FLOPs of matrix products in a step, of an average device.
+
+    `model` is 6 for each parameter in a matmul and token, and causal attention's; the next five are executed beside it.
+    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, and
+    whatever else layers multiply. `repeated`: what several devices do alike, or do in vain. `recomputed`: forward
+    passes run again in the backward pass. `waiting` is not executed, but could have been while a tick lasts as long as
+    its dearest rank.
+    """
+
+    model: float
+    masked: float
+    padding: float
+    repeated: float
+    recomputed: float
+    waiting: float
+
+    @property
+    def executed(self) -> float:
+        """FLOPs that an average device executes."""
+        return sum(self) - self.waiting
+
+    @property
+    def ceiling(self) -> float:
+        """The most that MFU can be: 1 where only the model's products are executed, and nobody waits."""
+        return self.model / sum(self)
+
+
+class Layer(NamedTuple):
+    """FLOPs of one layer and microbatch on a device, by action."""
+
+    F: float
+    B: float
+    W: float
+
+
+def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
+    """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
+
+    `entries` are those of the vocab that are tokens, where some are not; rows that pad it never count as the model's.
+    """
+    tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
+    counted = _countable(model)
+    ranks = _by_rank(counted, global_batch, seq)
+    mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
+    (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
+    alone = sum(one.values()) / devices
+    counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
+    useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
+    masked = _attention_beyond_model(counted, global_batch, seq) / devices
+    return Flops(
+        model=useful,
+        masked=masked,
+        padding=alone - useful - masked,
+        repeated=mean["forward"] + mean["backward"] - alone,
+        recomputed=mean["recompute"],
+        waiting=_waiting(model, _layer(model, mean, tokens), ranks),
+    )
+
+
+def _countable(model: ShardedModel) -> ShardedModel:
+    """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
+    if model.model.kernel != "cudnn":
+        return model
+    mesh = AbstractMesh(tuple(model.axis_sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return ShardedModel(model.model, model.layout, model.pipeline, model.fsdp, model.loss_config, mesh)
+
+
+def _on_one_device(model: ShardedModel) -> ShardedModel:
+    """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
+    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none", branches="skip")
+    loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
+    return ShardedModel(model.model, model.layout, pipeline, model.fsdp, loss, mesh)
+
+
+def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
+    """FLOPs by direction, of a device of each pipeline rank."""
+    program = step_program(model, global_batch, seq)
+    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [flops_by_direction(program, at=at) for at in places]
+
+
+def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
+    """FLOPs that attention's core takes on all devices, less those that are the model's."""
+    config, widths = model.model, (qk_width(model.model), model.model.d_head)
+    causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
+    if config.kernel == "xla":
+        return causal  # every token reads all, twice as many as come before it
+    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1])
+    if config.kernel == "cudnn":
+        return config.layers * sum(cudnn_flops(part, **sizes) for part in ("fwd", "bwd")) - causal
+    products = sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv"))
+    products += 2 * rows * config.heads * seq * config.d_head  # of each output with its gradient, before both kernels
+    return config.layers * products - causal
+
+
+def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:
+    """What the actions of a layer cost. The head's products are left out: all ranks run them at the same time."""
+    config, sizes = model.model, model.axis_sizes
+    head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
+    share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
+    forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
+    kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
+    weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
+    backward += mean["recompute"] * share
+    return Layer(forward, backward - weights, weights) if model.schedule.split else Layer(forward, backward, 0)
+
+
+def _waiting(model: ShardedModel, layer: Layer, ranks: list[dict[str, int]]) -> float:
+    """FLOPs that an average rank could execute while others in its ticks work."""
+    if model.pipeline.branches == "mask":  # all ranks compute in all ticks
+        totals = [sum(rank.values()) for rank in ranks]
+        return max(totals) - sum(totals) / len(totals)
+    schedule, layers = model.schedule, model.arrangement.sizes
+    busy = np.zeros((schedule.ticks, schedule.ranks))
+    for action, tick in schedule.tick_of.items():
+        busy[tick, schedule.rank_of(action.stage)] += layers[action.stage] * getattr(layer, action.kind)
+    return float((busy.max(axis=1) - busy.mean(axis=1)).sum())

@@ -1,0 +1,232 @@
+"""The compiler's program as text, read: optimised and scheduled HLO of the TPU, CPU and GPU backends.
+
+Instructions stand in the order in which a device runs them. Shapes are of one device.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parallax.training.step import UPDATE
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
+LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+NAME = re.compile(r"%([\w.\-]+)")
+TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class Instruction(NamedTuple):
+    """One line. `rest` is all that follows the operands: what it calls, its metadata, the backend's own notes."""
+
+    name: str
+    kind: str
+    shape: str
+    operands: tuple[str, ...]
+    literal: str  # what stands between the parentheses, a constant's value
+    rest: str
+    root: bool
+
+    def attribute(self, name: str) -> str:
+        """The computation or word that `name=` gives, "" where there is none."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """A conditional's branches in the order of their index, or the computation that a fusion or a call runs."""
+        if found := re.search(r"branch_computations=\{([^}]*)\}", self.rest):
+            return tuple(NAME.findall(found[1]))
+        if self.kind == "conditional":
+            return self.attribute("false_computation"), self.attribute("true_computation")
+        return tuple(filter(None, [self.attribute("calls") or self.attribute("to_apply")]))
+
+    @property
+    def cycles(self) -> int | None:
+        """The TPU compiler's estimate for this instruction; collectives, loops and kernels have none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """Where the traced program asked for it: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def chain(self) -> str:
+        """Of a collective in pieces, the number that its pieces share."""
+        found = re.search(r'chain_id="(\d+)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+class Computation(NamedTuple):
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next((one for one in self.instructions if one.root), self.instructions[-1])
+
+    def find(self, name: str) -> Instruction | None:
+        """The instruction of this name."""
+        return next((one for one in self.instructions if one.name == name), None)
+
+
+class Module(NamedTuple):
+    """A program: its computations by name, the one that it starts with, and where its source stands."""
+
+    computations: dict[str, Computation]
+    entry: str
+    tables: dict[str, dict[int, str]]
+
+    def trips(self, loop: Instruction, caller: Computation) -> int | None:
+        """How often a while loop of this computation turns; None where it depends on data.
+
+        From the compiler's own note, or from the constants that its counter starts with, rises by (1 where the sum is
+        hidden in a fusion) and is compared with.
+        """
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(found[1])
+        condition, body = (self.computations[loop.attribute(name)] for name in ("condition", "body"))
+        test = condition.root
+        compare = self.computations[test.called[0]].root if test.kind == "fusion" else test
+        if compare.kind != "compare" or compare.attribute("direction") != "LT" or len(test.operands) != 2:
+            return None
+        counter, limit = map(condition.find, test.operands)
+        last = _whole_number(self._at_start(limit, caller, loop))
+        if last is None or counter is None or counter.kind != "get-tuple-element":
+            return None
+        first = _whole_number(self._at_start(counter, caller, loop)) or 0
+        return -(-(last - first) // _rise(body, int(counter.attribute("index"))))
+
+    def _at_start(self, one: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
+        """What a condition reads, before the first turn: its own constant, or what the loop is started with."""
+        if one is None or one.kind != "get-tuple-element":
+            return one
+        start = caller.find(loop.operands[0])
+        at = int(one.attribute("index"))
+        return caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
+
+    def lines(self, one: Instruction) -> list[tuple[str, int]]:
+        """File and line of the source that asked for it, innermost first."""
+        found = re.search(r"stack_frame_id=(\d+)", one.rest)
+        frame, lines = int(found[1]) if found else 0, []
+        while frame in self.tables["StackFrames"] and len(lines) < 200:
+            numbers = _numbers(self.tables["StackFrames"][frame])
+            place = _numbers(self.tables["FileLocations"].get(numbers["file_location_id"], ""))
+            name = self.tables["FileNames"].get(place.get("file_name_id", 0), "").strip('"')
+            lines.append((name, place.get("line", 0)))
+            frame = numbers.get("parent_frame_id", 1) - 1  # frames count from 1 and their parents from 2: 1 is none
+        return lines
+
+
+def of_update(op_name: str) -> bool:
+    """Whether it belongs to the update of the parameters, and not to loss and gradients.
+
+    >>> of_update("jit(train_step)/update/while/body/dot_general"), of_update("jit(train_step)/shard_map/dot_general")
+    (True, False)
+    """
+    return UPDATE in op_name.split("/")
+
+
+def parse(text: str) -> Module:
+    """Read the text of a compiled program, as `Compiled.as_text()` gives it."""
+    computations, entry, tables, table = {}, "", {name: {} for name in TABLES}, {}
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line in TABLES:
+            table = tables[line]
+        elif row := re.match(r"(\d+) (.*)", line):
+            table[int(row[1])] = row[2]
+        elif head := HEAD.match(line):
+            computations[head[2]] = Computation(head[2], tuple(_instructions(lines)))
+            entry = head[2] if head[1] else entry
+    return Module(computations, entry, tables)
+
+
+def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
+    for found, line in _whole(lines):
+        root, name, shape, kind = found.groups()
+        inside, rest = _closed(line[found.end() :])
+        yield Instruction(name, kind, shape, tuple(NAME.findall(inside)), inside, rest, bool(root))
+
+
+def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
+    """Instructions until the computation ends, with lines that go on in a next one: metadata of kernels does."""
+    found, parts = None, []
+    for line in lines:
+        begins = LINE.match(line)
+        ends = CLOSE.fullmatch(line)
+        if found and (begins or ends):
+            yield found, "\n".join(parts)
+        if ends:
+            return
+        if begins:
+            found, parts = begins, [line]
+        else:
+            parts.append(line)
+
+
+def _closed(after: str) -> tuple[str, str]:
+    """What stands before the parenthesis that closes the operands, and what after it."""
+    depth = 1
+    for at in re.finditer(r"[()]", after):
+        depth += 1 if at[0] == "(" else -1
+        if not depth:
+            return after[: at.start()], after[at.end() :]
+    return after, ""
+
+
+def _whole_number(one: Instruction | None) -> int | None:
+    if one is None or one.kind != "constant" or not re.fullmatch(r"-?\d+", one.literal):
+        return None
+    return int(one.literal)
+
+
+def _rise(body: Computation, at: int) -> int:
+    """By how much the counter, at this place of what a loop carries, rises in a turn; unrolled loops skip turns."""
+    sum_ = body.find(body.root.operands[at]) if body.root.kind == "tuple" else None
+    if sum_ is None or sum_.kind not in ("add", "fusion"):
+        return 1
+    return next(filter(None, (_whole_number(body.find(name)) for name in sum_.operands)), 1)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+@functools.cache
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array or of all arrays of a tuple, without what a layout pads.
+
+    >>> shape_bytes("(bf16[2,3]{1,0:T(8,128)}, pred[4], s32[])")
+    20
+    """
+    bits = 0
+    for dtype, dims in ARRAY.findall(shape):
+        size = re.search(r"\d+", dtype)
+        width = 8 if dtype == "pred" else int(size[0]) if size else 0  # tokens have no width
+        bits += width * math.prod(int(dim.strip("<=")) for dim in dims.split(",") if dim)
+    return -(-bits // 8)
+
+
+def float_dims(shape: str) -> list[tuple[int, ...]]:
+    """Dims of the arrays of floating point numbers in a shape.
+
+    >>> float_dims("(bf16[2,3]{1,0}, s32[4])")
+    [(2, 3)]
+    """
+    floats = (dims for dtype, dims in ARRAY.findall(shape) if re.match(r"b?f\d", dtype))
+    return [tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim) for dims in floats]

@@ -1,0 +1,157 @@
+"""Where a step would run: chips of one kind and the links between them; and the compiler's devices of TPU slices."""
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from parallax.analysis.report.links import closes
+from parallax.runtime.chips import Chip, chip
+from parallax.runtime.errors import ConfigError, how_to_install
+from parallax.sharding.mesh import MeshConfig, resolve_sizes
+
+GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
+
+TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
+# Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
+# of 13 layouts were from 5 % shorter to 18 % longer than compiled ones, 6 % longer on average (docs/plan.md).
+MATMUL_EFFICIENCY = 0.8
+
+
+class Place(NamedTuple):
+    """So many chips along each dim of a torus; of chips on switches, the last number is those on one switch.
+
+    `shared`: the devices are simulated by one machine and share its cores, so that an idle one lends them to others.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    shared: bool = False
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.chip.platform == "tpu"
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s that matrix products reach; what was measured is not reduced."""
+        return self.chip.peak(dtype) * (1 if self.shared else MATMUL_EFFICIENCY)
+
+    def bandwidth(self, sizes: Mapping[str, int], axes: Sequence[str], *, neighbours: bool = False) -> float:
+        """Bytes a second, one way, at which a device sends to the others along these axes of a mesh of these sizes.
+
+        A torus dim that is a ring can be sent along both ways, another one way; several dims at once. `neighbours`:
+        all is for one of them, so that there is one link to take.
+        """
+        if not self.is_tpu:
+            inside = math.prod(n for axis, n in _up_to_last(sizes, axes)) <= self.shape[-1]
+            return self.chip.ici_links * self.chip.ici_bandwidth if inside else self.chip.dcn_bandwidth
+        links = 1 if neighbours else sum(self._links(sizes)[axis] for axis in axes)
+        return links * self.chip.ici_bandwidth
+
+    def spread(self, sizes: Mapping[str, int], axes: Sequence[str]) -> float:
+        """How much more an all-to-all along these axes loads links than a gather: see report.links.route."""
+        if not self.is_tpu:
+            return 1.0
+        laid, members = self._laid(sizes), math.prod(sizes[axis] for axis in axes)
+        hops = sum(part for axis in axes for part, _ in laid[axis]) / 4
+        return max(1.0, hops * members / (members - 1))
+
+    def _links(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """How many links a chip can send on along each axis."""
+        laid = self._laid(sizes)
+        return {axis: max(1, sum(2 if ring else 1 for _, ring in parts)) for axis, parts in laid.items()}
+
+    def _laid(self, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
+        """Of each axis, its chips along each dim and whether they are a ring; the last axis is laid out first, along
+        few dims."""
+        left, laid = list(self.shape), {}
+        for axis in reversed(sizes):
+            n, laid[axis] = sizes[axis], []
+            for dim in sorted(range(len(left)), key=lambda dim: (left[dim] != n, -left[dim])):
+                part = math.gcd(n, left[dim])
+                if part > 1:
+                    ring = part == self.shape[dim] and closes(self.chip, list(self.shape), part)
+                    laid[axis].append((part, ring))
+                    left[dim], n = left[dim] // part, n // part
+        return laid
+
+
+def read_topology(text: str) -> Place:
+    """The place of "v5p:4x4x4"; ConfigError where the chip is unknown or the sizes are no shape of a slice of it.
+
+    >>> place = read_topology("v5p:4x4x4")
+    >>> place.devices, place.bandwidth({"pp": 1, "dp": 16, "tp": 4}, ["dp"]) / 1e9
+    (64, 400.0)
+    """
+    if not TOPOLOGY.fullmatch(text):
+        raise ConfigError(
+            f"--topology={text} is no topology; write CHIP:SIZES, such as v5p:4x4x4, v5e:4x4 or H100:8 for one host."
+        )
+    known = chip(text)
+    shape = tuple(map(int, text.split(":")[1].split("x")))
+    if known.torus_dims and len(shape) != known.torus_dims:
+        example = "x".join(["4"] * known.torus_dims)
+        raise ConfigError(
+            f"--topology={text} has {len(shape)} sizes, but slices of {known.name} have {known.torus_dims}; "
+            f"write {text.split(':')[0]}:{example}, for {4**known.torus_dims} chips."
+        )
+    if known.switched and (len(shape) > 2 or shape[-1] > known.switched):
+        hosts = -(-math.prod(shape) // known.switched)
+        raise ConfigError(
+            f"--topology={text} is no number of hosts and of GPUs on each; a host has at most {known.switched} "
+            f"{known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for {hosts * known.switched} GPUs."
+        )
+    return Place(text, known, shape)
+
+
+def sizes_on(config: MeshConfig, place: Place) -> dict[str, int]:
+    """Size of each mesh axis on a place, -1 replaced; ConfigError where they are not the place's devices."""
+    try:
+        return resolve_sizes(config, place.devices, simulated=False)
+    except ConfigError as error:
+        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
+
+
+def why_not(place: Place) -> str:
+    """Why nothing can be compiled here for a place that is not here; "" where it can."""
+    if not place.is_tpu:
+        return f"nothing is compiled for {place.name}: only TPU slices can be compiled for without their devices"
+    return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
+
+
+def devices_of(place: Place) -> list[Any]:
+    """The devices of a TPU slice, of the compiler's imagination; ConfigError where it knows no such slice."""
+    options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--topology={place.name} is no slice that libtpu knows: {reason}") from error
+
+
+def without_chips(argv: Sequence[str]) -> None:
+    """What a process says before its first array if its command line names a topology: chips that are not here.
+
+    Nobody on the network is asked for them, and another process may compile at the same time. What is compiled for, the
+    topology says; but libtpu complains unless this machine claims to be a host of some.
+    """
+    if any(argument.startswith("--topology") for argument in argv):
+        os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _up_to_last(sizes: Mapping[str, int], axes: Sequence[str]) -> list[tuple[str, int]]:
+    """The axes whose steps a message along `axes` spans: these, and all that vary faster."""
+    names = list(sizes)
+    return [(name, sizes[name]) for name in names[min(map(names.index, axes)) :]]

@@ -1,0 +1,144 @@
+"""What a step sends, read from its traced program: nothing is compiled, and no device is needed."""
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from parallax.analysis.report.origin import Origin
+from parallax.analysis.report.walk import walk
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.mesh import AXES
+
+# How JAX calls what the notation calls.
+KINDS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
+}
+
+
+class Sent(NamedTuple):
+    """Calls of one collective from one place in the source, for one purpose."""
+
+    kind: str  # "all-gather" | "reduce-scatter" | "all-reduce" | "all-to-all" | "permute"
+    axes: tuple[str, ...]  # in mesh order
+    bytes: int  # that a device sends in one call
+    count: float  # calls of a device in a step
+    direction: str  # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before
+    module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
+    source: str  # the line that asked: "parallax/model/dense.py:57"
+
+    @property
+    def total_bytes(self) -> float:
+        """That a device sends in a step."""
+        return self.bytes * self.count
+
+
+def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
+
+    Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
+    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing.
+    Raises ValueError where it depends on data what is sent.
+    """
+    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
+
+
+@functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
+def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
+    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
+    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
+    return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+
+
+def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
+    """What a device sends for the loss and gradients of a step; the mesh may be abstract.
+
+    Pipeline ranks differ: see `busiest`. What the compiler sends for the optimizer is in no traced program.
+    """
+    return busiest(collectives_by_rank(model, global_batch, seq))
+
+
+def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
+    """The same of each pipeline rank. Devices that differ along other axes alone send the same."""
+    program = step_program(model, global_batch, seq)
+    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
+
+
+def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Of each entry the count is that of the rank that makes most of these calls: in lockstep the others wait."""
+    most: Counter = Counter()
+    for rank in ranks:
+        most |= _counted(rank)
+    return sorted(sent._replace(count=count) for sent, count in most.items())
+
+
+def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Of each entry the count is that of an average rank, as those of a compiled program are."""
+    together = sum(map(_counted, ranks), Counter())
+    return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
+
+
+def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
+    """Bytes in a step by these fields, as `totals(sent, "axes", "kind")` or `totals(sent, "direction")`.
+
+    >>> calls = [Sent("permute", ("pp",), 8, count, way, "", "") for count, way in ((3, "forward"), (1, "backward"))]
+    >>> totals(calls, "axes"), totals(calls, "direction")
+    ({(('pp',),): 32}, {('forward',): 24, ('backward',): 8})
+    """
+    found: dict[tuple, int] = defaultdict(int)
+    for one in sent:
+        found[tuple(getattr(one, field) for field in fields)] += one.total_bytes
+    return dict(found)
+
+
+def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+    """The same as `collectives` of a program that was traced."""
+    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
+    return sorted(sent._replace(count=count) for sent, count in counted.items())
+
+
+def _counted(rank: list[Sent]) -> Counter:
+    return Counter({sent._replace(count=0): sent.count for sent in rank})
+
+
+def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+    kind = KINDS.get(equation.primitive.name)
+    if kind is None:
+        return Counter()
+    axes = _axes(equation)
+    operand = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
+    groups = equation.params.get("axis_index_groups")  # a step of a gather in two
+    count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    if kind == "permute":
+        moves = any(source == at[axes[0]] != target for source, target in equation.params["perm"])
+        size = operand if moves else 0
+    else:
+        size = _bytes(kind, operand, count)
+    return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
+
+
+def _axes(equation: JaxprEqn) -> tuple[str, ...]:
+    named = equation.params["axes" if "axes" in equation.params else "axis_name"]
+    named = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(sorted(named, key=AXES.index))
+
+
+def _bytes(kind: str, operand: int, devices: int) -> int:
+    if kind == "all-gather":
+        return (devices - 1) * operand
+    share = -(-(devices - 1) * operand // devices)
+    return 2 * share if kind == "all-reduce" else share

@@ -1,0 +1,94 @@
+"""What all command lines have in common: flags with dashes, help, and errors of one line where argparse reads them."""
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from parallax.runtime.errors import ConfigError, quoted, why_not_local
+
+WIDEST_HELP = 100
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what argparse would print with its usage; its help begins with the description and ends with the flags."""
+
+    def __init__(self, *args: Any, description: str = "", **kwargs: Any):
+        style = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(*args, **style | kwargs)
+        self._about = description.strip()
+
+    def format_help(self) -> str:
+        return f"{self._about}\n\n{super().format_help()}".lstrip()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        own = re.findall(r"--([\w-]+)", self.format_usage())
+        return super().parse_known_args(dashed(sys.argv[1:] if args is None else args, own), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def dashed(words: Sequence[str], own: Collection[str]) -> list[str]:
+    """A command line whose own flags have dashes, where somebody wrote --run_name; what follows a -- is not ours.
+
+    >>> dashed(["--run_name=my_run", "--a_b", "--", "--run_name"], ["run-name"])
+    ['--run-name=my_run', '--a_b', '--', '--run_name']
+    """
+    end = words.index("--") if "--" in words else len(words)
+    return [_dashed(word, own) for word in words[:end]] + list(words[end:])
+
+
+def _dashed(word: str, own: Collection[str]) -> str:
+    flag, equals, value = word.partition("=")
+    name = flag.lstrip("-").replace("_", "-")
+    known = name in own or name.removeprefix("no") in own  # as absl has it: --notrace-only
+    return flag.replace("_", "-") + equals + value if flag.startswith("-") and known else word
+
+
+def about_command(name: str, text: str, doc: str) -> str:
+    """What one of a program's commands is about: a sentence, and its examples out of the program's docstring.
+
+    >>> print(about_command("add", "add numbers up", "Sums.\\n\\n    sums add 1 2\\n    sums take 1 2"))
+    Add numbers up.
+    <BLANKLINE>
+        sums add 1 2
+    """
+    examples = [line for line in doc.splitlines() if line.startswith(" ") and f" {name} " in line]
+    return "\n".join([f"{text[0].upper()}{text[1:]}.", "", *examples])
+
+
+def help_text(about: str, usage: str, flags: Mapping[str, str]) -> str:
+    """What --help prints: what the program does and examples, how it is called, and its flags with their meanings.
+
+    >>> print(help_text("Adds up.", "python -m sums NUMBERS", {"json": "print the sum as JSON"}))
+    Adds up.
+    <BLANKLINE>
+    usage: python -m sums NUMBERS
+    <BLANKLINE>
+    flags:
+      --json  print the sum as JSON
+    """
+    width = min(shutil.get_terminal_size().columns, WIDEST_HELP)
+    indent = max(map(len, flags)) + 6
+    lines = [
+        _filled(text, width, initial_indent=f"  --{name}".ljust(indent), subsequent_indent=" " * indent)
+        for name, text in flags.items()
+    ]
+    called = _filled(usage, width, initial_indent="usage: ", subsequent_indent=" " * 7)
+    return "\n".join([about.strip(), "", called, "", "flags:", *lines])
+
+
+def _filled(text: str, width: int, **indents: str) -> str:
+    return textwrap.fill(text, width, **indents, break_on_hyphens=False, break_long_words=False)
+
+
+def local_path(text: str) -> Path:
+    """The type of arguments that are paths; argparse says what is wrong with a URL, and with which argument."""
+    if reason := why_not_local(text):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} {reason}")
+    return Path(text)

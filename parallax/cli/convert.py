@@ -1,0 +1,142 @@
+"""Write a run's parameters as safetensors files and read them back; also as Hugging Face's transformers has them.
+
+    python -m parallax.convert export runs/mine exported/mine
+    python -m parallax.convert import exported/mine runs/other
+    python -m parallax.convert from-hf models/theirs --workdir runs/theirs --config.mesh.tp=2
+    python -m parallax.convert to-hf runs/theirs models/ours
+
+A run that was imported is what train.init_from and `python -m parallax.generate` take.
+"""
+
+import os
+
+# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallax.runtime.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    import absl.logging
+
+    from parallax.cli.arguments import Parser, about_command, local_path
+    from parallax.cli.command import HELP, config_keys, read_line, written
+    from parallax.config.defaults import CONFIGS
+    from parallax.config.settings import VOCAB_MULTIPLE, Settings, read_settings
+    from parallax.interop.architectures import check_own_keys
+    from parallax.interop.huggingface import DTYPES, from_hf, to_hf
+    from parallax.interop.move import export_params, import_params
+    from parallax.runtime.accelerators import leave_out_absent_tpu
+    from parallax.runtime.errors import ConfigError, check_whole, exit_status
+
+SHARD_MBYTES = 4096
+BASE = str(CONFIGS / "base.py")
+CONFIG_PREFIX = "--config."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert; returns the exit status. What a user got wrong is one line on stderr."""
+    absl.logging.set_verbosity(absl.logging.ERROR)
+    leave_out_absent_tpu()
+    return exit_status(lambda: run(parse(arguments)), one_line=True)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Do what the command line says, and say so."""
+    {"import": _import, "export": _export, "from-hf": _from_hf, "to-hf": _to_hf}[flags.act](flags)
+
+
+def _import(flags: argparse.Namespace) -> None:
+    with waiting(f"importing {flags.source}"):
+        import_params(flags.source, flags.workdir)
+    print(f"the parameters in {flags.source} are step 0 of {flags.workdir}: train.init_from={flags.workdir}")
+
+
+def _export(flags: argparse.Namespace) -> None:
+    with waiting(f"exporting {flags.workdir}"):
+        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
+    print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
+
+
+def _from_hf(flags: argparse.Namespace) -> None:
+    with waiting(f"importing {flags.source}"):
+        found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+    for note in found.notes:
+        print(note)
+    print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
+
+
+def _to_hf(flags: argparse.Namespace) -> None:
+    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": _shard_bytes(flags)}
+    with waiting(f"exporting {flags.workdir}"):
+        step, what = to_hf(flags.workdir, flags.out, **how)
+    print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
+
+
+def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
+    """The settings of an imported run, but for its model; its tokenizer is the one that comes along.
+
+    Raises:
+        ConfigError: a flag is no setting, or one that the imported model says.
+    """
+    argv = [__name__, *written_settings]
+    if written(argv, "config") is None:
+        argv.insert(1, f"--config={BASE}")
+    line = read_line(argv, {})
+    overrides = [word[len(CONFIG_PREFIX) :].partition("=")[0] for word in argv if word.startswith(CONFIG_PREFIX)]
+    check_own_keys(overrides)
+    config = line.config.to_dict()
+    if "model.vocab_multiple" not in overrides:
+        config["model"]["vocab_multiple"] = VOCAB_MULTIPLE
+    if "data.tokenizer" not in overrides:
+        config["data"]["tokenizer"] = str(workdir / "tokenizer.json")
+    return read_settings(config)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Flags; ConfigError says what is wrong with them."""
+    parser = Parser("python -m parallax.convert", description=__doc__)
+    acts = parser.add_subparsers(dest="act", required=True)
+    add = lambda act, text: acts.add_parser(act, help=text, description=about_command(act, text, __doc__))  # noqa: E731
+    _out_of_run(add("export", "write a checkpoint's parameters as safetensors files"))
+    back = add("import", "make a run folder of what export has written")
+    back.add_argument("source", type=local_path, help="a folder with safetensors files, config.json and tokenizer.json")
+    back.add_argument("workdir", type=local_path, help="a new folder")
+    theirs = add("from-hf", "make a run folder of a folder of Hugging Face's; --config and --config.KEY as of train.py")
+    theirs.add_argument("--help-config", action="version", version=config_keys(), help=HELP["help-config"])
+    theirs.add_argument(
+        "source", type=local_path, help="a folder with config.json, safetensors files and tokenizer.json"
+    )
+    theirs.add_argument("--workdir", type=local_path, required=True, help="a new folder")
+    ours = add("to-hf", "write a checkpoint as a folder of Hugging Face's")
+    _out_of_run(ours)
+    ours.add_argument(
+        "--like", type=local_path, help="the run that from-hf made and this one began as, if it does not know it"
+    )
+    ours.add_argument("--dtype", choices=list(DTYPES), help="of all tensors; default: as imported, else float32")
+    flags, rest = parser.parse_known_args(arguments)
+    if rest and flags.act != "from-hf":
+        raise ConfigError(f"unrecognized arguments: {' '.join(rest)}")
+    flags.settings = rest
+    return flags
+
+
+def _out_of_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workdir", type=local_path, help="the folder of the run")
+    parser.add_argument("out", type=local_path, help="a new folder")
+    parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
+    size = f"MiB in a file at most; default: {SHARD_MBYTES}"
+    parser.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)
+
+
+def _shard_bytes(flags: argparse.Namespace) -> int:
+    check_whole("--shard-mbytes", flags.shard_mbytes, least=1)
+    return flags.shard_mbytes << 20
+
+
+if __name__ == "__main__":
+    sys.exit(main())

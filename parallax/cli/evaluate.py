@@ -1,0 +1,222 @@
+"""Say the loss, perplexity and bits per byte of a trained model on a text.
+
+    python -m parallax.evaluate --workdir=runs/mine
+    python -m parallax.evaluate --workdir=runs/mine --data=book.txt --config.mesh.tp=1
+
+Without --data the text is what the run has held out. The mesh is the run's; --config.mesh.tp=1 and the like change it.
+"""
+
+import os
+
+# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parallax.runtime.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    from parallax.cli.command import Flag, read_line, run_command, written
+    from parallax.cli.command import usage as usage_of
+    from parallax.config.load import settings_of
+    from parallax.config.settings import Settings
+    from parallax.data.vocabulary import with_tokenizer
+    from parallax.data import DataConfig, Reader, open_reader
+    from parallax.data.manifest import FILE_NAME as MANIFEST
+    from parallax.data.sources import SUFFIXES
+    from parallax.data.tokenizer import FILE_NAME as TOKENIZER
+    from parallax.data.tokenizer import Bytes
+    from parallax.inference.trained import Trained, load_trained, mesh_config, sizes_of
+    from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
+    from parallax.runtime.run_files import RunFiles
+    from parallax.training.batches import own_rows, put_on
+    from parallax.training.evaluation import measure
+    from parallax.training.step import make_eval_step
+
+FLAGS = {
+    "workdir": Flag("the folder of the run"),
+    "data": Flag(
+        "text, .jsonl or .parquet: a file, folder or glob; or a folder of prepared shards; else what is held out"
+    ),
+    "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
+    "json": Flag("print the result as JSON", False),
+}
+MESH_KEYS = ("pp", "dp", "tp", "simulate")
+HELD_OUT = "what the run has held out"
+
+
+class Evaluation(NamedTuple):
+    """`loss` is in nats a token, over `tokens` tokens: each of the text but the first of every document, before which
+    nothing is known (its BOS, where the tokenizer puts one there), and every document's end. `bits_per_byte` are of all
+    `text_bytes` of the text itself; `bytes_exact` is False where a tokenizer that does not give its text back left them
+    to be estimated."""
+
+    run: str
+    step: int
+    data: str
+    mesh: dict[str, int]
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    documents: int
+    text_bytes: int
+    bytes_exact: bool
+    seq: int
+
+    def to_json(self) -> str:
+        """All of it; JSON has no number that is not finite, such a one is null."""
+        fields = self._asdict().items()
+        return json.dumps(
+            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}, indent=2
+        )
+
+    def __str__(self) -> str:
+        about = "" if self.bytes_exact else " (estimated)"
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
+        return (
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, "
+            f"{self.bits_per_byte:.4f} bits a byte\n"
+            f"{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, "
+            f"in windows of {self.seq:,}"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the result; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Read the command line, evaluate, and print the result to stdout, all else to stderr."""
+    workdir = written(argv, "workdir")
+    if not workdir:
+        raise ConfigError("--workdir is required: the folder of the run")
+    saved = RunFiles(workdir).config
+    if not saved.is_file():
+        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
+    line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
+    given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}
+    step = line.values["step"]
+    found = evaluate(
+        Path(workdir),
+        settings_of(line.config),
+        data=line.values["data"],
+        step=None if step < 0 else step,
+        given=given,
+    )
+    print(found.to_json() if line.values["json"] else found)
+
+
+def evaluate(
+    workdir: Path,
+    settings: Settings,
+    *,
+    data: str | None = None,
+    step: int | None = None,
+    given: set[str] = frozenset(),
+) -> Evaluation:
+    """The loss of a run's step on `data`, or on what the run has held out.
+
+    Args:
+        settings: the run's, with whatever is to be another, such as the mesh; `given` are its keys that were chosen.
+    Raises:
+        ConfigError: the mesh does not fit.
+        CheckpointError: there is no such step, or it is damaged.
+        DataError: the text is missing, or has nothing to predict.
+    """
+    settings = with_tokenizer(settings, workdir)
+    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
+    trained = load_trained(workdir, settings, mesh, step, ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS))
+    with waiting("reading the text"):
+        reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
+    name = HELD_OUT if data is None else data
+    tell(f"step {trained.step} of {workdir} on {sizes_of(trained.model)}: {name}", sys.stderr)
+    shape = reader.rows.size, reader.seq
+    put = put_on(trained.model.batch_sharding, shape)
+    with waiting("compiling the evaluation, and evaluating") as show:
+        loss, tokens = measure(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
+    if not tokens:
+        raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
+    size, exact = reader.text_bytes()
+    return Evaluation(
+        run=str(workdir),
+        step=trained.step,
+        data=name,
+        mesh=dict(trained.model.axis_sizes),
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=loss * tokens / math.log(2) / size,
+        tokens=tokens,
+        documents=reader.documents,
+        text_bytes=size,
+        bytes_exact=exact,
+        seq=reader.seq,
+    )
+
+
+def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Path) -> Reader:
+    """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
+    changes = {} if data is None else _of_files(trained, config, data)
+    config = dataclasses.replace(config, **changes, global_batch=_rows(trained, config.global_batch))
+    split = "eval" if data is None else "all"
+    vocab = trained.model.model.vocab
+    rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
+    reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
+    if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
+        raise DataError(
+            f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
+            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(trained.folder / TOKENIZER)!r}"
+        )
+    if not reader.batches:
+        raise DataError(
+            f"{data or HELD_OUT} has {reader.tokens} tokens: there is nothing to predict; give it more text"
+        )
+    return reader
+
+
+def _of_files(trained: Trained, config: DataConfig, data: str) -> dict[str, str]:
+    """The settings of data that lie somewhere else."""
+    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER)
+    source = _source(data)
+    cache = "" if source == "prepared" else config.cache
+    return {"source": source, "path": data, "tokenizer": tokenizer, "cache": cache}
+
+
+def _source(data: str) -> str:
+    """What kind of files these are, by their names.
+
+    >>> [_source(name) for name in ("a/*.txt", "b.jsonl.gz", "c.parquet")]
+    ['text', 'jsonl', 'parquet']
+    """
+    at = Path(data).expanduser()
+    if (at / MANIFEST).is_file():
+        return "prepared"
+    names = [data, *(file.name for file in at.rglob("*"))] if at.is_dir() else [data]
+    for source in ("jsonl", "parquet"):
+        if any(name.endswith(SUFFIXES[source]) for name in names):
+            return source
+    return "text"
+
+
+def _rows(trained: Trained, wanted: int) -> int:
+    """Windows in a batch: as many as in training, or the next number that the mesh can cut."""
+    sizes = trained.model.axis_sizes
+    pieces = sizes["dp"] * sizes["pp"]
+    return -(-wanted // pieces) * pieces
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,181 @@
+"""Plan a training step for a slice of chips that is not there, or for the devices that are.
+
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
+    python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
+
+Compiled plans for TPUs need libtpu, and no TPU.
+"""
+
+import os
+import sys
+
+# Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parallax.runtime.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    import jax
+
+    from parallax.analysis.plan import text
+    from parallax.analysis.plan.analytic import predict_of
+    from parallax.analysis.plan.cache import Cache
+    from parallax.analysis.plan.changes import helpful
+    from parallax.analysis.plan.compiling import Outcome, compile_step
+    from parallax.analysis.plan.layouts import build, placed
+    from parallax.analysis.plan.machine import local_place
+    from parallax.analysis.plan.picture import draw, front
+    from parallax.analysis.plan.sweep import Sweep
+    from parallax.analysis.report.place import Place, devices_of, read_topology, why_not, without_chips
+    from parallax.cli.command import Flag, read_command, run_command, with_likely_vocab, written
+    from parallax.cli.command import usage as usage_of
+    from parallax.config.settings import Settings
+    from parallax.runtime.errors import ConfigError
+    from parallax.sharding.mesh import simulate_devices
+
+FLAGS = {
+    "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
+    "analytic": Flag("compile nothing", False),
+    "sweep": Flag("price all legal layouts, and compile the best", False),
+    "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
+    "compile": Flag("sweep: compile so many of them; default: 3", 3),
+    "svg": Flag("sweep: draw memory against time to this file"),
+    "cache": Flag("sweep: the folder where it keeps what it has found; default: .cache/plan", ".cache/plan"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
+    return usage_of(__doc__, line, FLAGS)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Plan what the command line asks for."""
+    settings, values = read_command(argv, FLAGS)
+    check_flags(values, argv)
+    settings, place = located(with_likely_vocab(settings), values["topology"])
+    name = Path(written(argv, "config").split(":")[0]).stem
+    if values["sweep"]:
+        sweep(name, settings, place, values)
+    else:
+        plan(name, settings, place, values)
+
+
+def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
+    """Raise ConfigError where flags do not go together or have no value that means something."""
+    for flag in ("keep", "compile", "svg", "cache"):
+        if written(argv, flag) is not None and not values["sweep"]:
+            raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
+    for flag, least in (("keep", 1), ("compile", 0)):
+        if values[flag] < least:
+            raise ConfigError(f"--{flag}={values[flag]} must be a whole number of {least} or more.")
+    for flag in ("svg", "cache"):
+        if values[flag] == "":
+            raise ConfigError(f"--{flag}='' names nothing; write a path.")
+    if values["topology"] == "":
+        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
+
+
+def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
+    """The settings with every mesh axis a number, and the place that they run on; ConfigError where they do not fit."""
+    if topology is not None:
+        place = read_topology(topology)
+    else:
+        if settings.mesh.simulate:
+            simulate_devices(settings.mesh.simulate)
+        with waiting("measuring the devices that are here"):
+            place = local_place(settings.model.dtype)
+    settings = placed(settings, place)
+    place.chip.peak(settings.model.dtype)
+    return settings, place
+
+
+def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+    """Print the plan of one layout."""
+    model = build(settings, place)
+    print(text.heading(name, settings, place), flush=True)
+    with waiting("tracing the step"):
+        now = predict_of(model, settings, place)
+    print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
+    print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
+    print(text.beneath(now), flush=True)
+    with waiting("pricing what would change it") as show:
+        changes = helpful(settings, place, now, show)
+    if changes:
+        print("", *text.changes(changes), sep="\n", flush=True)
+    if values["analytic"]:
+        return
+    devices = compiler_devices(place, values)
+    if devices:
+        with waiting(f"compiling the step for {place.name}"):
+            made = compile_step(settings, place, devices)
+        print("", *text.outcome(made, place), sep="\n")
+
+
+def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+    """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
+    search = Sweep(settings, place, Cache(values["cache"]), keep=values["keep"])
+    print(text.heading(name, settings, place), flush=True)
+    compiled: dict[Any, Outcome] = {}
+    try:
+        with waiting("pricing layouts") as show:
+            search.run(show)
+        if not values["analytic"]:
+            compile_best(search, place, values, compiled)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        raise
+    finally:
+        shown = search.shown()
+        marked = front(search.rows)
+        print("", *text.sweep_table(shown, compiled, marked, search.own), "", text.counted(search), sep="\n")
+        print(*text.fastest(compiled, search.own), sep="\n", end="")
+        if values["svg"] is not None:
+            write(values["svg"], draw(f"{name} on {place.name}", search.rows, place, search.own))
+
+
+def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
+    """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
+    devices = compiler_devices(place, values)
+    if not devices:
+        return
+    for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
+        fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
+        if fitting == values["compile"]:
+            break
+        pp, dp, tp, *_ = choice
+        with waiting(f"compiling layout {pp}·{dp}·{tp}, {fitting} of {values['compile']} found that fit"):
+            compiled[choice] = search.compiled(choice, devices)
+
+
+def compiler_devices(place: Place, values: dict[str, Any]) -> list[Any]:
+    """The devices to compile for; none where that cannot be, which is said."""
+    if values["topology"] is None:
+        return jax.devices()
+    if reason := why_not(place):
+        print(f"\nnot compiled: {reason}")
+        return []
+    return devices_of(place)
+
+
+def write(path: str, picture: str) -> None:
+    """Write the picture; ConfigError where that cannot be."""
+    try:
+        Path(path).write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    without_chips(sys.argv)
+    sys.exit(main(sys.argv))

@@ -1,0 +1,124 @@
+"""Take one step of a run again, with checks on, from the nearest checkpoint before it.
+
+    python -m parallax.replay --workdir=runs/mine --step=120
+
+Nothing in the folder of the run is changed.
+"""
+
+import os
+
+# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from parallax.runtime.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    import numpy as np
+
+    from parallax.checkpoint import complete_steps, restore_newest
+    from parallax.cli.command import Flag, read_line, run_command, written
+    from parallax.cli.command import usage as usage_of
+    from parallax.config.load import settings_of
+    from parallax.config.settings import Settings
+    from parallax.runtime.errors import CheckpointError, ConfigError
+    from parallax.runtime.run_files import RunFiles
+    from parallax.sharding.mesh import simulate_devices
+    from parallax.training.diagnosis import make_diagnosis
+    from parallax.training.folder import RunFolder
+    from parallax.training.journal import read_metrics
+    from parallax.training.run import Parts, about, build, put_in
+    from parallax.training.skips import text_of
+    from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
+    from parallax.training.steps import parts_of, state_of
+
+FLAGS = {
+    "workdir": Flag("the folder of the run; nothing in it is changed"),
+    "step": Flag("the step to take again, counted from 1 as in metrics.jsonl", 0),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
+    return usage_of(__doc__, line, FLAGS, names_config=False)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Read the command line, replay the step, print what was found."""
+    workdir = written(argv, "workdir") or ""
+    saved = RunFiles(workdir).config
+    if not workdir or not saved.is_file():
+        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
+    line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
+    settings = settings_of(line.config)
+    for text in replay(settings, RunFolder(workdir), line.values["step"]):
+        print(text)
+
+
+def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
+    """Go on from the nearest checkpoint before `step` to it, and measure what it computes; lines to print."""
+    if not 1 <= step <= settings.train.steps:
+        raise ConfigError(f"--step={step} is no step of this run; use 1 to train.steps={settings.train.steps}")
+    if settings.mesh.simulate:
+        simulate_devices(settings.mesh.simulate)
+    parts = build(settings, folder)
+    with waiting("restoring the state"):
+        start, state = load(parts, folder, step)
+    print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
+    train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
+    put, lines = put_in(parts), []
+    with waiting("compiling the training step, and taking steps") as show:
+        for done in range(start + 1, step):
+            state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
+            if metrics["skipped"]:
+                lines.append(f"step {done} is skipped on the way: loss {float(metrics['loss']):.4g}")
+            show(done - start, step - 1 - start)
+    batch, noise = put(parts.train_data.batch(step - 1)), np.array([settings.train.seed, step - 1], np.int32)
+    lines.append(f"step {step}: {text_of(parts.train_data, step)}")
+    with waiting("compiling the step with its checks, and taking it"):
+        lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
+        return [*lines, *compare(train_step(state, batch)[1], folder, step)]
+
+
+def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
+    """The step's numbers beside those that the run has written."""
+    rows = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    written = next((row for row in rows if row["step"] == step), None)
+    if written is None:
+        return ["the run has written nothing of this step"]
+    lines = []
+    for name in ("loss", "grad_norm"):
+        then, now = written[f"train/{name}"], float(metrics[name])
+        same = now == then if math.isfinite(now) else then is None
+        lines.append(f"{name} {now!r} now, {then!r} in {folder.metrics.name}: {'the same' if same else 'not the same'}")
+    return lines
+
+
+def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+    """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
+    if not any(known < step for known in complete_steps(folder.checkpoints)):
+        if parts.settings.train.init_from:
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint before this step, and began from "
+                f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
+            )
+        return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
+    wanted = parts_of(abstract_state(parts.model, parts.tx))
+    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=about(parts), before=step)
+    for error in damaged:
+        print(error)
+    return start, state_of(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

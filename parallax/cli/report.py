@@ -1,0 +1,136 @@
+"""Say what a training step sends, stores and computes, before it runs; or where the time of traced steps went.
+
+    python -m parallax.report --config=configs/quickstart.py
+    python -m parallax.report --config=configs/llama2_7b_64.py --config.mesh.tp=4 --html=report.html
+    python -m parallax.report --config=configs/llama_1b_16.py --topology=v5e:4x4
+    python -m parallax.report --trace=runs/mine
+
+In a notebook it is px.report(step).
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallax.runtime.progress import loading, waiting
+
+with loading(__name__, sys.stderr):
+    import jax
+    from jax.sharding import AbstractMesh, Mesh
+
+    from parallax.analysis.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.analysis.report.spent import spent
+    from parallax.analysis.report.trace import read_traces
+    from parallax.analysis.report.whole import abstract_mesh, report_settings
+    from parallax.cli.arguments import Parser, local_path
+    from parallax.cli.command import Flag, read_command, run_command, written
+    from parallax.cli.command import usage as usage_of
+    from parallax.config.settings import Settings
+    from parallax.model.checks import check_kernel_on
+    from parallax.model.kernels import KERNELS
+    from parallax.runtime.errors import ConfigError
+    from parallax.sharding.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes, simulate_devices
+
+FLAGS = {
+    "json": Flag("print everything as JSON", False),
+    "html": Flag("write the report to this file, as one page"),
+    "topology": Flag("compile for TPU chips that need not be there, as v5e:4x4; without it, for the devices that are"),
+    "trace": Flag(
+        "a run's folder, or a trace: say where the time of its train.profile_steps went; with --json or alone"
+    ),
+    "trace-only": Flag("compile nothing: what is sent, FLOPs and the predicted memory", False),
+}
+
+TRACE_ONLY = "Nothing was compiled: --trace-only."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; returns the exit status. What a user got wrong is one line on stderr."""
+    return run_command(act, argv, usage)
+
+
+def usage() -> str:
+    """What --help prints."""
+    line = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
+    return usage_of(__doc__, line, FLAGS)
+
+
+def act(argv: Sequence[str]) -> None:
+    """Report what the command line asks for."""
+    if written(argv, "trace") is not None:
+        report_trace(argv[1:])
+        return
+    settings, values = read_command(argv, FLAGS)
+    if values["html"] == "":
+        raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
+    if values["topology"] == "":
+        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
+    compiled = not values["trace-only"]
+    if values["topology"] is None:
+        mesh, why_abstract = choose_mesh(settings, compiled=compiled)
+    else:
+        place = read_topology(values["topology"])
+        check_kernel_on(settings.model, place.chip.platform, place.chip.name)
+        mesh, why_abstract = slice_mesh(settings.mesh, place, compiled=compiled)
+    name = Path(written(argv, "config").split(":")[0]).stem
+    found = report_settings(settings, mesh, name=name)
+    if found.compiled is None:
+        found = dataclasses.replace(found, compiled_for=why_abstract)
+    if values["html"] is not None:
+        write(values["html"], found.to_html())
+    print(found.to_json() if values["json"] else found)
+
+
+def report_trace(arguments: Sequence[str]) -> None:
+    """Print where the time of traced steps went."""
+    parser = Parser("python -m parallax.report")
+    parser.add_argument("--trace", type=local_path, required=True)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(arguments)
+    with waiting(f"reading the traces in {flags.trace}"):
+        found = spent(read_traces(flags.trace))
+    print(found.to_json() if flags.json else found)
+
+
+def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+    """The mesh of a config; an abstract one, and why, where nothing is compiled."""
+    config, runs_on_cpu = settings.mesh, "cpu" in KERNELS[settings.model.kernel].platforms
+    inferred = INFERRED in config.sizes.values()
+    if compiled and config.simulate:
+        simulate_devices(config.simulate)
+    here = config.simulate or (len(jax.devices()) if compiled or inferred else 0)
+    wanted = here if inferred else math.prod(config.sizes.values())
+    if compiled and here == wanted:
+        return make_mesh(config), ""
+    sizes = resolve_sizes(config, config.simulate or wanted)
+    if not compiled:
+        simulated = config.simulate > 0 or (inferred and runs_on_cpu and jax.default_backend() == "cpu")
+        return abstract_mesh(sizes, simulated=simulated), TRACE_ONLY
+    instead = f" --config.mesh.simulate={wanted} compiles for simulated ones." if runs_on_cpu else ""
+    return abstract_mesh(sizes), f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}.{instead}"
+
+
+def slice_mesh(config: MeshConfig, place: Place, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+    """The mesh of a config on chips that need not be here; an abstract one, and why, where nothing is compiled."""
+    config = dataclasses.replace(config, simulate=0)
+    sizes = sizes_on(config, place)
+    if not compiled:
+        return abstract_mesh(sizes), TRACE_ONLY
+    if reason := why_not(place):
+        return abstract_mesh(sizes), f"Nothing was compiled: {reason}"
+    return make_mesh(config, devices_of(place)), ""
+
+
+def write(path: str, page: str) -> None:
+    """Write the page; ConfigError where that cannot be."""
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    without_chips(sys.argv)
+    sys.exit(main(sys.argv))

@@ -1,0 +1,274 @@
+"""What the files of a run say of it: its numbers so far, whether it goes on, and what it has saved."""
+
+import os
+import re
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallax.checkpoint.steps import examine, unfinished_steps
+from parallax.cli.watch.rows import Rows, is_finite
+from parallax.runtime.errors import CheckpointError, printable
+from parallax.runtime.files import plain, read_object
+from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of
+
+RECENT = 20  # steps that speeds are of
+QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
+QUIET_STEPS = 10  # as train.stall_factor
+LONGEST_LINE = 1000  # characters of a text to show
+LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
+OWNER = re.compile(r"process (\d+) on (\S+) since")
+
+
+class Status(NamedTuple):
+    """`state` is "starting", "running", "stands still", "finished", "stopped", "failed" or "gone"; `why` says more."""
+
+    state: str
+    why: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.state in ("finished", "stopped", "failed", "gone")
+
+
+class Speed(NamedTuple):
+    """Of the latest steps: seconds and tokens, and the shares of the devices' peak and of waiting for data."""
+
+    step_secs: float
+    tokens_per_second: float
+    peak_share: float | None
+    wait_share: float
+    memory_bytes: float | None
+
+
+class Saved(NamedTuple):
+    """Steps: whole ones, oldest first; damaged ones; those whose save has begun and not ended. `error` says why none
+    of them is known."""
+
+    valid: list[int]
+    damaged: list[int]
+    unfinished: list[int]
+    error: str = ""
+
+
+@dataclass
+class Run:
+    """A run, as its folder shows it; `refresh` reads what is new. Nothing is written, and nothing is locked.
+
+    Raises:
+        CheckpointError: the folder holds no run.
+    """
+
+    path: Path
+    clock: Callable[[], float] = time.time
+    rows: Rows = field(init=False)
+    settings: dict[str, Any] = field(init=False, default_factory=dict)
+    starts: list[dict[str, Any]] = field(init=False, default_factory=list)
+    saved: Saved = field(init=False, default=Saved([], [], []))
+    _looked: tuple = field(init=False, default=())
+
+    def __post_init__(self):
+        self.files = RunFiles(self.path)
+        self.rows = Rows(self.files.metrics)
+        self._check()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since."""
+        self.rows.read()
+        self.settings = _json(self.files.config) or self.settings
+        starts = _json(self.files.metadata).get("starts")
+        self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
+        self._look_at_checkpoints()
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return one_line(self.path.resolve().name)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.rows.steps[-1] if self.rows.steps else self._first_step - 1
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the run is to take, if its config is there yet."""
+        steps = self._setting("train", "steps")
+        return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
+
+    @property
+    def speed(self) -> Speed | None:
+        """None before a step has been taken that did not compile."""
+        recent = self.rows.recent[-RECENT:]
+        if len(self.rows.recent) > 1:
+            recent = [row for row in recent if row["step"] != self._first_step] or recent
+        secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
+        if not secs:
+            return None
+        tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
+        waited = sum(_numbers(recent, "perf/data_wait_secs"))
+        return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
+
+    @property
+    def left_secs(self) -> float | None:
+        """Until the last step, at the speed of the latest; evaluations and saves are not in it."""
+        if self.steps is None or self.speed is None or self.status.over:
+            return None
+        left = max(self.steps - self.step, 0) * self.speed.step_secs
+        return left if left < LONGEST_SECS else None
+
+    @property
+    def skipped(self) -> int:
+        """Steps that the guard has skipped."""
+        return int(self._last("train/skipped_steps") or 0)
+
+    @property
+    def quiet_secs(self) -> float:
+        """Since the run has last written anything."""
+        return max(self.clock() - self._last_sign(), 0.0)
+
+    @property
+    def status(self) -> Status:
+        """Whether the run goes on, or how it has ended."""
+        alive, ended = self._owner_is_alive(), self._started.get("ended")
+        if isinstance(ended, dict) and not (alive and self._taken_again(ended)):
+            return _ended(str(ended.get("reason")))
+        if alive is False:
+            return Status("gone", self.last_words() or "it has left no word in its log")
+        quiet, secs = self.quiet_secs, self.speed.step_secs if self.speed else 0.0
+        if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.rows.steps:
+            return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
+        return Status("running" if self.rows.steps else "starting")
+
+    def last_words(self) -> str:
+        """The last line of the log that says anything."""
+        try:
+            with open(self.files.log, "rb", opener=plain) as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
+                lines = log.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        return next((one_line(line.strip()) for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def mesh(self) -> str:
+        """Devices along each axis, of the latest start, as "pp=1 dp=8 tp=1"."""
+        mesh = self._started.get("mesh")
+        return one_line(" ".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
+
+    @property
+    def devices(self) -> str:
+        """Of the latest start, as "8 x cpu"."""
+        return one_line(str(self._started.get("devices", "")))
+
+    @property
+    def _started(self) -> dict[str, Any]:
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def _first_step(self) -> int:
+        """The first step of the latest start, which compiles."""
+        start = self._started.get("start")
+        return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
+
+    def _setting(self, section: str, key: str) -> Any:
+        keys = self.settings.get(section)
+        return keys.get(key) if isinstance(keys, dict) else None
+
+    def _last(self, key: str) -> float | None:
+        return next(iter(_numbers(reversed(self.rows.recent), key)), None)
+
+    def _check(self) -> None:
+        wanted = (self.files.config, self.files.metrics, self.files.log)
+        if any(file.is_file() for file in wanted):
+            return
+        how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
+        below = sorted(found.parent.name for found in self.path.glob(f"*/{self.files.config.name}"))
+        advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
+        names = ", ".join(file.name for file in wanted)
+        raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {how} {names}{advice}")
+
+    def _look_at_checkpoints(self) -> None:
+        folder = self.files.checkpoints
+        try:
+            seen = tuple(sorted((at.name, at.stat().st_mtime_ns) for at in folder.iterdir()))
+        except OSError:
+            seen = ()
+        if seen == self._looked:  # manifests are long: they are read again only when something has changed
+            return
+        try:
+            standing = examine(folder)
+            self.saved = Saved(sorted(standing.valid), sorted(standing.damaged), sorted(unfinished_steps(folder)))
+        except CheckpointError as error:
+            self.saved = Saved([], [], [], one_line(str(error)))
+        self._looked = seen
+
+    def _last_sign(self) -> float:
+        files = (self.files.metrics, self.files.log, self.files.metadata, self.files.lock, self.files.checkpoints)
+        return max((_time_of(file) for file in files), default=0.0)
+
+    def _owner_is_alive(self) -> bool | None:
+        """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
+        try:
+            with open(self.files.lock, encoding="utf-8", opener=plain) as lock:
+                owner = OWNER.match(lock.read(LONGEST_LINE))
+        except (OSError, ValueError):
+            return None
+        if owner is None or owner[2] != socket.gethostname():
+            return None
+        try:
+            os.kill(int(owner[1]), 0)
+        except PermissionError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        return True
+
+    def _taken_again(self, ended: dict[str, Any]) -> bool:
+        """Whether another start has taken the folder since its latest run ended."""
+        try:
+            then = datetime.strptime(str(ended.get("time")), TIME).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return False
+        return _time_of(self.files.lock) > then + 1
+
+
+def _ended(reason: str) -> Status:
+    return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
+
+
+def one_line(text: str) -> str:
+    """What somebody else has written, as a line to show: no character steers the terminal, and it has an end."""
+    return printable(text[:LONGEST_LINE], keep="")
+
+
+def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    """Those that are finite; what else a file says is left out."""
+    return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
+
+
+def _median(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = _numbers(rows, key)
+    return statistics.median(values) if values else None
+
+
+def _time_of(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """An object, empty where there is none yet."""
+    try:
+        return read_object(file, odd_numbers=True)
+    except (OSError, ValueError):
+        return {}

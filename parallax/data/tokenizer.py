@@ -1,0 +1,280 @@
+"""Text to token ids and back: plain bytes, or byte-level BPE."""
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from parallax.runtime.errors import ConfigError, DataError, how_to_install
+from parallax.runtime.files import object_of, read_bytes, write_whole
+
+FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"  # which `transformers` puts beside it
+END_OF_DOCUMENT = "<|endoftext|>"
+# What other projects call the token that ends a document, for tokenizers that are loaded from their files.
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
+SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
+
+
+class Tokenizer(Protocol):
+    """What data and generation need of a tokenizer."""
+
+    name: str
+    vocab: int  # ids are 0 ... vocab-1
+    begin: tuple[int, ...]  # ids that begin a document and a prompt: a BOS token, or none
+    end: int  # id that ends a document; no text encodes to it
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex; equal for tokenizers that encode alike, and whose documents begin alike."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32, without `begin` and `end`."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on several threads where that helps."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; `begin`, `end` and ids beyond the vocab (a model's padding) are left out."""
+
+    def token(self, number: int) -> str:
+        """The name of an id, as tokenizer.json writes it."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load` reads: tokenizer.json, and tokenizer_config.json where there was one."""
+
+
+class Bytes:
+    """The 256 bytes of UTF-8, and one id that ends a document.
+
+    >>> Bytes().encode("né").tolist()
+    [110, 195, 169]
+    """
+
+    name = "bytes"
+    vocab = 257
+    begin = ()
+    end = 256
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"bytes and an end").hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def token(self, number: int) -> str:
+        return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
+
+    def save(self, folder: Path) -> None:
+        _write(folder / FILE_NAME, json.dumps({"parallax": self.name}))
+
+    def as_bpe(self) -> dict[str, Any]:
+        """The same ids as the `tokenizers` library writes them: a byte-level BPE that merges nothing."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        end = {"id": self.end, "content": END_OF_DOCUMENT, "special": True, "normalized": False}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {self.token(number): number for number in range(self.vocab)},
+                "merges": [],
+            },
+        }
+
+
+def _byte_symbols() -> list[str]:
+    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
+
+
+_BYTE_SYMBOLS = _byte_symbols()
+
+
+class Bpe:
+    """Byte-level byte-pair encoding by the `tokenizers` library.
+
+    Args:
+        text: content of a tokenizer.json.
+        origin: its file, for messages.
+        config: content of the tokenizer_config.json beside it; empty where there is none.
+    Raises:
+        DataError: one of them is damaged, or there is no token that ends a document.
+    """
+
+    name = "bpe"
+
+    def __init__(self, text: str, origin: str = FILE_NAME, config: str = ""):
+        try:
+            self._inner = _library().Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{origin} is not a tokenizer: {error}") from error
+        self._text, self._config = text, config
+        # Text that spells a special token is text: no document may hold an end that we did not put there.
+        self._inner.encode_special_tokens = True
+        # A file may remember the length of somebody's batches: documents are as long as they are.
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        ids = self._inner.get_vocab()
+        names = [name for name in END_NAMES if name in ids]
+        if not names:
+            raise DataError(f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed")
+        self.vocab = max(ids.values()) + 1
+        self.end = ids[names[0]]
+        self.begin = self._begin(config, Path(origin).with_name(CONFIG_NAME))
+
+    def _begin(self, config: str, origin: Path) -> tuple[int, ...]:
+        """BOS where add_bos_token asks for it; where that is not written, what the post-processor puts first."""
+        try:
+            written = object_of(config) if config else {}
+        except ValueError as error:
+            raise DataError(f"{origin} is no configuration of a tokenizer: {error}") from error
+        adds, bos = written.get("add_bos_token"), written.get("bos_token")
+        if adds is None:
+            found = self._inner.encode("a", add_special_tokens=True)
+            first = takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask))
+            return tuple(number for number, _ in first)
+        if not adds:
+            return ()
+        name = bos.get("content") if isinstance(bos, dict) else bos
+        number = self._inner.token_to_id(name) if isinstance(name, str) else None
+        if number is None:
+            raise DataError(
+                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is no entry of {FILE_NAME}"
+            )
+        return (number,)
+
+    def __reduce__(self):
+        return Bpe, (self._text, FILE_NAME, self._config)
+
+    @property
+    def fingerprint(self) -> str:
+        first = f"documents begin with {self.begin}" if self.begin else ""
+        return hashlib.sha256((self._text + first).encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        edges = (*self.begin, self.end)  # not every file marks them as special
+        kept = [int(i) for i in ids if i < self.vocab and i not in edges]
+        return self._inner.decode(kept, skip_special_tokens=True)
+
+    def token(self, number: int) -> str:
+        return self._inner.id_to_token(number)
+
+    def save(self, folder: Path) -> None:
+        _write(folder / FILE_NAME, self._text)
+        if self._config:
+            _write(folder / CONFIG_NAME, self._config)
+
+
+def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
+    """Byte-level BPE of at most `vocab` entries, fewer for a small corpus; equal documents give equal ones.
+
+    Raises:
+        ConfigError: `vocab` has no room for the bytes.
+    """
+    if vocab < SMALLEST_BPE_VOCAB:
+        raise ConfigError(
+            f"bpe_vocab={vocab} is too small; {SMALLEST_BPE_VOCAB} hold the bytes and the end of a document"
+        )
+    library = _library()
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    inner.train_from_iterator(documents, trainer)
+    return Bpe(inner.to_str())
+
+
+def load(path: Path | str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, ours or of the `tokenizers` library, or of a folder that holds one.
+
+    A tokenizer_config.json beside it may say whether documents begin with a BOS token.
+
+    Raises:
+        DataError: the file is missing, or one of them is damaged.
+    """
+    path = Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        written = read_bytes(path)
+        content = object_of(written)
+    except FileNotFoundError:
+        raise DataError(f"tokenizer {str(path)!r} does not exist") from None
+    except OSError as error:
+        raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not a tokenizer: {error}") from error
+    if content in ({"parallax": Bytes.name}, Bytes().as_bpe()):
+        return Bytes()
+    return Bpe(_text(written), str(path), _config_beside(path))
+
+
+def _config_beside(path: Path) -> str:
+    path = path.with_name(CONFIG_NAME)
+    try:
+        return _text(read_bytes(path))
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _text(written: bytes) -> str:
+    """Line ends as text has them: the fingerprint is of it."""
+    return io.StringIO(written.decode("utf-8"), newline=None).read()
+
+
+def _library():
+    # An optional extra: whoever trains on bytes does without it.
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError(f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}") from None
+    return tokenizers
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)

@@ -1,0 +1,1 @@
+"""What is done with trained weights: cached decoding, sampling, text, evaluation, and a look at activations."""

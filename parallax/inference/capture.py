@@ -1,0 +1,109 @@
+"""Inside a model: attention maps, what decoding would cache, and the loss of each token.
+
+The layers are run as they are, with no mesh: the same modules that every mesh is held to.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from parallax.model.attention import SHOWN
+from parallax.model.batch import IGNORED, checked
+from parallax.model.checks import check_window
+from parallax.model.context import training_context
+from parallax.model.embedding import EMBEDDINGS, logits
+from parallax.model.families import FAMILIES
+from parallax.model.loss import token_losses
+from parallax.model.transformer import RESIDUALS, ModelConfig, Parts
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.layout import Layout
+
+ROWS = "batch/dp"
+FORM = EMBEDDINGS["vocab_parallel"]
+
+
+class Inside(NamedTuple):
+    """NumPy arrays of one batch, float32; of `B` windows of `S` tokens, in `L` layers with `H` heads.
+
+    `attention` [L, B, H, S, S]: how much of each token (last dim) a query reads; a row adds up to 1.
+    `cache`: what a layer would keep for decoding, by name, [L, B, S, ...]: "latent" and "k_rope" of latent attention,
+    "k" and "v" of grouped-query attention; the keys are rotated.
+    `losses` [B, S]: -log p(label) in nats, NaN where the label is ignored.
+    `logits` [B, S, vocab].
+    """
+
+    attention: np.ndarray
+    cache: dict[str, np.ndarray]
+    losses: np.ndarray
+    logits: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses that count, in nats: what `ShardedModel.loss` says of this batch."""
+        return float(np.nanmean(self.losses))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache, a token: in all layers, in the float32 in which it is held here."""
+        rows = self.losses.size
+        return sum(array.nbytes for array in self.cache.values()) // rows
+
+    def __repr__(self) -> str:
+        layers, rows, heads, seq, _ = self.attention.shape
+        cached = ", ".join(f"{name} {list(array.shape)}" for name, array in self.cache.items())
+        return (
+            f"Inside {layers} layers with {heads} heads, {rows} x {seq} tokens: loss {self.loss:.4f} nats\n"
+            f"  attention {list(self.attention.shape)}\n"
+            f"  cache     {cached}\n"
+            f"  losses    {list(self.losses.shape)}, logits {list(self.logits.shape)}"
+        )
+
+
+def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[str, Any]) -> Inside:
+    """Run a batch forward on one device and keep what is on the way.
+
+    Args:
+        params: those of `model.init` or of a checkpoint, from any mesh; they must fit one device.
+        batch: int32 arrays [B, S]: tokens, labels, segments, positions; see `as_batch`. Attention takes
+            layers * B * heads * S * S * 4 bytes.
+    Raises:
+        DataError: the batch is not as parallax.model.batch says.
+    """
+    config = model if isinstance(model, ModelConfig) else model.model
+    config = dataclasses.replace(config, kernel="xla")  # the others never hold the weights
+    params, batch = jax.device_get((params, checked(batch, config.vocab)))
+    check_window(config, batch["tokens"].shape[1])
+    seen = jax.device_get(_run(config)(params, batch))
+    as_float32 = lambda array: np.asarray(array, np.float32)  # noqa: E731
+    losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
+    return Inside(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
+
+
+def _run(model: ModelConfig):
+    family = FAMILIES["column_row"]
+    parts = Parts.build(model, RESIDUALS[0], family, FORM, model.kv(1), ROWS)
+
+    def run(params: Any, batch: Mapping[str, Array]) -> Inside:
+        rows = jnp.arange(len(batch["tokens"]))
+        context = training_context(model.rope, batch["positions"], batch["segments"], rows, None)
+        x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
+
+        def layer(x: Array, weights: Any) -> tuple[Array, dict]:
+            x, shown = parts.block.apply({"params": weights}, x, context, mutable=[SHOWN])
+            return x, shown[SHOWN]["attention"]["seen"]
+
+        x, seen = lax.scan(layer, x, params["blocks"])
+        hidden = parts.head.apply({"params": params["head"]}, x)
+        table = params["embedding" if model.tied else "head"]["table"]
+        logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
+        losses, _ = token_losses(
+            logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), Layout.parse(FORM.table), 0.0
+        )
+        return Inside(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
+
+    return jax.jit(run)

@@ -1,0 +1,233 @@
+"""Decoding with a cache: new tokens pass through the stages, each behind what the cache holds already.
+
+Decoding has strings of its own, whatever the model was trained with, because one token cannot be cut over seq: the
+residual stream is whole, kernels are column then row, the vocab is cut. A layer then sends one all-reduce for its
+attention, one for its MLP, and MLA's latents. Parameters are brought to these layouts once, before the first token:
+gathered over `dp` too, since a gather per token would send all weights for every token.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from parallax.model.context import Context
+from parallax.model.embedding import EMBEDDINGS, logits
+from parallax.model.families import FAMILIES
+from parallax.model.parameter import layouts_of
+from parallax.model.transformer import ModelConfig, Parts
+from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.executor import at_rank
+from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
+from parallax.sharding.layout import Layout
+
+ROWS = "batch/dp"
+BATCH = Layout.parse(ROWS)
+RESIDUAL = f"{ROWS} seq d_model"
+FAMILY = FAMILIES["column_row"].gathered()
+FORM = EMBEDDINGS["vocab_parallel"].without_fsdp()
+LOGITS = Layout.parse(f"{ROWS} seq vocab/tp")
+
+Pick = Callable[[Array, Array, Array], Array]  # (logits [B, V], rows [B], positions [B]) -> token ids [B]
+
+
+class Prompts(NamedTuple):
+    """Token ids in rows of one length, and how many slots at the start of each row hold nothing."""
+
+    ids_BS: Array
+    empty_B: Array
+
+
+class Decoder:
+    """Cached decoding on a mesh of parameters that have `layouts`, those of a ShardedModel.
+
+    Communication, a new token: per layer two all_reduce over tp of `batch/dp seq d_model` (mla: also one number for
+    the latent's norm and an all_gather of the latent); per stage one permute over pp; once the embedding's
+    all_reduce and an all_gather of the logits over tp, and the chosen ids over tp and pp.
+    """
+
+    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh):
+        # Fused kernels are made for many queries and narrow heads: one query has no square of scores to keep small,
+        # and heads that attend in MLA's latent space are wider than cudnn takes.
+        model = dataclasses.replace(model, kernel="xla")
+        self.model, self.layouts, self.mesh = model, layouts, mesh
+        self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
+        self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
+        self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
+
+    def logits(self, params: Any, prompts: Prompts, prefill: int) -> Array:
+        """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
+        local = partial(self._logits, prefill=prefill)
+        return self._mapped(local, LOGITS.spec())(params, prompts, None)
+
+    def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
+        """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
+
+        `pick(key, logits [B, V], rows [B], positions [B])` chooses the ids that follow `positions` of the text in
+        rows of the global batch. No row ends at a negative `end`.
+        """
+        local = partial(self._write, pick=pick, tokens=tokens, end=end)
+        return self._mapped(local, P("dp"))(params, prompts, key)
+
+    def _mapped(self, local: Callable, out_specs: Any) -> Callable:
+        specs = jax.tree.map(Layout.spec, self.layouts, is_leaf=_is_layout)
+        in_specs = (specs, Prompts(P("dp"), P("dp")), P())
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    # ---- what runs on each device
+
+    def _logits(self, params, prompts, key, *, prefill):
+        weights, (ids_BS, empty_B) = self._weights(params), prompts
+        caches = self._caches(*ids_BS.shape)
+
+        def step(carry, ids_B):
+            caches, cursor = carry
+            x, caches = self._advance(weights, caches, Prompts(ids_B[:, None], empty_B), cursor)
+            return (caches, cursor + 1), self._on_every_stage(lambda: self._head(weights, x))[:, 0]
+
+        x, caches = self._advance(weights, caches, Prompts(ids_BS[:, :prefill], empty_B), 0)
+        first_BSV = self._on_every_stage(lambda: self._head(weights, x))
+        _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
+        return jnp.concatenate([first_BSV, rest_SBV.swapaxes(0, 1)], axis=1)
+
+    def _write(self, params, prompts, key, *, pick, tokens, end):
+        weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape
+        rows_B = offset(BATCH, "batch", batch) + jnp.arange(batch)
+
+        def following(ids_BS, caches, cursor):
+            """The ids behind new ones, the same on all tp and pp ranks."""
+            x, caches = self._advance(weights, caches, Prompts(ids_BS, prompts.empty_B), cursor)
+            positions_B = cursor + ids_BS.shape[1] - 1 - prompts.empty_B
+            choose = lambda: _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))  # noqa: E731
+            return self._on_every_stage(choose), caches
+
+        def more(state):
+            return (state.count < tokens) & state.running
+
+        def step(state):
+            ids_B = lax.dynamic_index_in_dim(state.ids_BN, state.count - 1, axis=1, keepdims=False)
+            next_B, caches = following(ids_B[:, None], state.caches, prompt + state.count - 1)
+            return _append(state._replace(caches=caches), jnp.where(ids_B == end, end, next_B), end)
+
+        first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
+        ids_BN = as_varying(jnp.full((batch, tokens), end, jnp.int32), ["dp"])
+        start = Written(ids_BN, caches, jnp.int32(0), True)
+        return lax.while_loop(more, step, _append(start, first_B, end)).ids_BN
+
+    def _advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
+        """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
+        slots = jax.tree.leaves(caches)[0].shape[2]
+        context = self._context(new, cursor, slots)
+        x = self.parts.embedding.apply({"params": weights["embedding"]}, new.ids_BS, context.rows_B, None)
+        through = lambda x, caches: self._layers(weights["blocks"], x, caches, context)  # noqa: E731
+        x, ranks = as_varying(x), self.mesh.shape["pp"]
+        if ranks == 1:
+            return through(x, caches)
+
+        def tick(carry, turn):
+            mine = turn == lax.axis_index("pp")
+            x, caches = lax.cond(mine, through, lambda *same: same, *carry)
+            return (permute(RESIDUAL, x, axis="pp"), caches), None
+
+        carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
+        return carry
+
+    # A place without a layer has weights of zero, and adds nothing to the residual stream.
+    def _layers(self, blocks: Any, x: Array, caches: Any, context: Context) -> tuple[Array, Any]:
+        def layer(x, own):
+            weights, cache = own
+            x, cache = self.parts.block.apply({"params": weights}, x, context, cache, method="decode")
+            return as_varying(x), jax.tree.map(as_varying, cache)
+
+        return lax.scan(layer, x, (blocks, caches))
+
+    def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
+        """New tokens see the slots up to their own, but not those that hold nothing."""
+        slot_S, slot_T = cursor + jnp.arange(new.ids_BS.shape[1]), jnp.arange(slots)
+        before_ST = slot_T[None, :] <= slot_S[:, None]
+        own_ST = slot_T[None, :] == slot_S[:, None]  # an empty slot sees itself: a softmax over nothing is NaN
+        filled_BT = slot_T[None, :] >= new.empty_B[:, None]
+        mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
+        positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
+        tables = self.model.rope.tables(positions_BS)
+        return Context(tables, mask_BST[:, None], jnp.arange(len(new.ids_BS)), None, cursor=cursor)
+
+    def _caches(self, batch: int, slots: int) -> dict[str, Array]:
+        """Empty caches of this stage's layers, in the compute dtype."""
+        bound = bound_axis_sizes()
+        sizes = {**self.model.sizes, "batch": batch * bound["dp"], "kv_seq": slots}
+        layers = self.arrangement.stage_layers
+        layouts = self.parts.block.apply({}, method="cache_layouts")
+        shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
+        return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
+
+    def _head(self, weights: Any, x: Array) -> Array:
+        """Logits [B, S, V] in float32, cut over the vocab."""
+        table = weights["embedding" if self.model.tied else "head"]["table"]
+        hidden = self.parts.head.apply({"params": weights["head"]}, x)
+        return logits(FORM, ROWS, hidden, table.astype(self.model.dtype), self.model.vocab)
+
+    def _last_logits(self, weights: Any, x: Array) -> Array:
+        """Logits [B, V] behind the last token, not cut over the vocab."""
+        return all_gather(f"{LOGITS} -> {LOGITS.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
+
+    def _on_every_stage(self, make: Callable[[], Array]) -> Array:
+        """What the first stage makes, which alone makes it, on all stages."""
+        like = jax.eval_shape(make)
+        zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
+        return sum_over(at_rank(0, self.mesh.shape["pp"], make, lambda: zeros), ["pp"])
+
+    def _weights(self, params: Any) -> Any:
+        """Parameters in the layouts of decoding, kernels in the compute dtype: cast first, fewer bytes are sent."""
+
+        def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
+            for axis in ("dp", "pp"):  # which tables are cut over; layers stay on their ranks
+                whole = stored if axis in wanted.used_axes() else stored.without(axis)
+                if whole != stored:
+                    weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
+                stored = whole
+            return reshard(f"{stored} -> {wanted}", weight)
+
+        layouts, staged = self.layouts, self._staged(params["blocks"])
+        layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"], is_leaf=_is_layout)}
+        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged}, is_leaf=_is_layout)
+
+    def _staged(self, blocks: Any) -> Any:
+        """Each rank's layers, one stage a rank, whatever the schedule that the model was trained with."""
+        stored = jax.tree.leaves(self.layouts["blocks"], is_leaf=_is_layout)
+        leaves, structure = jax.tree.flatten(blocks)
+        return jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
+
+
+class Written(NamedTuple):
+    """What is carried from token to token."""
+
+    ids_BN: Array
+    caches: Any
+    count: Array  # ids written
+    running: Array | bool  # whether any row of the global batch goes on
+
+
+def _append(state: Written, next_B: Array, end: int) -> Written:
+    ids_BN = lax.dynamic_update_slice_in_dim(state.ids_BN, next_B[:, None], state.count, axis=1)
+    running = sum_over(jnp.any(next_B != end).astype(jnp.int32), ["dp"]) > 0
+    return state._replace(ids_BN=ids_BN, count=state.count + 1, running=running)
+
+
+def _once(ids_B: Array) -> Array:
+    """Ids that all tp ranks chose alike, as one value that does not vary over tp."""
+    return sum_over(jnp.where(lax.axis_index("tp") == 0, ids_B, 0), ["tp"])
+
+
+def _in_stages(stored: Layout) -> Layout:
+    return stored.without("pp").with_cut("layers", ("pp",))
+
+
+def _is_layout(leaf: Any) -> bool:
+    return isinstance(leaf, Layout)

@@ -1,0 +1,144 @@
+"""A run that was trained: its settings, numbers, weights and tokenizer, opened from its folder on any mesh."""
+
+import dataclasses
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallax.checkpoint import complete_steps
+from parallax.config.settings import Settings, load_settings
+from parallax.data import as_batch
+from parallax.data.tokenizer import Tokenizer
+from parallax.inference.generate import complete, encode
+from parallax.inference.trained import load_trained
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.errors import CheckpointError, ConfigError, nearest
+from parallax.runtime.run_files import number_of
+from parallax.sharding.mesh import AXES, MeshConfig
+from parallax.training.batches import open_split
+from parallax.training.folder import RunFolder
+from parallax.training.journal import read_metrics
+
+SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
+LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Run:
+    """A run at one of its checkpoints; `model` and `params` lie on the mesh that `load` was asked for."""
+
+    path: Path
+    step: int
+    settings: Settings
+    model: ShardedModel
+    params: Any
+    tokenizer: Tokenizer
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
+        path = RunFolder(self.path).metrics
+        return read_metrics(path) if path.exists() else []
+
+    @property
+    def numbers(self) -> list[str]:
+        """What was measured in some step, by name."""
+        numbers = {key for row in self.metrics for key, value in row.items() if number_of(value) is not None}
+        return sorted(numbers - {"step"})
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one number, where it was measured; ConfigError names those that there are.
+
+        "train/loss" and "eval/loss" are nats a token, "perf/..." as their names say.
+        """
+        if name not in self.numbers:
+            raise ConfigError(f"{self.path} has no number {name!r}; {nearest(name, self.numbers)}")
+        pairs = ((row["step"], number_of(row.get(name))) for row in self.metrics)
+        steps, values = zip(*(pair for pair in pairs if pair[1] is not None))
+        return np.array(steps), np.array(values, float)
+
+    def generate(self, prompt: str, **how: Any) -> str:
+        """The prompt and what the model writes behind it; `how` are keys of the config's section `sample`.
+
+        Those that are left out are the run's: tokens (at most so many), temperature (0 is greedy), top_k, top_p, seed.
+        """
+        known = [field.name for field in dataclasses.fields(self.settings.sample)]
+        for key in how:
+            if key not in known:
+                raise ConfigError(f"unknown key sample.{key}; {nearest(key, known)}")
+        sample = dataclasses.replace(self.settings.sample, prompt=prompt, **how)
+        return complete(self.model, self.params, self.tokenizer, sample)
+
+    def batch_of(self, text: str) -> dict[str, np.ndarray]:
+        """A text as a batch of one row: the arrays that `look_inside` and the model's loss read."""
+        ids = encode(self.tokenizer, text)
+        if len(ids) < 2:
+            raise ConfigError(f"{text!r} is {len(ids)} token, and has no next one; give it two or more")
+        return as_batch(ids[None], end=self.tokenizer.end)
+
+    def batch(self, index: int = 0, *, split: str = "eval") -> dict[str, np.ndarray]:
+        """A global batch of the run's data, int32 [global_batch, seq] each: tokens, labels, segments, positions."""
+        return open_split(self.settings, RunFolder(self.path), split).batch(index)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:6} {value}" for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        left = 'style="text-align:left"'
+        rows = (f"<tr><th {left}>{name}</th><td {left}>{escape(value)}</td></tr>" for name, value in self._facts())
+        return f"<table>{''.join(rows)}</table>{self._line()}"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        model, data = self.settings.model, self.settings.data
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.model.axis_sizes.items())
+        kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
+        padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
+        ends = {label: (name, *self.curve(name)) for label, name in SHOWN.items() if name in self.numbers}
+        return [
+            ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
+            ("model", f"{kind}, vocab {model.vocab}{padded}"),
+            ("mesh", f"{sizes} (trained on {_sizes(self.settings)})"),
+            ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
+            *((label, f"{name} {_written(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
+        ]
+
+    def _line(self) -> str:
+        """The training loss as a small curve."""
+        if "train/loss" not in self.numbers:
+            return ""
+        _, losses = self.curve("train/loss")
+        losses = losses[np.abs(losses) < LARGEST_DRAWN]
+        if not len(losses):
+            return ""
+        span = max(np.ptp(losses), 1e-9)
+        at = np.linspace(2, 318, len(losses)), 58 - 54 * (losses - losses.min()) / span
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(*at))
+        line = f'<polyline points="{points}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
+        return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
+
+
+def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, tp: int = 1) -> Run:
+    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of pp * dp * tp.
+
+    The mesh need not be the one of training; by default it is one device. Raises CheckpointError where the folder
+    holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
+    """
+    path = RunFolder(workdir).path
+    settings = load_settings(path)
+    saved = complete_steps(RunFolder(path).checkpoints)
+    if step is not None and saved and step not in saved:
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(saved)))}")
+    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
+    step, _, model, params, tokenizer = load_trained(path, settings, mesh, step, "pp, dp and tp")
+    return Run(path, step, settings, model, params, tokenizer)
+
+
+def _written(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _sizes(settings: Settings) -> str:
+    return " ".join(f"{axis}={settings.mesh.sizes[axis]}" for axis in AXES)

@@ -1,0 +1,83 @@
+"""Choosing the next token from logits: temperature, top-k and top-p."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.runtime.errors import ConfigError
+
+SEED_BITS = 32  # JAX keys forget those above
+LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text that a finished run writes; an empty prompt writes none."""
+
+    prompt: str
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    def __post_init__(self):
+        for key, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"sample.{key}={getattr(self, key)} is too small; use {least} or more")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            raise ConfigError(
+                f"sample.temperature={self.temperature} must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual"
+            )
+        if self.seed >= 1 << SEED_BITS:
+            raise ConfigError(f"sample.seed={self.seed} is too large; use less than 2**{SEED_BITS}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"sample.top_p={self.top_p} must be above 0 and at most 1 (off)")
+
+
+def noise_keys(key: Array, rows_B: Array, positions_B: Array) -> Array:
+    """A key for each row of the global batch at its position: the cut of the batch does not change what is drawn."""
+    fold = jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))
+    return fold(rows_B, positions_B)
+
+
+def choose(logits_BV: Array, keys_B: Array, config: SampleConfig) -> Array:
+    """One token for each row, int32 [B]; equal logits, keys and config give equal tokens."""
+    if config.temperature == 0:
+        return logits_BV.argmax(axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV.astype(jnp.float32)
+    # The largest becomes 0: however small the temperature, no logit is divided into infinity.
+    scaled_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / config.temperature
+    kept_BV = keep_top_p(keep_top_k(scaled_BV, config.top_k), config.top_p)
+    return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
+
+
+def keep_top_k(logits_BV: Array, k: int) -> Array:
+    """-inf for all but the k largest logits of a row; 0 keeps all.
+
+    >>> keep_top_k(jnp.array([[1.0, 3.0, 2.0]]), 2).tolist()
+    [[-inf, 3.0, 2.0]]
+    """
+    if k == 0 or k >= logits_BV.shape[-1]:
+        return logits_BV
+    least_B1 = jax.lax.top_k(logits_BV, k)[0][:, -1:]
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+
+def keep_top_p(logits_BV: Array, p: float) -> Array:
+    """-inf for all but the fewest likeliest tokens whose probabilities reach p (Holtzman et al. 2020).
+
+    >>> keep_top_p(jnp.array([[2.0, 1.0, 0.0]]), 0.8).tolist()
+    [[2.0, 1.0, -inf]]
+    """
+    if p == 1:
+        return logits_BV
+    sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    # A token stays while those before it have not reached p; the most likely one always does.
+    stays_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV < p
+    least_B1 = jnp.where(stays_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)

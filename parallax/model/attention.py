@@ -1,0 +1,141 @@
+"""The softmax core, and grouped-query attention (Ainslie et al. 2023); MHA and MQA are its two ends."""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.model.context import Context
+from parallax.model.dense import Dense
+from parallax.model.families import Family
+from parallax.model.kernels import causal_attention, cudnn_attention
+from parallax.model.norm import RMSNorm
+from parallax.model.remat import keep
+from parallax.model.rope import rotate
+from parallax.sharding.collectives import offset, reshard
+from parallax.sharding.layout import Layout
+
+SHOWN = "intermediates"  # Flax's collection of what is no result
+
+
+def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str) -> Array:
+    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
+
+    A value head narrower than the key head is padded with zeros: but for splash, the kernels want one width.
+    """
+    if kernel == "splash":
+        return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BS, scale=scale)
+    missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
+    v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
+    heads, mask = (q_BSHJ, k_BTGJ, v_BTGJ), context.mask_B1ST
+    if kernel == "cudnn":
+        out = cudnn_attention(*heads, mask, scale=scale)
+    else:
+        out = jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="xla")
+    return keep(out[..., : v_BTGK.shape[-1]], of="attention")
+
+
+def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
+    """What `attend` weighs the values with: float32 [B, H, S, T], each query's row adds up to 1. No communication."""
+    k_BTHJ = jnp.repeat(k_BTGJ, q_BSHJ.shape[2] // k_BTGJ.shape[2], axis=2)
+    scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(jnp.where(context.mask_B1ST, scores_BHST, -jnp.inf), axis=-1)
+
+
+def show(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
+    """Leave what a layer reads and caches to those who look inside; to others nothing is computed."""
+    if layer.is_mutable_collection(SHOWN):
+        seen = {"weights": attention_weights(q, k, context, scale=scale), "cache": cache}
+        layer.sow(SHOWN, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+
+
+def remember(cache_BT: Array, new_BS: Array, context: Context) -> Array:
+    """Write the entries of new tokens into the cache, behind the `context.cursor` that it holds."""
+    return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), context.cursor, axis=1)
+
+
+class GQA(nn.Module):
+    """Queries in `heads` heads, keys and values in `kv_heads`; all cut over `tp` by heads.
+
+    Where `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones
+    that its query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one
+    scale for all of them (Henry et al. 2020, as Qwen3 has it): heads are whole, so it sends nothing.
+
+    Communication, column_row:
+        forward   all_gather of x over tp; reduce_scatter of the result over tp
+        backward  the transposes
+    Communication, scatter:
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of q and the result over tp;
+                  reduce_scatter of k and v over tp if kv_heads are cut;
+                  all_reduce of k and v over tp if kv_heads are whole
+        backward  the transposes; all_reduce of the gradients of k and v over tp if kv_heads are whole
+    """
+
+    residual: str
+    family: Family
+    kv: str  # "kv_heads/tp" | "kv_heads"
+    sizes: Mapping[str, int]
+    dtype: str
+    kernel: str
+    norm_eps: float
+    bias: bool
+    qk_norm: bool
+    temperature: float
+    out_scale: float
+
+    def setup(self):
+        x, out = self.family.input("d_model"), "batch/dp seq heads/tp d_head"
+        q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
+        wide, dtype = f"batch/dp seq {self.kv} d_head", self.dtype
+        self.q = Dense(q, x, out, self.sizes, dtype, self.bias)
+        self.k = Dense(kv, x, wide, self.sizes, dtype, self.bias)
+        self.v = Dense(kv, x, wide, self.sizes, dtype, self.bias)
+        self.out = Dense(
+            self.family.back("heads/tp d_head"), out, self.residual, self.sizes, dtype, scale=self.out_scale
+        )
+        norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
+        self.q_norm, self.k_norm = norm(out), norm(wide)
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        q, k, v = self._project(x, context)
+        show(self, context, q, k, scale=self._scale, cache={"k": k, "v": v})
+        return self.out(self._attend(q, k, v, context))
+
+    def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
+        """Attend from new tokens to all that the cache holds; returns the longer cache too."""
+        q, k, v = self._project(x, context)
+        cache = {"k": remember(cache["k"], k, context), "v": remember(cache["v"], v, context)}
+        return self.out(self._attend(q, cache["k"], cache["v"], context)), cache
+
+    def cache_layouts(self) -> dict[str, str]:
+        """The layouts of what one layer caches; `kv_seq` is the cache's length."""
+        return dict.fromkeys(("k", "v"), f"batch/dp kv_seq {self.kv} d_head")
+
+    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
+        q, k = self.q_norm(self.q(x)), self.k_norm(self.k(x))
+        heads = rotate(q, context.rope), rotate(k, context.rope), self.v(x)
+        return tuple(keep(x, of="attention") for x in heads)
+
+    def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
+        k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
+        return attend(q, k, v, context, scale=self._scale, kernel=self.kernel)
+
+    @property
+    def _scale(self) -> float:
+        return self.temperature * self.sizes["d_head"] ** -0.5
+
+    def _read_by_own_queries(self, kv_BTGK: Array, local_heads: int) -> Array:
+        """The key or value heads that this rank's query heads read: all of them where they are cut alike."""
+        group = self.sizes["heads"] // self.sizes["kv_heads"]
+        wanted = max(local_heads // group, 1)
+        if wanted == kv_BTGK.shape[2]:
+            return kv_BTGK
+        first = offset(Layout.parse("batch/dp seq heads/tp d_head"), "heads", local_heads) // group
+        return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
+
+
+def _as_it_is(x: Array) -> Array:
+    return x

@@ -1,0 +1,116 @@
+"""What a model, a mesh and a schedule must agree on."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from parallax.model.kernels import KERNELS, LANES, widest_head
+from parallax.model.transformer import ModelConfig
+from parallax.runtime.errors import ConfigError, divisors, listed
+from parallax.schedules import Schedule
+from parallax.sharding.layout import named_leaves
+
+
+def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where a model's counts do not divide over the mesh."""
+    if model.vocab < 2:
+        raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
+    for dim in ("heads", "d_ff", "d_model", "vocab"):
+        _check_dim(model, dim, ("tp",), axis_sizes)
+    if model.attention == "gqa" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
+            f"use kv_heads in {listed(divisors(axis_sizes['tp']))} or a multiple of tp."
+        )
+
+
+def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where a dim of a parameter does not divide over the axes that cut it."""
+    for name, layout in named_leaves(layouts).items():
+        for dim, axes in zip(layout.names, layout.axes, strict=True):
+            _check_dim(model, dim, axes, axis_sizes, f", which cut{'' if len(axes) > 1 else 's'} {name}")
+
+
+def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
+    size, pieces = model.sizes[dim], math.prod(axis_sizes[axis] for axis in axes)
+    if size % pieces:
+        cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes)
+        # What a tokenizer or a published model has is not for users to choose: the table is padded instead.
+        multiple = math.lcm(model.vocab_multiple, pieces)
+        larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"
+        padded = f", padded from {model.vocab}," * (dim == "vocab" and size > model.vocab)
+        raise ConfigError(
+            f"model.{dim}={size}{padded} does not divide over {cut}{why}; "
+            f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
+        )
+
+
+def check_stages(model: ModelConfig, schedule: Schedule) -> None:
+    """Raise ConfigError where there are more stages than layers."""
+    if model.layers < schedule.stages:
+        virtual = f" x {schedule.virtual} stages on each" if schedule.virtual > 1 else ""
+        ranks = model.layers // schedule.virtual
+        fewer = f", or pp={ranks} or less" if ranks else ""
+        raise ConfigError(
+            f"model.layers={model.layers} is less than mesh.pp={schedule.ranks}{virtual}; "
+            f"use layers={schedule.stages} or more{fewer}."
+        )
+
+
+def check_kernel(model: ModelConfig, mesh: Any) -> None:
+    """Raise ConfigError where the mesh's devices do not have the attention kernel, or it not the model's dtype or width
+    of heads. A mesh of no devices has them all: who knows what it stands for asks `check_kernel_on`."""
+    if model.kernel == "cudnn" and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.kernel='cudnn' needs model.dtype='bfloat16', not {model.dtype!r}; or use kernel='xla'."
+        )
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+    if device is not None:
+        check_kernel_on(model, device.platform, device.device_kind)
+    else:
+        check_kernel_on(model, KERNELS[model.kernel].native[0], "")
+
+
+def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
+    """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide. Of an
+    unknown kind, "", the most is taken."""
+    runs = KERNELS[model.kernel]
+    if platform not in runs.platforms:
+        needs = " or ".join(f"{name.upper()}s" for name in runs.native)
+        tried = "".join(f", or {name.upper()}s to try it on" for name in runs.interpreted)
+        fit = ", ".join(repr(name) for name, other in KERNELS.items() if platform in other.native)
+        raise ConfigError(
+            f"model.kernel={model.kernel!r} needs {needs}{tried}, and these are {platform.upper()}s ({kind}); "
+            f"use kernel in {{{fit}}}."
+        )
+    width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
+    if model.kernel == "cudnn" and (width % 8 or width > widest):
+        raise ConfigError(
+            f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
+            f"these are {width} wide "
+            f"(model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
+            f"use kernel='xla'."
+        )
+
+
+def check_window(model: ModelConfig, seq: int, key: str = "data.seq") -> None:
+    """Raise ConfigError where so many tokens are more than the model's attention may see: no window is computed."""
+    if 0 < model.sliding_window < seq:
+        raise ConfigError(
+            f"{key}={seq} is longer than model.sliding_window={model.sliding_window}, and windows are not computed; "
+            f"use {model.sliding_window} or less, or model.sliding_window=0 for another model, which sees all tokens."
+        )
+
+
+def check_kernel_seq(model: ModelConfig, seq: int) -> None:
+    """Raise ConfigError where the attention kernel cannot do windows of `seq` tokens."""
+    if model.kernel == "splash" and seq % LANES:
+        more = -(-seq // LANES) * LANES
+        raise ConfigError(
+            f"data.seq={seq} is not a multiple of {LANES}, the least block of model.kernel='splash'; "
+            f"use seq={more}, or kernel='xla'."
+        )
+    if model.kernel == "cudnn" and seq % 2:
+        raise ConfigError(f"data.seq={seq} is odd, which model.kernel='cudnn' does not take; use seq={seq + 1}.")

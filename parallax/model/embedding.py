@@ -1,0 +1,152 @@
+"""Token embedding, in two forms, and the head that reads its table or one of its own."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.model.dropout import Dropout
+from parallax.model.norm import RMSNorm
+from parallax.model.padding import without_padding
+from parallax.model.parameter import parameter
+from parallax.sharding.collectives import all_gather, cut, offset, reshard
+from parallax.sharding.einsum import einsum, einsum_layout
+from parallax.sharding.layout import Layout
+
+
+class TableForm(NamedTuple):
+    """How a vocab table is stored, and which tokens a rank looks up or makes logits of; `rows` cuts the batch."""
+
+    vocab: str  # the vocab dim's cut
+    tokens: str  # the cut of the tokens' seq
+    fsdp: str = "/dp"
+
+    @property
+    def table(self) -> str:
+        return f"{self.vocab} d_model{self.fsdp}"
+
+    def without_fsdp(self) -> "TableForm":
+        """The same form for a table that was gathered over `dp` before."""
+        return self._replace(fsdp="")
+
+    def ids(self, rows: str) -> Layout:
+        return Layout.parse(f"{rows} {self.tokens}")
+
+    def hidden(self, rows: str) -> Layout:
+        """Activations whose d_model is whole, for the tokens that this rank works on."""
+        return Layout.parse(f"{rows} {self.tokens} d_model")
+
+    @property
+    def gathered(self) -> Layout:
+        return Layout.parse(self.table).without("dp")
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        return self.gathered.cut_of("vocab")
+
+
+EMBEDDINGS = {
+    # Every rank has a part of the vocab and works on all tokens: partial sums, logits cut over the vocab.
+    "vocab_parallel": TableForm("vocab/tp", "seq"),
+    # Every rank has the whole vocab and works on its part of the tokens; all-to-all leads to the residual.
+    "all_to_all": TableForm("vocab", "seq/tp"),
+}
+
+INITIAL_STD = 0.02
+
+
+def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], entries: int) -> Array:
+    """Declare a table as a parameter of `module`; rows behind its first `entries` are padding, and begin as zeros.
+
+    The entries begin as they would without padding.
+    """
+
+    def initial(key: Array, shape: tuple[int, ...]) -> Array:
+        table_VD = nn.initializers.normal(INITIAL_STD)(key, shape, jnp.float32)
+        if entries == sizes["vocab"]:
+            return table_VD
+        return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
+
+    return parameter(module, "table", form.table, sizes, initial)
+
+
+class Embedding(nn.Module):
+    """Rows of the table for token ids [B, S] that every `tp` rank holds; returns the residual's layout.
+
+    An id that the vocab does not have, as those of its padding, gets NaN.
+
+    Communication, vocab_parallel:
+        forward   all_gather of the table over dp if it is cut over dp; reduce_scatter of what was found over tp
+        backward  the transposes
+    Communication, all_to_all:
+        forward   all_gather of the table over dp if it is cut over dp;
+                  all_to_all of what was found over tp if the residual is cut over d_model
+        backward  the transposes
+    """
+
+    form: TableForm
+    rows: str  # how the batch is cut: "batch/dp", or "batch/dp/pp" where pipeline ranks share the work
+    residual: str
+    sizes: Mapping[str, int]
+    entries: int  # of the vocab; the table's other rows are padding
+    dtype: str
+    dropout: float
+
+    @nn.compact
+    def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
+        table = vocab_table(self, self.form, self.sizes, self.entries).astype(self.dtype)
+        table = all_gather(f"{self.form.table} -> {self.form.gathered}", table)
+        ids = cut(f"{self.rows} seq -> {self.form.ids(self.rows)}", ids_BS)
+        first = offset(self.form.gathered, "vocab", table.shape[0])
+        found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        # A factor: the backward pass needs it alone, and not the table again.
+        found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
+        partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)
+        residual = with_rows(self.residual, self.rows)
+        x = reshard(f"{partial} -> {residual}", found)
+        return Dropout(str(residual), self.sizes, self.dropout, site=0)(x, rows_B, key)
+
+
+class Head(nn.Module):
+    """The final norm, and logits from a table: the embedding's when tied, else its own.
+
+    Communication, vocab_parallel:
+        forward   all_reduce of the squares over tp if the residual is cut over d_model; all_gather of x over tp
+        backward  the transposes; all_reduce of what the norm needs over tp if the residual is cut over d_model
+    Communication, all_to_all:
+        forward   all_reduce of the squares over tp if the residual is cut over d_model;
+                  all_to_all of x over tp if the residual is cut over d_model
+        backward  the transposes; all_reduce of what the norm needs over tp if the residual is cut over d_model
+    """
+
+    form: TableForm
+    rows: str
+    residual: str
+    sizes: Mapping[str, int]
+    entries: int  # of the vocab; the table's other rows are padding
+    norm_eps: float
+    tied: bool
+
+    def setup(self):
+        self.norm = RMSNorm(str(with_rows(self.residual, self.rows)), self.sizes, self.norm_eps)
+        self.table = None if self.tied else vocab_table(self, self.form, self.sizes, self.entries)
+
+    def __call__(self, x: Array) -> Array:
+        """Normed activations [B, S, D] of the tokens that this rank makes logits of."""
+        before = with_rows(self.residual, self.rows)
+        return reshard(f"{before} -> {self.form.hidden(self.rows)}", self.norm(x))
+
+
+def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int) -> Array:
+    """Logits in float32, cut over the vocab or over the tokens as the form says; -inf for rows of padding."""
+    names = ("batch", "seq", "vocab")
+    out = einsum_layout([form.hidden(rows), form.gathered], names)
+    found = einsum(f"{form.hidden(rows)}, {form.gathered} -> {out}", hidden, table, dtype=jnp.float32)
+    return without_padding(found, form.gathered, entries)
+
+
+def with_rows(residual: str, rows: str) -> Layout:
+    """The residual's layout with the batch cut as `rows` says."""
+    return Layout.parse(residual).with_cut("batch", Layout.parse(rows).cut_of("batch"))

@@ -1,0 +1,302 @@
+"""Attention that never holds its scores: JAX's splash attention for TPU, and cuDNN's for GPU.
+
+The kernels of Pallas know nothing of the types that say over which axes of the mesh a value varies, so they run in a
+shard_map of their own without that check, the only one of this project. JAX cannot know there which gradients are to be
+summed; it is told from outside: what goes in varies over all axes of any operand, so that the transpose of letting it
+vary is the sum, and the forward and the backward pass are each a program of one device, which sends nothing.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import PartitionSpec as P
+
+from parallax.model.remat import keep
+from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
+
+
+class Runs(NamedTuple):
+    """The platforms, as JAX calls them, on which a kernel runs, and those that only interpret it, slowly."""
+
+    native: tuple[str, ...]
+    interpreted: tuple[str, ...] = ()
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """All on which it gives results."""
+        return self.native + self.interpreted
+
+
+# What model.kernel may be, and the only place that says where each of them runs.
+KERNELS = {
+    "xla": Runs(("cpu", "gpu", "tpu")),
+    "cudnn": Runs(("gpu",)),
+    "splash": Runs(("tpu",), interpreted=("cpu",)),
+}
+# Entries of a head that cuDNN's attention takes, as JAX limits them: by compute capability, which only a GPU that is
+# here could say, so by the names of those that have 9.0 or more.
+WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
+SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
+LANES = 128  # of a TPU's vector registers; blocks are multiples of it
+LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
+
+
+def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BS: Array, *, scale: float) -> Array:
+    """Softmax attention of each token to those before it in its own segment, [B, S, H, K]. No communication.
+
+    Blocks of the scores live in the kernel's memory, one at a time; blocks after the diagonal are skipped. The backward
+    pass makes them again from q, k, v, the output and each row's logsumexp in float32. `S` is a multiple of 128.
+    """
+    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BS)
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
+
+
+def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Array, *, scale: float) -> Array:
+    """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
+
+    cuDNN takes the mask as a bias, so it computes the scores that the mask hides, too. JAX looks for a GPU when it
+    traces the call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and
+    products takes its place, so that a step for GPUs is reported and planned on any machine.
+    """
+    if devices_known():
+        heads = q_BSHJ, k_BTGJ, v_BTGJ
+        return jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="cudnn")
+    bias_B1ST = jnp.where(mask, 0, jnp.finfo(q_BSHJ.dtype).min / 2).astype(q_BSHJ.dtype)
+    arrays = q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return described_attention(*(as_varying(x, axes) for x in arrays), scale)
+
+
+def widest_head(kind: str) -> int:
+    """Entries of a query that cuDNN's attention takes on devices of this kind; at most, where it is unknown, "".
+
+    >>> widest_head("NVIDIA A100-SXM4-80GB"), widest_head("NVIDIA H100")
+    (128, 256)
+    """
+    return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
+
+
+def devices_known() -> bool:
+    """Whether what is traced now is for devices: not where its mesh is abstract."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.abstract_device is not None
+
+
+def block_tokens(seq: int) -> int:
+    """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`.
+
+    >>> [block_tokens(seq) for seq in (128, 768, 2048, 4096)]
+    [128, 256, 512, 512]
+    """
+    return next(size for size in (LARGEST_BLOCK, 256, LANES) if seq % size == 0)
+
+
+# ---- the kernel and its gradient
+
+
+class Pull(NamedTuple):
+    """How the backward pass is put together again: its structure, and where each of its arrays comes from."""
+
+    structure: Any
+    given: tuple[int | None, ...]  # among the saved arrays
+    tables: tuple[Array | None, ...]  # constants of the kernel: which blocks are computed
+
+
+@jax.tree_util.register_static
+class Fixed:
+    """A value that JAX carries along as it is; equal to nothing but itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+@jax.custom_vjp
+def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return unchecked(lambda *arrays: _kernel_of(*arrays)(*arrays[:3]), q, k, v, segments)
+
+
+def _forward(*arrays: Array) -> tuple[Array, Any]:
+    made = {}
+
+    def run(*arrays: Array) -> tuple[Array, list[Array]]:
+        out, pull = jax.vjp(_kernel_of(*arrays), *arrays[:3])
+        leaves, structure = jax.tree.flatten(pull)
+        tables = {id(leaf): leaf for leaf in _tables(arrays[0])}
+        rest = [leaf for leaf in leaves if id(leaf) not in tables and all(leaf is not x for x in (*arrays, out))]
+        place = {id(x): at for at, x in enumerate((*arrays, out, *rest))}
+        given = tuple(place.get(id(leaf)) for leaf in leaves)
+        made["pull"] = Pull(structure, given, tuple(tables.get(id(leaf)) for leaf in leaves))
+        return out, rest
+
+    out, rest = jax.tree.map(functools.partial(keep, of="attention"), unchecked(run, *arrays))
+    return out, ([*arrays, out, *rest], Fixed(made["pull"]))
+
+
+def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    arrays, pull = saved[0], saved[1].value
+
+    def run(dy: Array, *arrays: Array) -> tuple[Array, ...]:
+        leaves = [table if at is None else arrays[at] for at, table in zip(pull.given, pull.tables, strict=True)]
+        return jax.tree.unflatten(pull.structure, leaves)(dy)
+
+    return *unchecked(run, dy, *arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _kernel_of(q: Array, k: Array, v: Array, segments: Array) -> Callable:
+    """The kernel for these shapes and segments, of q [B, H, S, J], k [B, G, S, J] and v [B, G, S, K]."""
+    kernel = _kernel(*q.shape[1:3], _interpreted())
+    row = lambda q, k, v, segments: kernel(q, k, v, splash.SegmentIds(segments, segments))  # noqa: E731
+    return lambda q, k, v: jax.vmap(row)(q, k, v, segments)
+
+
+def _tables(q: Array) -> list[Array]:
+    return jax.tree.leaves(_kernel(*q.shape[1:3], _interpreted()))
+
+
+@functools.cache
+def _kernel(heads: int, seq: int, interpreted: bool) -> Callable:
+    size = block_tokens(seq)
+    forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
+    # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
+    backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
+    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq))] * heads)
+    with jax.ensure_compile_time_eval():  # constants, whatever is being traced when they are first needed
+        return splash.make_splash_mha(
+            mask,
+            block_sizes=splash.BlockSizes(**forward, **backward),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpreted,
+        )
+
+
+def _interpreted() -> bool:
+    """Whether what is traced now will run on CPUs, where Pallas interprets its kernels."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
+
+
+def unchecked(function: Callable, *arrays: Array) -> Any:
+    """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does.
+
+    For JAX's splash kernels, which declare no replication types, so that the check refuses their results. What stands
+    around the call is checked: the results have the types that they have in truth.
+
+    Not to be differentiated: a replicated operand's gradient would be that of one device.
+    """
+    if not bound_axis_sizes():
+        return function(*arrays)
+    axes = frozenset().union(*map(varying_axes, arrays))
+    # A bitcast to the same type is a value of which nothing is known.
+    run = lambda *arrays: function(*(lax.bitcast_convert_type(x, x.dtype) for x in arrays))  # noqa: E731
+    mesh = jax.sharding.get_abstract_mesh()
+    local = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+    return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
+
+
+# ---- what cuDNN takes, gives and multiplies, as Pallas calls
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """What cuDNN computes, in calls of which each is one of its own; for tracing, and interpreted on CPU for tests."""
+    return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
+
+
+def _described_forward(q: Array, k: Array, v: Array, bias: Array, scale: float) -> tuple[Array, Any]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref):
+        scores_BGHST = _scores(q_ref[...], k_ref[...], bias_ref[...], scale)
+        logsumexp = jax.nn.logsumexp(scores_BGHST, axis=-1, keepdims=True)
+        weights = jnp.exp(scores_BGHST - logsumexp).astype(v_ref.dtype)
+        out_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", weights, v_ref[...]).reshape(out_ref.shape)
+        logsumexp_ref[...] = logsumexp.reshape(logsumexp_ref.shape)
+
+    rows, seq, heads, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, seq), jnp.float32)]
+    out, logsumexp = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_fwd", interpret=True), q, k, v, bias)
+    return out, (q, k, v, bias, out, logsumexp)
+
+
+def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Array, Array, Array]:
+    def kernel(q_ref, k_ref, v_ref, bias_ref, out_ref, logsumexp_ref, dy_ref, dq_ref, dk_ref, dv_ref):
+        q, k, v, dy = q_ref[...], k_ref[...], v_ref[...], _by_group(dy_ref[...], k_ref.shape[2])
+        scores_BGHST = _scores(q, k, bias_ref[...], scale)
+        weights = jnp.exp(scores_BGHST - logsumexp_ref[...].reshape(*scores_BGHST.shape[:-1], 1))
+        dv_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", weights.astype(v.dtype), dy)
+        dweights = jnp.einsum("BSGHJ,BTGJ->BGHST", dy, v, preferred_element_type=jnp.float32)
+        own = (dy.astype(jnp.float32) * _by_group(out_ref[...], k.shape[2])).sum(axis=-1)
+        dscores = (scale * weights * (dweights - own.transpose(0, 2, 3, 1)[..., None])).astype(q.dtype)
+        dq_ref[...] = jnp.einsum("BGHST,BTGJ->BSGHJ", dscores, k).reshape(dq_ref.shape)
+        dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
+    grads = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_bwd", interpret=True), *saved, dy)
+    return *grads, jnp.zeros_like(saved[3])
+
+
+described_attention.defvjp(_described_forward, _described_backward)
+
+
+def _by_group(x_BSHJ: Array, groups: int) -> Array:
+    """Query heads beside those of their group, [B, S, G, H / G, J]."""
+    rows, seq, heads, width = x_BSHJ.shape
+    return x_BSHJ.reshape(rows, seq, groups, heads // groups, width)
+
+
+def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
+    """In float32, [B, G, H / G, S, T]."""
+    q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
+    scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
+    return scale * scores + bias_B1ST[:, :, None]
+
+
+# ---- what the kernels cost
+
+
+def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+    """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
+
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again.
+
+    >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
+    True
+    """
+    blocks, size = seq // block_tokens(seq), block_tokens(seq)
+    scores = rows * heads * blocks * (blocks + 1) // 2 * size * size
+    # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
+    widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
+    return 2 * scores * widths[part]
+
+
+def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+    """The same of cuDNN's, which computes all scores, and makes them again once: `part` is "fwd" or "bwd"."""
+    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
+    return 2 * rows * heads * seq * seq * widths[part]
+
+
+def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
+    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's.
+
+    `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
+    """
+    if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
+        rows, seq, heads, width = float_shapes[0]
+        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
+    part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
+    if not part:
+        return None
+    q, _, v, *_ = float_shapes
+    *rows, heads, seq, d_qk = q
+    return attention_flops(part[1], rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=v[-1])

@@ -1,0 +1,133 @@
+"""Cross-entropy in float32 over chunks of tokens, the vocab cut or not; never more than one chunk of logits."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.model.batch import IGNORED
+from parallax.model.padding import without_padding
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
+from parallax.sharding.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """`z_coefficient` weighs logsumexp(logits)^2; `chunk_tokens` bounds the logits that exist at once."""
+
+    z_coefficient: float
+    chunk_tokens: int
+
+    def __post_init__(self):
+        if not (math.isfinite(self.z_coefficient) and self.z_coefficient >= 0):
+            raise ConfigError(f"loss.z_coefficient={self.z_coefficient!r} must be 0 or more; 1e-4 is usual.")
+        if isinstance(self.chunk_tokens, bool) or self.chunk_tokens < 1:
+            raise ConfigError(f"loss.chunk_tokens={self.chunk_tokens!r} must be 1 or more; 1024 is usual.")
+
+
+def cross_entropy(
+    logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
+) -> Array:
+    """Sums over tokens of `-log p(label)` and of `z_coefficient * logsumexp^2`, [2]; ignored labels count nothing.
+
+    `table` says how the vocab is cut; each rank gives its columns, and all get the same sum. Columns behind the first
+    `entries` of the vocab, its padding, have no share.
+
+    Communication:
+        forward   all_reduce of the largest logit, the sum and the label's logit over tp if the vocab is cut over tp
+        backward  nothing
+    """
+    return token_losses(logits_CV, labels_C, table, z_coefficient, entries).sum(axis=1)
+
+
+def token_losses(
+    logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
+) -> Array:
+    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is IGNORED.
+
+    Where it is no id of the vocab either, both are NaN, and so are their gradients. `entries` are those of the vocab,
+    where columns behind them are padding.
+
+    Its communication is that of `cross_entropy`, which adds these up.
+    """
+    axes = table.cut_of("vocab")
+    if entries is not None:
+        logits_CV = without_padding(logits_CV, table, entries)
+    top_C = max_over(lax.stop_gradient(logits_CV).max(axis=-1), axes)
+    exp_sum_C = sum_over(jnp.exp(logits_CV - top_C[:, None]).sum(axis=-1), axes)
+    logsumexp_C = top_C + jnp.log(exp_sum_C)
+    columns_V = offset(table, "vocab", logits_CV.shape[1]) + jnp.arange(logits_CV.shape[1])
+    is_label_CV = columns_V[None, :] == labels_C[:, None]
+    label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
+    losses_2C = jnp.stack([logsumexp_C - label_logit_C, z_coefficient * jnp.square(logsumexp_C)])
+    vocab = entries or logits_CV.shape[1] * math.prod(size for axis, size in bound_axis_sizes().items() if axis in axes)
+    known_C = (labels_C == IGNORED) | (labels_C >= 0) & (labels_C < vocab)
+    losses_2C *= jnp.where(known_C, 1, jnp.nan)[None]  # a factor: the gradient is NaN, too
+    return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
+
+
+def chunked_loss(
+    config: LossConfig,
+    table: Layout,
+    table_VD: Array,
+    hidden_ND: Array,
+    labels_N: Array,
+    *,
+    entries: int | None = None,
+) -> Array:
+    """The sums [2] of `cross_entropy` over N tokens, forward only."""
+    loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient, entries=entries)
+    _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))
+    return losses.sum(axis=0)
+
+
+def chunked_loss_and_grads(
+    config: LossConfig,
+    table: Layout,
+    table_VD: Array,
+    hidden_ND: Array,
+    labels_N: Array,
+    weight: Array,
+    earlier_VD: Array | None = None,
+    *,
+    entries: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """The sums [2], and `weight` times the gradients of both in table (float32) and hidden, chunk by chunk.
+
+    The table's gradient is added to `earlier_VD`, if that is given: apart it would take a second table's room.
+
+    Forward and backward of a chunk run together, so that no logits are kept or made twice. `table_VD` must vary
+    over every bound axis: its gradient is this device's share, for the caller to sum once.
+    """
+
+    def step(grad_VD, chunk):
+        hidden_CD, labels_C = chunk
+        how = dict(layout=table, z_coefficient=config.z_coefficient, entries=entries)
+        loss_of = partial(_chunk_loss, labels_C=labels_C, **how)
+        loss, pull = jax.vjp(loss_of, table_VD, hidden_CD)
+        table_grad, hidden_grad = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
+        return grad_VD + table_grad.astype(jnp.float32), (loss, hidden_grad)
+
+    start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
+    grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
+    return losses.sum(axis=0), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
+
+
+def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float, entries: int | None) -> Array:
+    logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
+    return cross_entropy(logits_CV, labels_C, layout, z_coefficient, entries)
+
+
+def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:
+    """Tokens in equal chunks of at most `chunk_tokens`; ignored ones fill the last chunk."""
+    tokens = len(labels_N)
+    count = -(-tokens // config.chunk_tokens)
+    size = -(-tokens // count)
+    fill = count * size - tokens
+    hidden_ND = jnp.pad(hidden_ND, ((0, fill), (0, 0)))
+    labels_N = jnp.pad(labels_N, (0, fill), constant_values=IGNORED)
+    return hidden_ND.reshape(count, size, -1), labels_N.reshape(count, size)

@@ -1,0 +1,48 @@
+"""The gated MLP, SwiGLU (Shazeer 2020)."""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+from jax import Array
+
+from parallax.model.dense import Dense
+from parallax.model.families import Family
+from parallax.model.remat import keep
+from parallax.sharding.collectives import reshard
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
+
+    Communication, column_row:
+        forward   all_gather of x over tp; reduce_scatter of the result over tp
+        backward  the transposes
+    Communication, scatter:
+        forward   all_to_all of x over tp if it is cut over seq; reduce_scatter of gate, up and the result over tp
+        backward  the transposes
+    """
+
+    residual: str
+    family: Family
+    sizes: Mapping[str, int]
+    dtype: str
+    out_scale: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        whole, wide = self.family.input("d_model"), "batch/dp seq d_ff/tp"
+        x = reshard(f"{self.residual} -> {whole}", x)
+        kernel = self.family.into("d_model", "d_ff/tp")
+        gate = Dense(kernel, whole, wide, self.sizes, self.dtype, name="gate")(x)
+        up = Dense(kernel, whole, wide, self.sizes, self.dtype, name="up")(x)
+        down = Dense(
+            self.family.back("d_ff/tp"),
+            wide,
+            self.residual,
+            self.sizes,
+            self.dtype,
+            scale=self.out_scale,
+            name="down",
+        )
+        gate, up = keep(gate, of="mlp"), keep(up, of="mlp")
+        return down(nn.silu(gate) * up)

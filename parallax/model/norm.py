@@ -1,0 +1,40 @@
+"""RMSNorm over the last dim, cut or not (Zhang and Sennrich 2019, equation 4)."""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.model.parameter import parameter
+from parallax.sharding.collectives import all_reduce
+from parallax.sharding.layout import Layout
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * scale`, computed in float32.
+
+    Communication:
+        forward   all_reduce of one number a token over tp if the last dim is cut over tp
+        backward  all_reduce of one number a token over tp if the last dim is cut over tp
+    """
+
+    x: str
+    sizes: Mapping[str, int]
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        layout = Layout.parse(self.x)
+        dim, axes = layout.names[-1], layout.axes[-1]
+        tokens = Layout(layout.names[:-1], layout.axes[:-1])
+        scale = parameter(self, "scale", "/".join((dim, *axes)), self.sizes, _ones)
+        wide = x.astype(jnp.float32)
+        squares = jnp.sum(jnp.square(wide), axis=-1)
+        squares = all_reduce(f"{tokens.with_partial(*axes)} -> {tokens}", squares)
+        inverse = lax.rsqrt(squares / self.sizes[dim] + self.eps)
+        return (wide * inverse[..., None] * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _ones(key: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.ones(shape, jnp.float32)

@@ -1,0 +1,314 @@
+"""ShardedModel: a model, cut over a mesh as its strings say; the mathematics is the model's, on every mesh."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.model.batch import BATCH_ARRAYS, checked
+from parallax.model.checks import (
+    check_divides,
+    check_kernel,
+    check_kernel_seq,
+    check_layouts,
+    check_stages,
+    check_window,
+)
+from parallax.model.context import Context, training_context
+from parallax.model.loss import LossConfig
+from parallax.model.parameter import layouts_of
+from parallax.model.transformer import LayoutConfig, ModelConfig, Parts
+from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
+from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.ends import Tokens, Work
+from parallax.pipeline.inside import InsideEnds, LossEnds, folds
+from parallax.pipeline.loops import LayerLoop
+from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
+from parallax.pipeline.overview import Overview
+from parallax.pipeline.spread import SpreadEnds
+from parallax.pipeline.storage import ENDS, Storage
+from parallax.runtime.errors import ConfigError
+from parallax.schedules import Schedule, by_name, in_turn
+from parallax.sharding.collectives import as_varying, offset, sum_over
+from parallax.sharding.compiler import first_group, relays_what_is_read
+from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import AXES, is_simulated
+
+BATCH = Layout.parse("batch/dp seq")
+DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
+SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
+
+
+class ShardedModel(Overview):
+    """Parameters, loss, gradients and logits of a model on a mesh.
+
+    `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
+    Raises ConfigError when a size does not divide over its axes.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        pipeline: PipelineConfig,
+        fsdp: FsdpConfig,
+        loss: LossConfig,
+        mesh: Any,
+    ):
+        self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
+        self.mesh, self.fsdp = mesh, fsdp
+        fsdp.check_gather(pipeline.gather)
+        self.axis_sizes: dict[str, int] = {axis: mesh.shape[axis] for axis in AXES}
+        check_divides(model, self.axis_sizes)
+        check_kernel(model, mesh)
+        self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
+        check_stages(model, self.schedule)
+        self.arrangement = Arrangement(self.schedule.placement, model.layers)
+        declared = jax.eval_shape(self._declare, jax.random.key(0))
+        used = layouts_of(declared)
+        self.layouts = self.arrangement.stored_parts(used, model.sizes, self.axis_sizes)
+        check_layouts(model, self.layouts, self.axis_sizes)
+        self.storage = Storage(
+            self.layouts,
+            used,
+            self.arrangement,
+            model.dtype,
+            fsdp.reduce,
+            first_group(mesh, "dp"),
+            once=pipeline.gathered_once,
+        )
+        self.shapes = nn.meta.unbox(declared)
+        self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
+        self.batch_sharding = NamedSharding(mesh, BATCH.spec())
+
+    def init(self, seed: int) -> Any:
+        """Initial parameters in float32; bitwise the same on every mesh."""
+        # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
+        options = {"xla_backend_optimization_level": 0} if self._simulated else None
+        declare = jax.jit(
+            lambda key: nn.meta.unbox(self._declare(key)), out_shardings=self.shardings, compiler_options=options
+        )
+        return declare(jax.random.key(seed))
+
+    def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
+        """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are
+        not ignored; "tokens", their number; with a z-coefficient "z_loss", which the gradients include.
+
+        `batch` holds int32 arrays [global_batch, seq]: tokens, labels, segments, positions, as model.batch has them;
+        labels are -1 where there is nothing to predict. `noise` is int32 [2], (seed, step) of dropout; None drops
+        nothing. Gradients are float32, cut as their parameters.
+        """
+        return self.mapped(self._loss_and_grad, (P(), self._specs))(params, self.checked(batch), noise)
+
+    def loss(self, params: Any, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """The metrics of `loss_and_grad`, forward only and without dropout."""
+        return self.mapped(self._loss, P())(params, self.checked(batch), None)
+
+    def activations(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None) -> Array:
+        """What embedding and layers give in the forward pass of `loss_and_grad`: see ObservedStage."""
+        return self.mapped(self._activations, P())(params, self.checked(batch), noise)
+
+    def logits(
+        self, params: Any, tokens: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Logits [global_batch, seq, vocab] in float32 of int32 tokens [global_batch, seq]; forward only.
+
+        Those of a vocab's padding are there, too, and -inf. Without `segments` each row is one document; without
+        `positions` they count from 0 in each row.
+        """
+        given = {"tokens": tokens, "segments": segments, "positions": positions}
+        given = {name: array for name, array in given.items() if array is not None}
+        batch = checked(given, self.model.vocab, names=tuple(given))
+        tokens = batch["tokens"]
+        self.check_batch(*tokens.shape, microbatches=1)
+        self._check_shared_rows(len(tokens))
+        counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
+        batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
+        return self.mapped(self._logits, self._logits_layout.spec())(params, batch, None)
+
+    def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """The batch's arrays as int32; DataError or ConfigError unless the model, cut over its mesh, can take them."""
+        arrays = checked(batch, self.model.vocab)
+        self.check_batch(*arrays["tokens"].shape)
+        return arrays
+
+    def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
+        """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
+        sizes, microbatches = self.axis_sizes, microbatches or self.pipeline.microbatches
+        pieces = sizes["dp"] * microbatches
+        if global_batch % pieces:
+            raise ConfigError(
+                f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x "
+                f"pipeline.microbatches={microbatches}; use a multiple of {pieces}."
+            )
+        if self.schedule.head == "between":
+            self._check_shared_rows(global_batch)
+        if seq % sizes["tp"]:
+            raise ConfigError(
+                f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
+            )
+        check_window(self.model, seq)
+        check_kernel_seq(self.model, seq)
+        self._check_folds(global_batch // pieces, seq)
+
+    def _check_shared_rows(self, global_batch: int) -> None:
+        """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
+        dp, pp = self.axis_sizes["dp"], self.axis_sizes["pp"]
+        if global_batch % (dp * pp):
+            raise ConfigError(
+                f"data.global_batch={global_batch} does not divide over mesh.dp={dp} x mesh.pp={pp}, "
+                f"which share embedding and head by rows; use a multiple of {dp * pp}."
+            )
+
+    def _check_folds(self, rows: int, seq: int) -> None:
+        """The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them."""
+        pieces = folds(rows, self.axis_sizes["pp"]) * self.axis_sizes["tp"]
+        if seq % pieces:
+            raise ConfigError(
+                f"data.seq={seq} does not divide over {pieces}: mesh.pp={self.axis_sizes['pp']} ranks and "
+                f"mesh.tp={self.axis_sizes['tp']} share the head of a microbatch, which has {rows} rows on a device; "
+                f"use a multiple of {pieces}, or more rows."
+            )
+
+    # ---- parameters
+
+    def _parts(self, rows: str, *, gathered: bool) -> Parts:
+        family, form = self.layout.family, self.layout.form
+        if gathered:
+            family, form = family.gathered(), form.without_fsdp()
+        kv = self.model.kv(self.axis_sizes["tp"])
+        return Parts.build(self.model, self.layout.residual, family, form, kv, rows)
+
+    def _declare(self, key: Array) -> Any:
+        return self._parts("batch/dp", gathered=False).declare(key)
+
+    @property
+    def _simulated(self) -> bool:
+        return is_simulated(self.mesh)
+
+    @property
+    def _specs(self) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    # ---- what runs on each device
+
+    def mapped(self, local: Callable, out_specs: Any) -> Callable:
+        specs = (self._specs, BATCH.spec(), P())
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
+
+    def _loss_and_grad(self, params, batch, noise):
+        executor, ends_state, blocks = self.ready(params, batch, noise)
+        ends, state = executor.ends, executor.run(ends_state)
+        ended = ends.finish(state.ends)
+        block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
+        grads = self.storage.end_grads(ended.grads) | {"blocks": self.storage.block_grads(block_grads)}
+        return self._metrics(ended.loss, ends.work, ends.tokens), self.storage.sum_grads(grads)
+
+    def ready(self, params, batch, noise):
+        """The executor of a training step, the first state of its ends, and the weights of this rank's layers."""
+        tokens = self._tokens(batch, noise, self.pipeline.microbatches)
+        weight = 1 / jnp.maximum(tokens.count(), 1)
+        weights = jax.tree.map(as_varying, params)
+        spread = self.schedule.head == "between"
+        work = self._work(weights, tokens.key, rows=SPREAD if spread else "batch/dp")
+        ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight, self.schedule.placement[-1])
+        blocks = self.storage.blocks(weights["blocks"])
+        return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
+
+    def _loss(self, params, batch, noise):
+        executor = self._evaluator(params, batch, noise, Stage)
+        ends = executor.ends
+        return self._metrics(executor.run_forward(ends.start(1)).ends, ends.work, ends.tokens)
+
+    def _activations(self, params, batch, noise):
+        executor = self._evaluator(params, batch, noise, ObservedStage)
+        return all_seen(executor.run_forward(executor.ends.start(1), nothing_seen(self.model.layers)).kept)
+
+    def _evaluator(self, params, batch, noise, kind):
+        tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches, noise)
+        work = self._work(weights, tokens.key, rows="batch/dp")
+        ends = LossEnds(work, tokens, jnp.float32(1), schedule.placement[-1])
+        return self._executor(schedule, self.storage.blocks(weights["blocks"]), ends, kind)
+
+    def _logits(self, params, batch, noise):
+        tokens, weights, schedule = self._forward(params, batch, 1)
+        ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
+        executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
+        return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).ends.exits))
+
+    def _forward(self, params, batch, microbatches, noise=None):
+        """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
+        tokens = self._tokens(batch, noise, microbatches)
+        return tokens, jax.tree.map(as_varying, params), in_turn(self.schedule.placement, microbatches)
+
+    def _executor(self, schedule: Schedule, blocks: Any, ends: Any, kind: type[Stage] = Stage) -> Executor:
+        return Executor(
+            schedule,
+            self._stage(kind),
+            blocks,
+            partial(self._context, ends.tokens),
+            ends,
+            self.layout.residual,
+            self.pipeline.branches,
+            messages_last=self._simulated,
+        )
+
+    def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
+        cut = {name: array.reshape(microbatches, -1, array.shape[-1]) for name, array in batch.items()}
+        rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
+        key = None
+        if noise is not None and self.model.dropout > 0:
+            root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
+            key = as_varying(jax.random.fold_in(root, noise[1]))
+        arrays = (cut[name] for name in BATCH_ARRAYS)
+        return Tokens(*arrays, rows.reshape(microbatches, -1), key)
+
+    def _context(self, tokens: Tokens, microbatch: Array) -> Context:
+        at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
+        positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
+        masked = self.model.kernel != "splash"
+        return training_context(self.model.rope, positions, segments, rows, tokens.key, masked=masked)
+
+    def _stage(self, kind: type[Stage]) -> Stage:
+        block = self._parts(SPREAD, gathered=True).block
+        loop = LayerLoop(
+            *self.storage.layer_moves(),
+            self.arrangement.stage_layers,
+            self.arrangement.own_numbers(),
+            self.arrangement.uneven,
+            masked=self.pipeline.branches == "mask",
+            prefetch=self.fsdp.prefetch == 1,
+            in_turn=self._simulated,
+        )
+        return kind(
+            lambda weights, x, context: block.apply({"params": weights}, x, context),
+            loop,
+            self.pipeline.remat,
+            self.schedule.split,
+            in_rows=relays_what_is_read(self.mesh),
+        )
+
+    def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
+        """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
+        parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
+        moves = {part: self.storage.end_moves(part) for part in ENDS}
+        gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
+        once = self.storage.once.issuperset(ENDS)
+        return Work(parts, self.loss_config, gathers, scatters, once, self.storage.ends(weights), key)
+
+    def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
+        count = tokens.count()
+        loss, z_loss = sum_over(loss_sum, work.loss_axes) / jnp.maximum(count, 1)
+        metrics = {"loss": loss, "tokens": count}
+        return metrics | {"z_loss": z_loss} if self.loss_config.z_coefficient else metrics
+
+    @property
+    def _logits_layout(self) -> Layout:
+        form, ids = self.layout.form, self.layout.form.ids(SPREAD)
+        return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))

@@ -1,0 +1,90 @@
+"""Compiled programs, kept between runs: where JAX's persistent compilation cache lies.
+
+Who can write there can have this process run any program, so the folder that is chosen unasked is the user's alone.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from parallax.runtime.errors import tell
+from parallax.runtime.multihost import agree, is_first, is_shared
+
+AUTO, OFF = "auto", "off"
+
+_ours: str | None = None  # the folder that we told JAX; another one is of the user's program or environment
+
+
+def use_compile_cache(setting: str) -> None:
+    """Have JAX keep compiled programs where train.compile_cache says; to be called before anything large is compiled.
+
+    A folder that cannot be used is a line on stderr. What JAX was told before, by JAX_COMPILATION_CACHE_DIR or by the
+    program, stays. With several processes, which all read what the first one writes, all must see the folder: where
+    some find a program and others compile it, those can wait for the first for ever.
+    """
+    if jax.config.jax_compilation_cache_dir not in (None, "", _ours):
+        return
+    if setting == OFF or not _may_keep(setting):
+        _tell_jax(None)
+        return
+    folder = agree("the compilation cache", _made(setting) if is_first() else "")
+    if folder and not is_shared(Path(folder)):
+        _complain(f"the processes do not share {folder}; name a folder that they share in train.compile_cache")
+        folder = ""
+    _tell_jax(folder or None)
+
+
+def users_folder(environment: Mapping[str, str]) -> Path:
+    """The folder for compiled programs among the user's caches, as the XDG base directories have it.
+
+    >>> users_folder({"XDG_CACHE_HOME": "/scratch/cache"}).as_posix()
+    '/scratch/cache/parallax/jax'
+    """
+    caches = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path.home() / ".cache") / "parallax" / "jax"
+
+
+def _may_keep(setting: str) -> bool:
+    """Whether programs of these devices may be kept: on CPU, ones with collectives have hung when they were loaded."""
+    if jax.default_backend() != "cpu":
+        return True
+    if setting != AUTO and jax.device_count() > 1:
+        _complain("those of several CPU devices can hang when they are loaded again (train.compile_cache)")
+        return False
+    return setting != AUTO
+
+
+def _made(setting: str) -> str:
+    """The folder, which can be written in; "" where it cannot, which is said."""
+    try:
+        folder = users_folder(os.environ) if setting == AUTO else Path(setting).expanduser().absolute()
+        for path in (folder.parent, folder):
+            path.mkdir(mode=0o700 if setting == AUTO else 0o777, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # the latter where the user has no home
+        _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        return ""
+    about = folder.stat()
+    if setting == AUTO and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        _complain(f"others than this user can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
+        return ""
+    return str(folder)
+
+
+def _complain(why: str) -> None:
+    if is_first():
+        tell(f"compiled programs are not kept: {why}", sys.stderr)
+
+
+def _tell_jax(folder: str | None) -> None:
+    global _ours
+    if folder != _ours:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+        _ours = folder

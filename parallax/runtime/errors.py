@@ -1,0 +1,275 @@
+"""Errors that a user can cause: each quotes what was written, measures, and advises."""
+
+import contextlib
+import difflib
+import errno
+import math
+import os
+import re
+import select
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+# What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
+EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
+EXIT_CHECKPOINT = 3  # a checkpoint is missing, damaged or of another model, or cannot be written
+EXIT_NUMBERS = 4  # loss or gradient not finite, or other bits when a step is computed again: faulty hardware
+EXIT_DATA = 5  # a corpus, a shard or a tokenizer
+EXIT_RESTART = 75  # nothing is wrong here, start the same command again: EX_TEMPFAIL of sysexits.h
+NOT_WORTH_A_RESTART = (EXIT_BAD_INPUT, EXIT_CHECKPOINT, EXIT_NUMBERS, EXIT_DATA)
+INTERRUPTED = 130  # as shells count Ctrl-C
+
+LARGEST_INT32 = 2**31 - 1  # devices count in int32
+QUOTED_LETTERS = 80  # of what was written, in an error
+LONGEST_PATH = 4096  # letters: who reads of a file wants to find it
+LISTED_NUMBERS = LISTED_NAMES = 12
+
+URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
+MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
+
+JOINERS = "\u200c\u200d"  # within words and emoji
+
+
+class ParallaxError(ValueError):
+    """Base of all errors that a user can cause. `exit_status` is what the command line ends with."""
+
+    exit_status = EXIT_BAD_INPUT
+
+
+class ConfigError(ParallaxError):
+    """A setting is wrong, or two settings do not agree."""
+
+
+class NotationError(ParallaxError):
+    """A layout string is wrong, or an array does not fit it."""
+
+
+class DataError(ParallaxError):
+    """A corpus, a shard or a tokenizer is missing, damaged or does not fit the model."""
+
+    exit_status = EXIT_DATA
+
+
+class CheckpointError(ParallaxError):
+    """A checkpoint is missing, damaged or of another model."""
+
+    exit_status = EXIT_CHECKPOINT
+
+
+class LostError(ParallaxError):
+    """Another process of the job is gone, or does not come; the same command goes on from the last checkpoint."""
+
+    exit_status = EXIT_RESTART
+
+
+def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:
+    """Run a command; its exit status, and on stderr what a user got wrong, in `one_line` if asked for.
+
+    Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough, as has
+    who closes the terminal.
+    """
+    try:
+        status = act() or 0
+    except ParallaxError as error:
+        message = " ".join(str(error).split()) if one_line else str(error)
+        tell(f"{type(error).__name__}: {printable(message)}", sys.stderr)
+        status = error.exit_status
+    except OSError as error:
+        # Of a closed pipe and of a closed terminal; another error of a file is not to be taken for it.
+        if error.errno not in (errno.EPIPE, errno.EIO) or error.filename is not None or not _is_gone(sys.stdout):
+            raise
+        status = 0
+    except KeyboardInterrupt:
+        if interrupted:
+            tell(interrupted, sys.stderr)
+        status = INTERRUPTED
+    for stream in (sys.stdout, sys.stderr):
+        # What is left in them would fail when Python ends, and change the status.
+        if _is_gone(stream):
+            lead_nowhere(stream)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # a full disk
+        lead_nowhere(sys.stdout)
+        tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
+        status = status or EXIT_BAD_INPUT
+    return status
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    r"""Somebody else's text for a terminal or a page: what steers them, or turns letters around, is written out.
+
+    >>> print(printable("a run\x1b[2J\u202e"))
+    a run\x1b[2J\u202e
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one in keep or _is_text(one) else ascii(one)[1:-1] for one in text)
+
+
+def _is_text(one: str) -> bool:
+    return one.isprintable() or one in JOINERS or unicodedata.category(one) == "Zs"
+
+
+def tell(text: str, stream: TextIO | None) -> None:
+    """Print at once, if anybody still reads it: who tells does not end because nobody listens any more.
+
+    A terminal gets what is `printable`, a file or a pipe all of it, and a stream that never was open nothing.
+    """
+    if stream is None:
+        return
+    try:
+        # In one piece: another thread may write, too.
+        stream.write((printable(text) if stream.isatty() else text) + "\n")
+        stream.flush()
+    except OSError:
+        lead_nowhere(stream)
+
+
+def _is_gone(stream: TextIO | None) -> bool:
+    """Whether nobody can read the stream any more: its pipe is closed at the other end, or its terminal is."""
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # it is no file, or has been closed
+        return False
+    poll = select.poll()
+    poll.register(number, 0)  # asked for nothing, it says what is wrong
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def lead_nowhere(stream: TextIO) -> None:
+    """What the stream still holds, and what is written to it from now on, is dropped, when Python ends too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextlib.contextmanager
+def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[None]:
+    """Turn what a disk refuses while a folder is written in into a CheckpointError with the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {folder} ({error.strerror or error}); {advice}") from error
+
+
+def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
+    """What was written, as an error quotes it: one line, cut where it is long.
+
+    >>> quoted("x" * 5000, letters=4), quoted(10**400, letters=4), quoted(7)
+    ("'xxxx'… (5000 letters)", '1000… (401 letters)', '7')
+    """
+    if isinstance(value, str):
+        return repr(value) if len(value) <= letters else f"{value[:letters]!r}… ({len(value)} letters)"
+    try:
+        text = repr(value)
+    except Exception:  # Python prints no int of more than 4300 digits; a class may have a __repr__ that fails
+        if isinstance(value, int):
+            return f"<a whole number of {int(value.bit_length() * math.log10(2)) + 1} digits>"
+        return f"<{type(value).__name__} that Python cannot print>"
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= letters else f"{text[:letters]}… ({len(text)} letters)"
+
+
+def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
+    """A word of the user's without quotation marks, but where it is long or would not print.
+
+    >>> shown("mesh.tp"), shown("a\\nb")
+    ('mesh.tp', "'a\\\\nb'")
+    """
+    return text if text.isprintable() and len(text) <= letters else quoted(text, letters)
+
+
+def names_of(names: Iterable[str]) -> str:
+    """Somebody else's names in a line: the first twelve, and how many more there are.
+
+    >>> names_of("abc"), names_of(map(str, range(100)))
+    ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 88 more')
+    """
+    names = list(names)
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(shown(name) for name in names[:LISTED_NAMES]) + more
+
+
+def nearest(written: str, known: Iterable[str]) -> str:
+    """Say which known names exist, the nearest first.
+
+    >>> nearest("gpip", ["gpipe", "one_f_one_b"])
+    "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(written[:QUOTED_LETTERS], known, n=1)
+    lead = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{lead}: {', '.join(known)}"
+
+
+def check_choice(key: str, written: str, known: Iterable[str]) -> None:
+    """Raise ConfigError unless `written` is one of `known`."""
+    known = list(known)
+    if written not in known:
+        raise ConfigError(f"{key}={quoted(written)} is unknown; {nearest(str(written), known)}")
+
+
+def check_whole(key: str, written: object, *, least: int) -> None:
+    """Raise ConfigError unless `written` is a whole number of `least` or more."""
+    if isinstance(written, bool) or not isinstance(written, int) or written < least:
+        raise ConfigError(f"{key}={quoted(written)} must be a whole number of {least} or more.")
+
+
+def check_local(key: str, path: str | os.PathLike) -> None:
+    """Raise ConfigError where `path` is a URL: runs, data and reports are folders and files.
+
+    >>> check_local("--workdir", "/mnt/bucket/runs/mine")
+    >>> check_local("--workdir", "file:///mnt/runs")
+    Traceback (most recent call last):
+    parallax.runtime.errors.ConfigError: --workdir='file:///mnt/runs' is a URL, and a path is needed; write '/mnt/runs'
+    """
+    if reason := why_not_local(path):
+        raise ConfigError(f"{key}={quoted(str(path))} {reason}")
+
+
+def why_not_local(path: str | os.PathLike) -> str:
+    """What is wrong with a URL where a path is needed, and what would be right; "" of a path."""
+    found = URL.match(str(path))
+    if not found:
+        return ""
+    scheme = found[1].lower()
+    if scheme == "file":
+        return f"is a URL, and a path is needed; write {quoted(f'/{found[2]}')}"
+    if scheme in ("http", "https", "hf"):
+        return "is a URL, and a path is needed; download what is there, and write the path of the copy"
+    tool = MOUNTED_BY.get(scheme, "")
+    return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy what is there"
+
+
+def how_to_install(extra: str) -> str:
+    """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
+
+    >>> how_to_install("data")
+    "pip install -e '.[data]' in the clone"
+    """
+    return f"pip install -e '.[{extra}]' in the clone"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers to choose from, the first of them where they are many.
+
+    >>> listed([1, 2, 4]), listed(range(1, 100))
+    ('{1, 2, 4}', '{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ...}')
+    """
+    more = ["..."] if len(numbers) > LISTED_NUMBERS else []
+    return f"{{{', '.join([*map(str, numbers[:LISTED_NUMBERS]), *more])}}}"

@@ -1,0 +1,356 @@
+"""The job that this process belongs to. With one process all functions return at once."""
+
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError
+from parallax.runtime.files import write_whole
+from parallax.runtime.multihost.cluster import has_tpu, started_by_scheduler
+from parallax.runtime.multihost.config import BEHIND_SECS, DistributedConfig
+from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
+from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost.lost import lost_process
+from parallax.runtime.multihost.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
+from parallax.runtime.multihost.place import VARIABLES, Place
+from parallax.runtime.progress import waiting
+from parallax.sharding.mesh import simulate_devices
+
+LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
+
+_peers: Peers | None = None
+_config: DistributedConfig | None = None
+
+
+def is_first() -> bool:
+    """Whether this process writes the run's files, on behalf of all."""
+    return jax.process_index() == 0
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return _peers is not None
+
+
+def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> None:
+    """Become one of the processes of a job: at a given place, or where JAX itself finds a cluster.
+
+    `simulate` is a number of CPU devices to simulate in all processes together, 0 for none.
+
+    Raises:
+        ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
+        LostError: not all processes are there in time.
+    """
+    global _peers, _config
+    _config = config
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", True)
+    processes = place.processes if place is not None else started_by_scheduler(os.environ)
+    if processes > 1 and needs_detour():
+        avoid_reduce_scatter()
+    if simulate:
+        simulate_devices(simulate, processes)
+    if place is not None and processes > 1:
+        _peers = _meet_at(place, config)
+        with _ending_after(config.start_secs):
+            _initialize(
+                config,
+                coordinator_address=place.address,
+                num_processes=place.processes,
+                process_id=place.process,
+                coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
+                # It would take a device for each process from the scheduler in which a launcher happens to run.
+                cluster_detection_method="deactivate",
+            )
+    elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
+        _peers = _meet_by_jax(config)
+    at("starting the devices", compiling=True)
+
+
+def at(what: str, *, compiling: bool = False) -> None:
+    """Say where this process is; with several, it may be there for distributed.wait_secs, or compile_secs."""
+    if _peers is not None:
+        setting = "compile_secs" if compiling else "wait_secs"
+        _peers.at(what, getattr(_config, setting), f"distributed.{setting}")
+
+
+def connect(mesh: Mesh) -> None:
+    """Bring the processes together for their first collective, along each of the mesh's axes and all their products.
+
+    Gloo connects a group of devices when it first sends, and waits half a minute for a process that is not there yet;
+    a group that is connected has the limit of its collectives.
+    """
+    if _peers is None:
+        return
+    wait_for_all("the first collective", setting="compile_secs")
+    at("connecting the devices", compiling=True)
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    multihost_utils.sync_global_devices("the first collective")  # between the processes, as checkpoints have it
+    wide = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.permutations(wide, count):  # the same devices in another order are another group
+            _sum_over(mesh, axes)
+
+
+def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
+    """Go on when every process has come as far as `what`."""
+    if _peers is not None:
+        with waiting(f"waiting for the other processes to reach {what!r}"):
+            _peers.meet(what, {}, getattr(_config, setting), f"distributed.{setting}")
+
+
+def agree(what: str, text: str) -> str:
+    """The first process's text, in all of them."""
+    if _peers is None:
+        return text
+    return _peers.meet(what, {"text": text}, _config.wait_secs, "distributed.wait_secs")["values"]["text"]
+
+
+def compare(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless all processes have the same values, which JSON can hold; it shows those that differ."""
+    if _peers is None:
+        return
+    answer = _peers.meet(what, values, _config.wait_secs, "distributed.wait_secs")
+    if answer["differences"]:
+        named = "; ".join(
+            f"{key} is {first!r} in process 0, {other!r} in process {rank}"
+            for key, first, rank, other in answer["differences"]
+        )
+        more = f" (and {answer['more']} more)" if answer["more"] else ""
+        raise ConfigError(f"the processes disagree about {what}: {named}{more}")
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
+    if _peers is None:
+        return
+    word = agree("a word in a folder", secrets.token_hex(8))
+    mark = folder / f".seen-by-all-{word}"  # another job may look at the folder, too
+    if is_first():
+        write_whole(mark, word)
+    wait_for_all("the run folder")
+    try:
+        found = "there" if mark.read_text() == word else f"another file: {mark}"
+    except OSError as error:
+        found = f"{os.strerror(error.errno)}: {mark}"
+    try:
+        compare("the run folder, which all hosts must share", {"the file of process 0": found})
+    finally:
+        if is_first():
+            mark.unlink()
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether all processes see one and the same folder, in which process 0 can write."""
+    try:
+        check_shared(folder)
+    except ConfigError:
+        return False
+    return True
+
+
+def prepare_once(act: Callable[[], Any], what: str) -> Any:
+    """Let process 0 do something first, and the others once it is done, who then find its results."""
+    if _peers is None:
+        return act()
+    if is_first():
+        _peers.at(what, _config.prepare_secs, "distributed.prepare_secs")
+        result = act()
+        wait_for_all(what, setting="prepare_secs")
+        return result
+    wait_for_all(what, setting="prepare_secs")
+    return act()
+
+
+def log_to(log: Callable[[str], None]) -> None:
+    """Where process 0 writes why it ended, besides stderr."""
+    if _peers is not None and is_first():
+        _peers.log_with(log)
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Tell the others of an error in here, as it leaves; if it is one of them who caused it, that is said instead."""
+    try:
+        with _naming_the_lost():
+            yield
+    except BaseException as error:
+        if _peers is not None:
+            if not isinstance(error, ConfigError | KeyboardInterrupt):
+                _peers.wait_for_word()
+            _peers.leave(getattr(error, "exit_status", 1), f"{type(error).__name__}: {error}")
+        raise
+
+
+def leave(command: Callable[[], int]) -> int:
+    """Run a command to its exit status, and go: with the others where all is well, else at once."""
+    try:
+        status = command()
+    except Exception:
+        if _peers is None:
+            raise
+        with nothing_in_the_way():
+            traceback.print_exc()
+        status = 1
+    if _peers is None:
+        return status
+    if status or _peers.is_leaving:
+        end_now(status)
+    wait_for_all("the end of the run")
+    _peers.leave(0, "")
+    try:
+        jax.distributed.shutdown()
+    except jax.errors.JaxRuntimeError:
+        end_now(status)  # who is lost now has nothing left to do
+    return status
+
+
+@contextlib.contextmanager
+def _naming_the_lost() -> Iterator[None]:
+    """Turn what the runtime says of a lost process into a LostError."""
+    try:
+        yield
+    except Exception as error:
+        said = lost_process(error) if jax.distributed.is_initialized() else None
+        if said is None or isinstance(error, LostError):
+            raise
+        where = f"; this process was at {_peers.doing!r}" if _peers is not None else ""
+        raise LostError(
+            f"another process is gone, or does not come: {said}{where}; "
+            "start the same command again to go on from the last checkpoint"
+        ) from error
+
+
+# ---- meeting
+
+
+def _meet_at(place: Place, config: DistributedConfig) -> Peers:
+    """Meet on the coordinator's own port, which is free again when JAX wants it."""
+    hub = None
+    if place.process == 0:
+        try:
+            listener = listen("127.0.0.1" if place.is_loopback else "", place.port, place.processes)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on port {place.port} for distributed.coordinator={place.address} "
+                f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
+            ) from None
+        hub = _hub(listener, place.processes, place.token, config)
+    return _line((place.host, place.port), place.process, place.processes, place.token, config, hub)
+
+
+def _meet_by_jax(config: DistributedConfig) -> Peers | None:
+    """Meet where process 0 says over JAX's collectives, which are there first; None where this process is alone."""
+    with _ending_after(config.start_secs):
+        _initialize(config)
+        processes = jax.process_count()
+        if processes == 1:
+            return None
+        token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
+        if is_first():
+            listener = listen("", 0, processes)
+            port = listener.getsockname()[1]
+            hub = _hub(listener, processes, token, config)
+        text = f"{token} {host} {port}".ljust(128).encode("ascii")
+        codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
+    return _line((host, int(port)), jax.process_index(), processes, token, config, hub)
+
+
+def listen(host: str, port: int, processes: int) -> socket.socket:
+    """A socket that listens for so many; without a host, on every address."""
+    backlog = max(processes, LEAST_BACKLOG)
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server((host, port), backlog=backlog)
+
+
+def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
+    limits = {"start_secs": config.start_secs, "clock_secs": config.clock_secs}
+    return Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
+
+
+def _line(
+    address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig, hub: Hub | None
+) -> Peers:
+    hello = {"hello": rank, "of": processes, "token": token, "host": socket.gethostname()}
+    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs, hub=hub)
+
+
+def _own_address() -> str:
+    """The address of this host on the network that leads out of it; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _initialize(config: DistributedConfig, **place: Any) -> None:
+    """Let JAX connect the processes; its own limits lie behind ours, for it aborts."""
+    try:
+        jax.distributed.initialize(
+            **place,
+            initialization_timeout=config.start_secs + BEHIND_SECS,
+            heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
+            shutdown_timeout_seconds=BEHIND_SECS,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"JAX cannot tell which process of the job this is ({_first_line(error)}); set {', '.join(VARIABLES)}"
+        ) from error
+    except RuntimeError as error:
+        raise LostError(f"JAX could not connect the processes: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _ending_after(secs: float) -> Iterator[None]:
+    """End the process where JAX takes longer to connect the processes, and to send between them for the first time."""
+    late = threading.Timer(secs, _started_too_late, (secs,))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """A sum of next to nothing in each group of devices along these axes."""
+    others = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis not in axes))
+    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    one_each = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=everywhere)()
+    add = jax.shard_map(
+        lambda one: lax.psum(one, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
+    )
+    jax.jit(add)(one_each).block_until_ready()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _started_too_late(secs: float) -> None:
+    end_within(LAST_WORDS_SECS, EXIT_RESTART)
+    with nothing_in_the_way():
+        say_last(
+            f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
+            "are all of them running? Start the same command again"
+        )
+    end_now(EXIT_RESTART)

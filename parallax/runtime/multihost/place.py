@@ -1,0 +1,78 @@
+"""Which process of a job this one is, as flags or the environment say."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from parallax.runtime.errors import ConfigError
+
+# flag: (environment variable, meaning)
+FLAGS = {
+    "distributed.coordinator": ("PARALLAX_COORDINATOR", "host:port of process 0, where the processes of a job meet"),
+    "distributed.num-processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
+    "distributed.process-id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
+}
+VARIABLES = tuple(variable for variable, _ in FLAGS.values())
+TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a launcher makes one for each job
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+class Place(NamedTuple):
+    """A process among those of its job, which meet at `host`:`port`."""
+
+    host: str
+    port: int
+    processes: int
+    process: int
+    token: str
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the job is of one machine, and of no concern to others."""
+        return self.host in LOOPBACK
+
+
+def read_place(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Place | None:
+    """What the flags say, or else the environment; None where neither says anything.
+
+    Raises:
+        ConfigError: some of the three are missing, or one is no address or number.
+    """
+    written, missing = {}, []
+    for flag, (variable, _) in FLAGS.items():
+        if flags.get(flag) is not None:
+            written[flag] = (f"--{flag}", flags[flag])
+        elif environment.get(variable):
+            written[flag] = (variable, environment[variable])
+        else:
+            missing.append(f"--{flag} (or {variable})")
+    if not written:
+        return None
+    if missing:
+        given = ", ".join(f"{name}={value}" for name, value in written.values())
+        raise ConfigError(f"{given} without {', '.join(missing)}; a process needs all three, or none to run alone")
+    host, port = _address(*written["distributed.coordinator"])
+    processes = _whole(*written["distributed.num-processes"], least=1)
+    process = _whole(*written["distributed.process-id"], least=0)
+    if process >= processes:
+        name, value = written["distributed.process-id"]
+        raise ConfigError(f"{name}={value} is none of {processes} processes; use 0 to {processes - 1}")
+    return Place(host, port, processes, process, environment.get(TOKEN, ""))
+
+
+def _address(name: str, value: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):(\d{1,5})", value)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise ConfigError(f"{name}={value!r} is no address; write host:port of process 0, as in 10.0.0.2:8476")
+    return found[1].strip("[]"), int(found[2])
+
+
+def _whole(name: str, value: str, *, least: int) -> int:
+    if not re.fullmatch(r"\d{1,7}", value) or int(value) < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number of {least} or more")
+    return int(value)

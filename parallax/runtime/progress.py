@@ -1,0 +1,270 @@
+"""What a program is waiting for, said on a terminal and in a log while it waits.
+
+A command installs a `Speaker`; code that takes long says so with `waiting`, which says nothing without one:
+
+    with waiting("compiling the training step"):
+        program = lowered.compile()
+
+PARALLAX_PROGRESS=off in the environment keeps commands from saying what they wait for.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from parallax.runtime.errors import INTERRUPTED, lead_nowhere, printable, tell
+from parallax.runtime.units import duration
+
+FIRST_SECS = 1.0  # of silence, before a wait is named
+LONG_SECS = 5.0  # of a wait that has a last line, too
+TICK_SECS = 0.25
+COLUMNS = 80  # of a terminal that does not say how many it has
+ERASE = "\x1b[K"  # what stands between the cursor and the end of the line
+VARIABLE = "PARALLAX_PROGRESS"
+# The number of a process among those of its job, before JAX knows it: ours, SLURM's, Open MPI's, that of a TPU's host.
+RANKS = ("PARALLAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
+
+Show = Callable[[float, float | None], None]
+
+
+@dataclass(eq=False)
+class Wait:
+    """Something that takes long; `done` of `total` where that is known, written by `unit`."""
+
+    what: str
+    begun: float
+    patience_secs: float
+    unit: Callable[[float], str]
+    done: float = 0
+    total: float | None = None
+    is_named: bool = False
+
+    def silence_secs(self, now: float) -> float:
+        """How long nothing may be said: less at the beginning, when it is not known yet whether anything happens."""
+        if not self.is_named:
+            return self.patience_secs
+        secs = now - self.begun
+        return 4.0 if secs < 10 else 10.0 if secs < 60 else 30.0
+
+    def line(self, now: float) -> str:
+        """How far it is by now."""
+        secs = now - self.begun
+        parts = [f"{self.unit(self.done)} of {self.unit(self.total)}"] if self.total else []
+        parts += [f"{duration(secs)} so far"] if secs >= 1 else []
+        if self.total and self.done and (left := secs * (self.total / self.done - 1)) >= 1:
+            parts.append(f"about {duration(left)} left")
+        return f"{self.what}: {', '.join(parts)}" if parts else f"{self.what} ..."
+
+    def last_line(self, now: float) -> str:
+        """How long it has taken."""
+        secs = now - self.begun
+        return f"{self.what}: done in {f'{secs:.1f} s' if secs < 60 else duration(secs)}"
+
+
+class Speaker:
+    """Says what is waited for. A terminal shows it on one line that changes; a file, a pipe and a notebook get lines.
+
+    Args:
+        stream: where to; nothing is said where it is None or closed.
+        log: also gets the lines that a file would.
+        ticking: whether a thread calls `tick`, which says what is due.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None,
+        log: Callable[[str], None] = lambda line: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        ticking: bool = True,
+    ):
+        self._stream, self._log, self._clock = stream, log, clock
+        self._is_terminal = _has_cursor(stream)
+        self._waits: list[Wait] = []
+        self._spoke_at = clock()
+        self._is_drawn = False
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._tick_on, name="progress", daemon=True) if ticking else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def clear(self) -> None:
+        """Make room on the terminal for what somebody else is about to print; the silence ends with it."""
+        with self._lock:
+            self._erase()
+            self._spoke_at = self._clock()
+
+    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Wait:
+        """What follows is a wait, perhaps within another one; which comes up again when this one is over."""
+        with self._lock:
+            self._waits.append(Wait(what, self._clock(), patience_secs, unit))
+            if self._thread is not None and self._thread.ident is None:
+                self._thread.start()
+            return self._waits[-1]
+
+    def end(self, wait: Wait, *, failed: bool) -> None:
+        """The wait is over; it says how long it took if that was long, and nothing if an error will say more."""
+        with self._lock:
+            self._waits.remove(wait)
+            self._erase()
+            now = self._clock()
+            if wait.is_named and now - wait.begun >= LONG_SECS and not failed:
+                self._log(wait.last_line(now))
+                self._print(wait.last_line(now))
+                self._spoke_at = now
+
+    def tick(self) -> None:
+        """Say what is due."""
+        with self._lock:
+            if not self._waits:
+                return
+            wait, now = self._waits[-1], self._clock()
+            if now - self._spoke_at >= wait.silence_secs(now):
+                wait.is_named, self._spoke_at = True, now
+                self._log(wait.line(now))
+                if not self._is_terminal:
+                    self._print(wait.line(now))
+            if self._is_terminal and wait.is_named:
+                self._draw(wait.line(now))
+
+    def _tick_on(self) -> None:
+        while not self._closed.wait(TICK_SECS):
+            self.tick()
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(ValueError):  # the stream is closed
+            tell(line, self._stream)
+
+    def _draw(self, line: str) -> None:
+        # The cursor goes back to the beginning: what others print meanwhile is written over the line, not behind it.
+        self._write(f"\r{printable(line)[: _columns(self._stream) - 1]}{ERASE}\r")
+        self._is_drawn = True
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._write(f"\r{ERASE}")
+            self._is_drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except ValueError:  # it is closed
+            self._stream = None
+        except OSError:
+            lead_nowhere(self._stream)
+
+
+_speaker: Speaker | None = None
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, *, patience_secs: float = FIRST_SECS, unit: Callable[[float], str] = "{:,.0f}".format
+) -> Iterator[Show]:
+    """Say what takes long, while it does; the yielded function says how much of how much is done.
+
+    Nothing is said of what is over before `patience_secs` of silence, nor where no speaker is installed.
+    """
+    speaker = _speaker
+    if speaker is None:
+        yield lambda done, total: None
+        return
+    wait = speaker.begin(what, patience_secs, unit)
+
+    def show(done: float, total: float | None) -> None:
+        wait.done, wait.total = done, total
+
+    failed = True
+    try:
+        yield show
+        failed = False
+    finally:
+        speaker.end(wait, failed=failed)
+
+
+@contextlib.contextmanager
+def speaking(speaker: Speaker | None) -> Iterator[None]:
+    """Have a speaker say what is waited for in here; None says nothing."""
+    global _speaker
+    before, _speaker = _speaker, speaker
+    try:
+        yield
+    finally:
+        _speaker = before
+        if speaker is not None:
+            speaker.close()
+
+
+@contextlib.contextmanager
+def loading(module: str, stream: TextIO | None) -> Iterator[None]:
+    """Say that a program loads JAX in here, and then whatever it waits for until it ends.
+
+    `module` is the `__name__` of the file: one that is imported by another program says nothing, nor does one that is
+    asked for help.
+    """
+    if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
+        speak_on(stream)
+    try:
+        with waiting("loading JAX"):
+            yield
+    except KeyboardInterrupt:
+        if module != "__main__":
+            raise
+        raise SystemExit(INTERRUPTED) from None  # nothing has begun: a traceback of imports says nothing
+
+
+def speak_on(stream: TextIO | None) -> None:
+    """Say what this program waits for, from now on until it ends, in the first process of a job."""
+    global _speaker
+    _speaker = speaker_on(stream) if is_likely_first(os.environ) else None
+
+
+def speaker_on(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> Speaker | None:
+    """A speaker, or None where the environment asks for silence."""
+    return None if os.environ.get(VARIABLE) == "off" else Speaker(stream, log)
+
+
+def be_silent() -> None:
+    """Say nothing more in this process: another one speaks for all."""
+    global _speaker
+    _speaker = None
+
+
+def make_room() -> None:
+    """Take the live line off the terminal before something else is printed."""
+    if _speaker is not None:
+        _speaker.clear()
+
+
+def is_likely_first(environment: Mapping[str, str]) -> bool:
+    """Whether nothing says that this is another process of a job than the first.
+
+    >>> is_likely_first({"SLURM_PROCID": "3"}), is_likely_first({})
+    (False, True)
+    """
+    return not any(environment.get(name, "0") not in ("", "0") for name in RANKS)
+
+
+def _has_cursor(stream: TextIO | None) -> bool:
+    """Whether the stream is a terminal on which a line can be written again."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+    except ValueError:  # it is closed
+        return False
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError):
+        return COLUMNS

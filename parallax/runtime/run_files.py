@@ -1,0 +1,64 @@
+"""The files of a run's folder: their names, and what is in them, for those who write them and those who only look."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from parallax.runtime.errors import check_local
+from parallax.runtime.files import object_of
+
+TIME = "%Y-%m-%dT%H:%M:%S%z"  # of metadata.json
+# Beside a trace: what was traced, and the program that ran. In it, a span around all steps.
+TRACED, PROGRAM, TRACED_STEPS = "traced.json", "program.txt", "parallax traced steps"
+# In a step whose weights were imported: what the folder that they came from said, and a run does not need.
+RECORD = "huggingface.json"
+
+LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the next
+
+
+class RunFiles:
+    """Where a run keeps its config, metadata, metrics, log, checkpoints, data, traces and tokenizer.
+
+    Raises ConfigError where `path` is a URL.
+    """
+
+    def __init__(self, path: Path | str):
+        check_local("workdir", path)
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metadata = self.path / "metadata.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.lock = self.path / "lock"
+        self.checkpoints = self.path / "checkpoints"
+        self.data = self.path / "data"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb.json"
+        self.profile = self.path / "profile"
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says of its step; None of a line that a kill has torn, or that is none.
+
+    >>> row_of('{"step": 3, "train/loss": 2.5}'), row_of('{"step": 3, "tra')
+    ({'step': 3, 'train/loss': 2.5}, None)
+    """
+    try:
+        row = object_of(line, odd_numbers=True)
+    except ValueError:
+        return None
+    return row if type(row.get("step")) is int and abs(row["step"]) < LARGEST_STEP else None
+
+
+def number_of(value: Any) -> float | None:
+    """A value of such a line as a number, which may be one that is not finite; None where it is none.
+
+    >>> number_of(3), number_of("3"), number_of(True), number_of(10**400)
+    (3.0, None, None, inf)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of a whole number with hundreds of digits
+        return math.inf if value > 0 else -math.inf

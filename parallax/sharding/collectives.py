@@ -1,0 +1,297 @@
+"""Collectives written in the notation; an axis that is not bound makes them nothing.
+
+Inside `jax.shard_map` every function below sends what its pattern says, and its transpose is what the types
+of JAX make of it. Outside, with no axis bound, all are the identity: that run is the reference.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.runtime.errors import NotationError
+from parallax.sharding.layout import Layout, check_rank, parse_move
+from parallax.sharding.mesh import AXES
+
+
+def is_bound(axis: str) -> bool:
+    """Whether `axis` is bound here, that is, whether this runs inside a shard_map over it."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def bound_axis_sizes() -> dict[str, int]:
+    """Size of every bound axis; empty outside shard_map."""
+    return {axis: lax.axis_size(axis) for axis in AXES if is_bound(axis)}
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The axes over which the copies of `x` may differ."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
+    """Let `x` vary over `axes`.
+
+    Communication:
+        forward   nothing
+        backward  all_reduce of the gradient over the axes if x does not vary over them
+    """
+    missing = tuple(a for a in _bound(axes) if a not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_all(tree: Any) -> Any:
+    """The branches of a cond must agree on where their results vary; over pp they all do."""
+    return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
+
+
+def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
+    """Index in the whole `dim` of the first entry that this device holds."""
+    rank = 0
+    for axis in layout.cut_of(dim):
+        if is_bound(axis):
+            rank = rank * lax.axis_size(axis) + lax.axis_index(axis)
+    return rank * local_size
+
+
+def _bound(axes: Iterable[str]) -> tuple[str, ...]:
+    """The bound ones, in mesh order: the order of a sum's axes is the order of its terms, and must not be a set's."""
+    wanted = set(axes)
+    return tuple(axis for axis in AXES if axis in wanted and is_bound(axis))
+
+
+def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
+    """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
+
+    With `first`, each in two steps: among so many neighbouring ranks, then among those groups. It is the same result,
+    and as many bytes.
+
+    Communication:
+        forward   all_gather of x over each axis that goes
+        backward  the transposes
+
+    >>> all_gather("d_model/dp d_ff/tp -> d_model d_ff/tp", jnp.ones((2, 3))).shape
+    (2, 3)
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if old[: len(new)] != new:
+            _refuse(
+                pattern,
+                f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
+            )
+        for axis in reversed(old[len(new) :]):
+            if is_bound(axis):
+                for groups in _gather_groups(lax.axis_size(axis), first):
+                    x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def _gather_groups(ranks: int, first: int) -> list[list[list[int]] | None]:
+    """Who gathers from whom, one step after the other; None is all from all.
+
+    >>> _gather_groups(6, 1), _gather_groups(6, 2)
+    ([None], [[[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]])
+    """
+    if first == 1 or first == ranks:
+        return [None]
+    numbers = range(ranks)
+    return [[[*numbers[at : at + first]] for at in numbers[::first]], [[*numbers[at::first]] for at in range(first)]]
+
+
+def reduce_scatter(pattern: str, x: Array) -> Array:
+    """Add partial sums and keep one's own piece; `before` may leave its `+axis` unsaid.
+
+    Communication:
+        forward   reduce_scatter of x over each axis that comes
+        backward  the transposes
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                x = lax.psum_scatter(as_varying(x, [axis]), axis, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def exchange_and_add(pattern: str, x: Array) -> Array:
+    """What `reduce_scatter` does, in float32, while `x` travels as it is: in bfloat16 each summand is rounded once,
+    and no sum is. Devices exchange pieces, and each adds those of its own. Compilers for TPU let this go on while
+    something is computed, and a reduce_scatter not.
+
+    Communication:
+        forward   all_to_all of x over each axis that comes
+        backward  the transposes
+
+    >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
+    dtype('float32')
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                pieces = lax.all_to_all(as_varying(x, [axis]), axis, split_axis=dim, concat_axis=dim, tiled=True)
+                pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+                # One after the other: of TPU programs, a reduction would be the slowest part of this.
+                x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
+    return x.astype(jnp.float32)
+
+
+def all_reduce(pattern: str, x: Array) -> Array:
+    """Add partial sums over the axes that `before` marks with `+`; every device gets the whole sum.
+
+    Communication:
+        forward   all_reduce of x over the axes that go
+        backward  the transposes
+
+    >>> float(all_reduce("batch/dp +tp -> batch/dp", jnp.ones(1))[0])
+    1.0
+    """
+    before, after = _checked(pattern, x)
+    if before.axes != after.axes:
+        _refuse(pattern, "an all-reduce leaves the cut as it is")
+    return sum_over(x, tuple(a for a in before.partial if a not in after.partial))
+
+
+def sum_over(x: Array, axes: Iterable[str]) -> Array:
+    """Add the copies of `x` over `axes`; every device gets the whole sum.
+
+    Communication:
+        forward   all_reduce of x over the axes
+        backward  the transposes
+    """
+    bound = _bound(axes)
+    return lax.psum(as_varying(x, bound), bound) if bound else x
+
+
+def max_over(x: Array, axes: Iterable[str]) -> Array:
+    """The largest of the copies of `x` over `axes`. Not differentiable: stop the gradient first.
+
+    Communication:
+        forward   all_reduce of x over the axes
+        backward  nothing
+    """
+    bound = _bound(axes)
+    return lax.pmax(as_varying(x, bound), bound) if bound else x
+
+
+def all_to_all(pattern: str, x: Array) -> Array:
+    """Move one axis from one dim to another: every device keeps as many entries as before.
+
+    Communication:
+        forward   all_to_all of x over the axis
+        backward  the transposes
+    """
+    before, after = _checked(pattern, x)
+    moved = [a for a in AXES if _dim_of(before, a) != _dim_of(after, a)]
+    if len(moved) != 1 or _dim_of(before, moved[0]) is None or _dim_of(after, moved[0]) is None:
+        _refuse(pattern, "an all-to-all moves exactly one axis from one dim to another")
+    (axis,) = moved
+    source, target = _dim_of(before, axis), _dim_of(after, axis)
+    if before.axes[source][-1] != axis or after.axes[target][-1] != axis:
+        _refuse(pattern, f"{axis} must be the last axis of both dims")
+    if not is_bound(axis):
+        return x
+    _check_divides(pattern, before.names[target], x.shape[target], axis)
+    return lax.all_to_all(x, axis, split_axis=target, concat_axis=source, tiled=True)
+
+
+def cut(pattern: str, x: Array) -> Array:
+    """Keep one's own piece of a value that every device has.
+
+    Communication:
+        forward   nothing
+        backward  all_reduce of the gradient over each axis that comes if x does not vary over it
+    """
+    before, after = _checked(pattern, x)
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
+        for axis in new[len(old) :]:
+            if is_bound(axis):
+                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
+    return x
+
+
+def reshard(pattern: str, x: Array) -> Array:
+    """Go from one layout to another by the cheapest collectives that do it.
+
+    Partial sums are reduce-scattered where `after` cuts over their axis, else all-reduced; an axis that changes
+    its dim moves by all-to-all; one that goes is gathered; one that comes is cut, which sends nothing.
+
+    Communication:
+        forward   reduce_scatter of x over each axis of partial sums if `after` cuts over it;
+                  all_reduce of x over each axis of partial sums if `after` does not;
+                  all_to_all of x over each axis if it changes its dim; all_gather of x over each axis if it goes
+        backward  the transposes; all_reduce of the gradient over each axis if it comes and x does not vary over it
+    """
+    now, goal = _checked(pattern, x)
+    for axis in now.partial:
+        if axis in goal.partial:
+            continue
+        dim = _dim_of(goal, axis)
+        step = now.without(axis)
+        if dim is None:
+            now, x = step, all_reduce(f"{now} -> {step}", x)
+        else:
+            step = step.with_cut(now.names[dim], (*now.axes[dim], axis))
+            now, x = step, reduce_scatter(f"{now} -> {step}", x)
+    for axis in AXES:
+        source, target = _dim_of(now, axis), _dim_of(goal, axis)
+        if source is not None and target is not None and source != target:
+            step = now.without(axis).with_cut(now.names[target], (*now.axes[target], axis))
+            now, x = step, all_to_all(f"{now} -> {step}", x)
+    gone = [a for a in AXES if _dim_of(now, a) is not None and _dim_of(goal, a) is None]
+    step = now.without(*gone)
+    now, x = step, all_gather(f"{now} -> {step}", x)
+    return cut(f"{now} -> {goal}", x)
+
+
+def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
+    """Send one's piece `shift` ranks on along `axis`, the last rank to the first.
+
+    Communication:
+        forward   permute of x over the axis
+        backward  the transposes
+    """
+    if axis in Layout.parse(layout).used_axes():
+        raise NotationError(f"permute over {axis}: {layout!r} is cut over it; permute whole pieces only.")
+    check_rank(layout, Layout.parse(layout), x)
+    if not is_bound(axis):
+        return x
+    size = lax.axis_size(axis)
+    return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
+
+
+def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
+    before, after = parse_move(pattern)
+    check_rank(pattern, before, x)
+    return before, after
+
+
+def _check_divides(pattern: str, name: str, size: int, axis: str) -> int:
+    pieces = lax.axis_size(axis)
+    if size % pieces:
+        _refuse(pattern, f"a local {name} of {size} does not divide over {axis}={pieces}")
+    return size // pieces
+
+
+def _dim_of(layout: Layout, axis: str) -> int | None:
+    return next((at for at, axes in enumerate(layout.axes) if axis in axes), None)
+
+
+def _refuse(pattern: str, why: str) -> None:
+    raise NotationError(f"{pattern!r}: {why}.")

@@ -1,0 +1,59 @@
+"""The mean loss over batches of text, forward only."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from parallax.data import Reader
+from parallax.runtime.errors import DataError
+from parallax.runtime.multihost import several
+
+
+def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
+    """This process's rows of a batch, once all processes have theirs: nobody is left alone in what follows."""
+    if not several():
+        return reader.batch(index)
+    error = None
+    try:
+        batch = reader.batch(index)
+    except DataError as failed:
+        error = failed
+    failures = multihost_utils.process_allgather(np.array(error is not None))
+    if error is not None:
+        raise error
+    if failures.any():
+        raise DataError(f"process {failures.argmax()} cannot read a batch of the evaluation, and says why")
+    return batch
+
+
+class Measured(NamedTuple):
+    """`loss` is the mean over `tokens` labels, in nats; not a number where there is none."""
+
+    loss: float
+    tokens: int
+
+
+def measure(
+    step: Callable[[Any, Any], dict[str, jax.Array]],
+    params: Any,
+    reader: Reader,
+    put: Callable[[Any], Any],
+    batches: int,
+    show: Callable[[int, int], None] = lambda done, of: None,
+) -> Measured:
+    """What `step` says of the first batches of a reader; `show` is told how many of how many are done.
+
+    Raises:
+        DataError: a batch cannot be read, by this process or by another one: all raise it at the same batch.
+    """
+    nats, tokens = 0.0, 0
+    for index in range(batches):
+        metrics = jax.device_get(step(params, put(_read(reader, index))))
+        nats += float(metrics["loss"]) * float(metrics["tokens"])
+        tokens += int(metrics["tokens"])
+        show(index + 1, batches)
+    return Measured(nats / tokens if tokens else math.nan, tokens)

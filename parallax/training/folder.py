@@ -1,0 +1,152 @@
+"""The folder of a run: its name, its lock, and the files that say what the run is."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.config.settings import Settings, load_json
+from parallax.runtime.errors import CheckpointError, ConfigError, writing
+from parallax.runtime.files import plain, write_whole
+from parallax.runtime.multihost import is_first
+from parallax.runtime.run_files import TIME, RunFiles
+from parallax.runtime.version import VERSION, versions
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class RunFolder(RunFiles):
+    """The folder of a run, for the run itself."""
+
+    _started = False  # whether this run is the latest of the starts in metadata.json
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep every other run out of it; the lock ends with the process."""
+        if not is_first():
+            # One process of a job holds the lock for all.
+            yield
+            return
+        with writing(self.path):
+            before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.lock, "a+", opener=plain)  # noqa: SIM115
+        with lock:
+            with writing(self.path):
+                _take(lock, self.path)
+            try:
+                yield
+            finally:
+                self._remove_if_bare(before)
+
+    def _remove_if_bare(self, before: set[str] | None) -> None:
+        """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
+        with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
+            names = {path.name for path in self.path.iterdir()} - (before or set())
+            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+                for name in names:
+                    (self.path / name).unlink()
+                if before is None:
+                    self.path.rmdir()
+
+    def write_config(self, settings: Settings) -> None:
+        """The config as JSON: what resuming and generating read."""
+        _replace(self.config, settings.to_dict())
+
+    def write_metadata(self, **about: Any) -> None:
+        """Where, when and with which versions the run was started, the latest start last."""
+        if not is_first():
+            return
+        starts = self._starts()
+        start = {
+            "time": time.strftime(TIME),
+            "host": socket.gethostname(),
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "versions": {"parallax": VERSION, **versions()},
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            **about,
+        }
+        _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
+        self._started = True
+
+    @contextlib.contextmanager
+    def end_recorded(self) -> Iterator[Callable[[str], None]]:
+        """Keep with the latest start how the run ended: the word that the yielded function is given, or the error."""
+        reason = ""
+
+        def because(word: str) -> None:
+            nonlocal reason
+            reason = word
+
+        try:
+            yield because
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            # What ends the run may be a disk that takes no more: the error says so, and not this.
+            with contextlib.suppress(OSError):
+                self._write_end(reason)
+
+    def _write_end(self, reason: str) -> None:
+        if self._started and (starts := self._starts()):
+            ended = {"time": time.strftime(TIME), "reason": reason}
+            starts[-1] = {**starts[-1], "ended": ended}
+            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
+
+    def _starts(self) -> list[Any]:
+        """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""
+        try:
+            starts = load_json(self.metadata).get("starts")
+        except CheckpointError:
+            return []
+        return starts if isinstance(starts, list) else []
+
+
+def check_run_name(name: str) -> str:
+    """The name again; ConfigError unless it can be a folder's name on every system.
+
+    >>> check_run_name("quickstart-20260102-030405")
+    'quickstart-20260102-030405'
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--run-name={name!r} is no name for a run; use 1 to 100 letters, digits, '.', '_' or '-', "
+            "a letter or digit first"
+        )
+    return name
+
+
+def _take(lock: Any, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise CheckpointError(
+            f"another run is training in {folder} ({lock.read().strip()}); stop it or choose another --workdir"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot lock {folder / 'lock'} ({os.strerror(error.errno)}); mount its file system with locks, as NFS and "
+            "Lustre can, or choose another --workdir"
+        ) from error
+    lock.truncate(0)
+    owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    os.write(lock.fileno(), owner.encode())  # closing the file has nothing left to write, should the disk be full
+
+
+def _replace(path: Path, content: Any) -> None:
+    if not is_first():
+        return
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,145 @@
+"""Speed of a run, and the line that says how it goes."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from parallax.runtime.units import count, duration, in_bytes, in_flops
+from parallax.training.peak import most_memory
+
+WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
+LEAST_WAIT = 0.01  # of a step's time: less waiting for data is no news
+DISPENSABLE = ("memory", "lr", "wait", "gnorm")  # where a line is too long; metrics.jsonl has all of them
+
+
+@dataclass
+class Meter:
+    """Turns steps and the time between their ends into numbers and a line.
+
+    `step_flops` and `peak_flops` are those of all devices together, the latter None where it is unknown. The first
+    step is left out of all averages: it compiles.
+    """
+
+    steps: int
+    step_tokens: int
+    step_flops: float
+    peak_flops: float | None
+    devices: int
+    clock: Callable[[], float] = time.perf_counter
+    memory: Callable[[], int | None] = most_memory
+    _last: float = field(init=False)  # when a step may have begun: the one before has ended, or a pause
+    _waiting: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "meter"))
+    _window: list[tuple[float, float]] = field(init=False, default_factory=list)
+    _measured: tuple[int, float] = field(init=False, default=(0, 0.0))
+
+    def __post_init__(self):
+        self._last = self.clock()
+
+    def pause(self) -> None:
+        """Forget the time since the last step: it went to something else, and no step is at work."""
+        self._last = self.clock()
+
+    def ending(self, metrics: Any) -> "Future[float]":
+        """When the step of these metrics ends, seen by a thread: the host may be at the next step's batch by then."""
+        return self._waiting.submit(lambda: (jax.block_until_ready(metrics), self.clock())[1])
+
+    def measure(self, ended: float, waited_secs: float, *, compiled: bool) -> dict[str, float]:
+        """Numbers of the step that ended then; `compiled` keeps it out of the averages.
+
+        Speeds are NaN where a busy machine has shown the ends of two steps at once, and one would be beyond the peak.
+        """
+        secs, self._last = ended - self._last, ended
+        if not compiled:
+            self._window.append((secs, waited_secs))
+            self._measured = (self._measured[0] + 1, self._measured[1] + secs)
+        rate = 1 / secs if secs > self._least_secs else math.nan
+        return {
+            "perf/step_secs": secs,
+            "perf/tokens_per_second": self.step_tokens * rate,
+            "perf/data_wait_secs": waited_secs,
+            "perf/flops_per_second_per_device": self.step_flops * rate / self.devices,
+            **({} if self.peak_flops is None else {"perf/mfu": self.step_flops * rate / self.peak_flops}),
+            **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
+        }
+
+    @property
+    def _least_secs(self) -> float:
+        """What a step takes at its devices' peak; one that seems faster ended while its thread was late for another."""
+        return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
+
+    def line(self, step: int, values: Mapping[str, float]) -> str:
+        """What the console shows, in at most `WIDTH` columns; speed is the mean since the last line."""
+        secs = sum(secs for secs, _ in self._window) / max(len(self._window), 1)
+        waited = sum(waited for _, waited in self._window) / max(len(self._window), 1)
+        self._window.clear()
+        parts = {
+            "step": f"step {step}/{self.steps}",
+            "loss": f"loss {loss_of(values['train/loss'])}",
+            "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
+            "lr": f"lr {rate_of(values['train/learning_rate'])}",
+        }
+        return fitted(parts | (self._speed(step, secs, waited, values) if secs > self._least_secs else {}))
+
+    def eval_line(self, step: int, loss: float) -> str:
+        """What the console shows of an evaluation."""
+        return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
+
+    def _speed(self, step: int, secs: float, waited: float, values: Mapping[str, float]) -> dict[str, str]:
+        done, total = self._measured
+        rate = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
+        share = rate if self.peak_flops is None else f"mfu {self.step_flops / secs / self.peak_flops:.0%}"
+        return {
+            "tok/s": f"{count(self.step_tokens / secs)} tok/s",
+            "mfu": share,
+            **({"memory": in_bytes(values["perf/memory_bytes"])} if "perf/memory_bytes" in values else {}),
+            **({"wait": f"wait {waited / secs:.0%}"} if waited / secs >= LEAST_WAIT else {}),
+            "left": f"left {duration((self.steps - step) * total / done)}",
+        }
+
+
+def fitted(parts: Mapping[str, str]) -> str:
+    """The parts of a line, closer together where they would not fit, and without those that matter least.
+
+    >>> fitted({"step": "step 1/2", "loss": "loss 3.1416"})
+    'step 1/2  loss 3.1416'
+    """
+    kept = dict(parts)
+    line = "  ".join(kept.values())
+    for name in ("", *DISPENSABLE):
+        if len(line) > WIDTH:
+            kept.pop(name, None)
+            line = " ".join(kept.values())
+    return line
+
+
+def loss_of(nats: float) -> str:
+    """A loss with four decimals.
+
+    >>> loss_of(3.14159), loss_of(123456.7), loss_of(float("nan"))
+    ('3.1416', '1.235e+05', 'nan')
+    """
+    return f"{nats:.4f}" if abs(nats) < 1000 else f"{nats:.3e}"
+
+
+def norm_of(norm: float) -> str:
+    """The norm of a gradient.
+
+    >>> norm_of(1.234), norm_of(0.00123), norm_of(0.0), norm_of(123456.7)
+    ('1.23', '1.2e-03', '0.00', '1.2e+05')
+    """
+    return f"{norm:.2f}" if norm == 0 or 0.01 <= norm < 1000 else f"{norm:.1e}"
+
+
+def rate_of(rate: float) -> str:
+    """A learning rate.
+
+    >>> rate_of(6e-4), rate_of(1.5e-10), rate_of(0.0)
+    ('6.0e-4', '1.5e-10', '0.0e+0')
+    """
+    return re.sub(r"e([+-])0", r"e\1", f"{rate:.1e}")

@@ -1,0 +1,112 @@
+"""A trace of some steps, by JAX's profiler; each process writes its own."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from parallax.config.settings import Settings
+from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime.multihost import at
+from parallax.runtime.progress import waiting
+from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
+from parallax.training.step import TrainStep
+
+
+class Profile:
+    """Traces the steps of `train.profile_steps`; without arguments, none. Use it as a context: leaving it ends a trace.
+
+    The devices are idle when a trace begins, and again when it ends: it holds these steps whole and no others. Beside
+    it lie the program that the devices run, by which its operations are known, and the mesh.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        step: TrainStep | None = None,
+        folder: RunFiles | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self._settings, self._step, self._folder, self._say = settings, step, folder, say
+        self._steps = settings.train.profiled if settings else range(0)
+        self._open: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        # A disk that takes no more hides no other error: whatever is written next says so.
+        with contextlib.suppress(CheckpointError):
+            self._end()
+
+    def begins_after(self, done: int) -> bool:
+        """Whether the step after `done` is the first one to trace: the first of all, or of those that are left."""
+        return self._open is None and done + 1 in self._steps
+
+    def ends_after(self, done: int) -> bool:
+        """Whether `done` is the last one to trace."""
+        return self._open is not None and done == self._steps[-1]
+
+    def begin(self, done: int, state: Any) -> None:
+        """Trace from here on, with idle devices: `state` is that after the steps done."""
+        # The step's text takes a compilation of its own, which may be longer than a step may.
+        at(f"the trace from step {done + 1}", compiling=True)
+        jax.block_until_ready(state)
+        self._begin(done + 1)
+
+    def around(self, step: int) -> contextlib.AbstractContextManager:
+        """While a step is dispatched."""
+        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
+
+    def end(self, state: Any) -> None:
+        """The trace ends when `state`, that after the last step, is there."""
+        jax.block_until_ready(state)
+        self._end()
+
+    def _begin(self, first: int) -> None:
+        name = f"steps-{first}-{self._steps[-1]}"
+        folder = self._folder.profile / name / f"process-{jax.process_index()}"
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
+        with writing(self._folder.path):
+            shutil.rmtree(folder, ignore_errors=True)  # what an earlier start has traced from this step on
+            folder.mkdir(parents=True)
+            self._write_about(folder)
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            self._steps = range(0)
+            self._say(f"steps are not traced: {str(error).splitlines()[0]}")
+            return
+        self._open = contextlib.ExitStack()
+        self._open.callback(jax.profiler.stop_trace)
+        self._open.enter_context(jax.profiler.TraceAnnotation(TRACED_STEPS))
+
+    def _end(self) -> None:
+        if self._open is None:
+            return
+        opened, self._open, self._steps = self._open, None, range(0)
+        try:
+            opened.close()
+        except (RuntimeError, OSError) as error:
+            self._say(f"the trace is not written: {str(error).splitlines()[0]}")
+            return
+        self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
+
+    def _write_about(self, folder: Path) -> None:
+        data, mesh = self._settings.data, self._step.model.mesh
+        with waiting("compiling the step again, for the names in its trace"):
+            text = self._step.lower(data.global_batch, data.seq).compile().as_text()
+        (folder / PROGRAM).write_text(text)
+        about = {
+            "run": self._folder.path.resolve().name,
+            "mesh": dict(mesh.shape),
+            "devices": [device.id for device in mesh.devices.flat],
+            "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
+            "kind": mesh.devices.flat[0].device_kind,
+        }
+        (folder / TRACED).write_text(json.dumps(about, indent=1) + "\n")

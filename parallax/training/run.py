@@ -1,0 +1,370 @@
+"""A run from its config to its end, in the order in which it happens."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
+from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
+from parallax.config.load import lines_of, settings_of
+from parallax.config.settings import VOCAB_MULTIPLE, Settings, with_vocab
+from parallax.data.vocabulary import with_vocab_of_source
+from parallax.data import Prefetcher, Reader
+from parallax.data.config import AUTO
+from parallax.inference.generate import check_length, complete, encode
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.accelerators import unused
+from parallax.runtime.compile_cache import use_compile_cache
+from parallax.runtime.errors import writing
+from parallax.runtime.multihost import (
+    at,
+    check_shared,
+    compare,
+    connect,
+    is_first,
+    log_to,
+    prepare_once,
+    several,
+    wait_for_all,
+)
+from parallax.runtime.progress import waiting
+from parallax.runtime.run_files import RECORD
+from parallax.sharding.mesh import make_mesh, simulate_devices
+from parallax.training.batches import check_eval, open_split, own_rows, put_on
+from parallax.training.build import model_and_optimizer
+from parallax.training.curves import curves_of
+from parallax.training.evaluation import measure
+from parallax.training.folder import RunFolder
+from parallax.training.journal import Journal
+from parallax.training.meter import Meter
+from parallax.training.peak import check_fits, peak_flops
+from parallax.training.profile import Profile
+from parallax.training.rates import Rates
+from parallax.training.recheck import Recheck
+from parallax.training.resume import check_source, code, import_record, load_newest, params_of, step_to_resume
+from parallax.training.signals import STEPS_TO_STOP, StopRequest
+from parallax.training.skips import DivergenceError, Skips
+from parallax.training.step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+)
+from parallax.training.steps import Steps, parts_of, state_of
+from parallax.training.summary import render
+from parallax.training.watchdog import Watchdog
+
+__all__ = ["DivergenceError", "Outcome", "train"]
+
+
+class Outcome(NamedTuple):
+    """How a call of `train` ended: "finished", "stopped" by a signal, or "nothing to do"."""
+
+    reason: str
+    step: int
+    eval_loss: float | None = None
+
+
+class Parts(NamedTuple):
+    """What a run is made of, once its config is known to be right."""
+
+    settings: Settings
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    train_data: Reader
+    eval_data: Reader | None
+
+
+def train(
+    config: ConfigDict | Settings,
+    workdir: Path | str,
+    *,
+    resume: str = "auto",
+    max_runtime_secs: float | None = None,
+    warnings: Sequence[str] = (),
+) -> Outcome:
+    """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
+
+    Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
+    known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
+    `warnings` about the config are said, and kept in the log, before the run begins.
+    """
+    settings = settings_of(config, lock=True)
+    if settings.mesh.simulate and not several():
+        simulate_devices(settings.mesh.simulate)
+    with waiting("starting the devices"):
+        jax.devices()
+    folder = RunFolder(workdir)
+    with (
+        StopRequest(max_runtime_secs) as stop,
+        folder.locked(),
+        Journal(folder, curves_of(settings, folder)) as journal,
+    ):
+        log_to(journal.say_last)
+        check_shared(folder.path)
+        parts = build(settings, folder)
+        start = step_to_resume(folder, about(parts), resume, journal.say)
+        compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        if stop.signal and not several():
+            journal.say(f"stopped by {stop.signal} before the first step")
+            return Outcome("stopped", start)
+        if start >= settings.train.steps:
+            journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
+            return Outcome("nothing to do", start)
+        for warning in warnings:
+            journal.say(warning)
+        with folder.end_recorded() as because:
+            outcome = run(parts, folder, journal, stop, start)
+            because(outcome.reason)
+        if outcome.reason == "stopped":
+            # One that has asked for it may have an error to tell of.
+            wait_for_all("the other processes to stop")
+        return outcome
+
+
+def build(settings: Settings, folder: RunFolder) -> Parts:
+    """Mesh, data, model and optimizer; all checks between sections happen here."""
+    mesh = make_mesh(settings.mesh)
+    use_compile_cache(settings.train.compile_cache)
+    connect(mesh)
+    if settings.train.init_from and not complete_steps(folder.checkpoints):
+        check_source(settings.train.init_from)
+    settings = with_vocab_of_source(settings, folder.path)
+    # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
+    model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
+    with waiting("preparing the data"):
+        train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    at("planning the run", compiling=True)
+    settings = with_vocab(settings, train_data.tokenizer.vocab)
+    with waiting("planning the run"):
+        model, tx = model_and_optimizer(settings, mesh)
+        check_fits(abstract_state(model, tx))
+    if settings.sample.prompt:  # what cannot be read, or is too long, is better known now than at the end
+        check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
+    shape = (settings.data.global_batch, settings.data.seq)
+    rows = own_rows(model.batch_sharding, shape)
+    if len(rows) < shape[0]:
+        train_data = open_split(settings, folder, "train", rows)
+    eval_data = None
+    if settings.train.eval_batches:
+        eval_data = open_split(settings, folder, "eval", rows)
+        check_eval(eval_data, settings)
+    return Parts(settings, model, tx, train_data, eval_data)
+
+
+def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:
+    """Introduce the run, make or load its state, take its steps, and end it."""
+    settings, model = parts.settings, parts.model
+    with contextlib.ExitStack() as stack:
+        prepare(parts, folder, journal)
+        at(f"step {start}, loading or making the first state", compiling=True)
+        state, start = begin(parts, folder, start, journal.say)
+        checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
+        with writing(folder.path):
+            folder.write_config(settings)
+            folder.write_metadata(mesh=model.axis_sizes, start=start)
+            if is_first():
+                parts.train_data.tokenizer.save(folder.path)
+        meter = introduce(parts, folder, journal, start)
+        journal.begin(start)
+        train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
+        steps = Steps(
+            settings,
+            train_step.take,
+            evaluation(parts),
+            stack.enter_context(open_batches(parts, start)),
+            checkpoints,
+            journal,
+            meter,
+            stop,
+            stack.enter_context(Watchdog(settings.train.stall_factor)),
+            Rates(settings.optimizer, settings.train.steps),
+            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
+            Recheck(state_shardings(model, parts.tx)),
+            stack.enter_context(Profile(settings, train_step, folder, journal.say)),
+        )
+        wait_for_all("the first step", setting="compile_secs")
+        state, done = steps.run(state, start)
+        with waiting("finishing the last save"):
+            checkpoints.wait()
+        return end(parts, folder, journal, stop, state, done, steps.eval_loss)
+
+
+def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
+    """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
+    if is_first():
+        probe_folder(folder.checkpoints)
+        for line in tidy(folder.checkpoints):
+            journal.say(line)
+        check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
+    wait_for_all("checkpoints are in order")
+
+
+def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+    """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
+    wanted = abstract_state(parts.model, parts.tx)
+    if start:
+        with waiting(f"restoring step {start}"):
+            step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+        return state_of(found), step
+    with waiting("compiling and making the initial state"):
+        state = init_state(parts.model, parts.tx, parts.settings.train.seed)
+    source = parts.settings.train.init_from
+    if not source:
+        return state, 0
+    with waiting(f"restoring the weights of {source}"):
+        return state._replace(params=params_of(source, wanted.params, about(parts), say)), 0
+
+
+def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
+    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
+    was kept of the folder that its weights were imported from."""
+    record = import_record(folder, parts.settings.train.init_from) if is_first() else None
+
+    def carry(at: Path) -> None:
+        if record is not None:
+            (at / RECORD).write_bytes(record)
+        parts.train_data.tokenizer.save(at)
+        (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+
+    config = parts.settings.checkpoint
+    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+
+
+def open_batches(parts: Parts, start: int) -> Prefetcher:
+    """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
+    return Prefetcher(parts.train_data, put_in(parts), start, reserve=STEPS_TO_STOP if several() else 0)
+
+
+def end(
+    parts: Parts,
+    folder: RunFolder,
+    journal: Journal,
+    stop: StopRequest,
+    state: TrainState,
+    done: int,
+    eval_loss: float | None,
+) -> Outcome:
+    """Say how the run ended; a finished one writes its sample."""
+    if done < parts.settings.train.steps:
+        cause = stop.signal or "another process"
+        journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
+        return Outcome("stopped", done)
+    journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
+    if eval_loss is not None:
+        journal.say(verdict(eval_loss, parts.train_data))
+    sample = parts.settings.sample
+    if sample.prompt:
+        at("the sample", compiling=True)
+        with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
+            text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
+        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
+    return Outcome("finished", done, eval_loss)
+
+
+def verdict(eval_loss: float, data: Reader) -> str:
+    """The loss beside that of a model which knows only how frequent tokens are."""
+    per_byte = eval_loss / data.bytes_per_token
+    return (
+        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy of the corpus "
+        f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
+    )
+
+
+def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> Meter:
+    """Print what is about to run; returns the meter that knows its size."""
+    settings, model, data = parts.settings, parts.model, parts.train_data
+    batch, seq = settings.data.global_batch, settings.data.seq
+    with waiting("predicting the memory"):
+        needs = memory(model, abstract_state(model, parts.tx).opt_state, global_batch=batch, seq=seq)
+    flops = flops_per_token(settings.model, model.shapes, seq=seq)
+    peak, origin = peak_flops(settings.model.dtype)
+    rate = "peak unknown" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s"
+    lines = [
+        f"run {folder.path}" + (f", going on from step {start}" if start else ""),
+        "",
+        "what differs from configs/base.py (all settings are in the folder's config.json):",
+        *lines_of(settings),
+        "",
+        f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
+        f"{data.entropy_nats:.2f} nats a token",
+        *said_of_tokenizer(parts, start),
+        "",
+        render(parameters_by_component(model.shapes), needs),
+        "",
+        f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
+        + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
+        + f"; {str(model.schedule).splitlines()[0]}",
+        f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
+        *([] if settings.mesh.simulate else unused(jax.default_backend())),
+        *said_of_evaluation(parts),
+        *said_of_cache(),
+        "",
+    ]
+    journal.say("\n".join(lines))
+    return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
+
+
+def evaluation(parts: Parts) -> Callable[[Any], float] | None:
+    """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
+    reader, put = parts.eval_data, put_in(parts)
+    if reader is None:
+        return None
+    step, count = make_eval_step(parts.model), eval_count(parts)
+    what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
+
+    def evaluate(params: Any) -> float:
+        with waiting(next(what)) as show:
+            return measure(step, params, reader, put, count, show).loss
+
+    return evaluate
+
+
+def eval_count(parts: Parts) -> int:
+    """Batches of an evaluation: no more than hold every window once."""
+    return min(parts.settings.train.eval_batches, parts.eval_data.batches)
+
+
+def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
+    """A line where the tokenizer was taken from the run whose weights this one starts from."""
+    settings, tokenizer = parts.settings, parts.train_data.tokenizer
+    if start or not settings.train.init_from or settings.data.tokenizer != AUTO:
+        return []
+    return [f"the tokenizer is that of {settings.train.init_from}: {tokenizer.name}, {tokenizer.vocab:,} ids"]
+
+
+def said_of_evaluation(parts: Parts) -> list[str]:
+    """A line where the evaluation is smaller than the config asks for."""
+    wanted = parts.settings.train.eval_batches
+    if parts.eval_data is None or eval_count(parts) == wanted:
+        return []
+    return [f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"]
+
+
+def said_of_cache() -> list[str]:
+    """A line where compiled programs are kept for later runs."""
+    folder = jax.config.jax_compilation_cache_dir
+    return [f"compiled programs are kept in {folder} (train.compile_cache)"] if folder else []
+
+
+def about(parts: Parts) -> dict[str, Any]:
+    """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
+    corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
+
+
+def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+    """How this run's batches get to its devices."""
+    return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))

@@ -1,0 +1,147 @@
+"""What runs on devices: one training step, and one evaluation, compiled and pure."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.compiler import compiler_options
+from parallax.training.guard import GuardConfig, GuardState, init_guard, judge
+from parallax.training.optimizer import global_norm
+
+UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
+
+
+class TrainState(NamedTuple):
+    """All that a run is between two steps; the batch and the dropout of a step follow from its number."""
+
+    step: Array  # int32: steps done
+    params: Any
+    opt_state: Any
+    guard: GuardState
+
+
+def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
+    """The shapes and shardings of a state; optimizer states are cut as their parameters are."""
+    opt_state = jax.eval_shape(tx.init, model.shapes)
+    guard, whole = jax.eval_shape(init_guard), NamedSharding(model.mesh, P())
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), model.shapes, opt_state, guard)
+    cut = _like_params(model, opt_state, whole)
+    shardings = TrainState(whole, model.shardings, cut, jax.tree.map(lambda _: whole, guard))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
+    """The sharding of every array of a state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
+
+
+def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first step."""
+    params = model.init(seed)
+    shardings = state_shardings(model, tx)
+    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+    step, guard = jax.device_put((jnp.int32(0), init_guard()), (shardings.step, shardings.guard))
+    return TrainState(step, params, opt_state, guard)
+
+
+class TrainStep:
+    """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
+
+    Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard let nothing change;
+    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite. A batch is as
+    parallax.model.batch has it, or a DataError; `take` does the same without a look at its values. `seed` is that of
+    dropout, `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batch that it was last traced for, None
+    before.
+    """
+
+    def __init__(
+        self, model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+    ):
+        self.model, self.tx, self.seed, self.guard = model, tx, seed, guard
+        self.batch_shape: tuple[int, int] | None = None
+        shardings = state_shardings(model, tx), NamedSharding(model.mesh, P())
+        options = compiler_options(model.mesh)
+        self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+
+    def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        return self.take(state, self.model.checked(batch))
+
+    def take(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        """The step on a batch of a reader, which has looked at its values: nothing is read back from the devices."""
+        return self._jitted(state, batch)
+
+    def __repr__(self) -> str:
+        return f"TrainStep of {repr(self.model).splitlines()[0]}"
+
+    def init(self) -> TrainState:
+        """The state before the first step; its parameters are those of the seed."""
+        return init_state(self.model, self.tx, self.seed)
+
+    def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
+        """The step for batches of this shape, ready to be compiled."""
+        array = jax.ShapeDtypeStruct((global_batch, seq), jnp.int32, sharding=self.model.batch_sharding)
+        return self._jitted.lower(abstract_state(self.model, self.tx), dict.fromkeys(BATCH_ARRAYS, array))
+
+    def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        """What is jitted."""
+        self.batch_shape = batch["tokens"].shape
+        noise = jnp.stack([jnp.int32(self.seed), state.step])
+        metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
+        with jax.named_scope(UPDATE):
+            metrics |= {"grad_norm": global_norm(grads)}
+            passes, guard = judge(self.guard, state.guard, metrics)
+            # A branch: where the old state and the new are chosen between element by element, XLA keeps both.
+            params, opt_state = jax.lax.cond(
+                passes, self.update, lambda *kept: kept[:2], state.params, state.opt_state, grads, metrics["grad_norm"]
+            )
+            counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
+            metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
+        return TrainState(state.step + 1, params, opt_state, guard), metrics
+
+    def update(self, params: Any, opt_state: Any, grads: Any, grad_norm: Array) -> tuple[Any, Any]:
+        """Parameters and optimizer state after a gradient of this norm, which is not measured again."""
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(grads, opt_state, params, grad_norm=grad_norm)
+        return optax.apply_updates(params, updates), opt_state
+
+
+def make_train_step(
+    model: ShardedModel, tx: optax.GradientTransformation, seed: int, guard: GuardConfig | None = None
+) -> TrainStep:
+    """One training step of a model with an optimizer; see TrainStep."""
+    return TrainStep(model, tx, seed, guard)
+
+
+def make_eval_step(model: ShardedModel) -> Callable:
+    """`(params, batch) -> metrics`, jitted: loss and tokens, forward only; a batch is as model.batch has it."""
+    jitted = jax.jit(model.loss, compiler_options=compiler_options(model.mesh))
+    return lambda params, batch: jitted(params, model.checked(batch))
+
+
+def _like_params(model: ShardedModel, opt_state: Any, whole: NamedSharding) -> Any:
+    """Shardings of an optimizer state: a leaf whose path ends in a parameter's, and has its shape, is cut like it."""
+    params = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(model.shapes), jax.tree.leaves(model.shardings), strict=True
+        )
+    }
+
+    def sharding_of(path, leaf):
+        name = jax.tree_util.keystr(path)
+        found = (cut for end, (shape, cut) in params.items() if name.endswith(end) and shape == leaf.shape)
+        return next(found, whole)
+
+    return jax.tree_util.tree_map_with_path(sharding_of, opt_state)

@@ -1,0 +1,269 @@
+"""The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+
+from parallax.checkpoint import Checkpoints
+from parallax.config.settings import Settings
+from parallax.data import Prefetcher
+from parallax.runtime.errors import DataError, ParallaxError
+from parallax.runtime.multihost import at, several
+from parallax.runtime.progress import FIRST_SECS, waiting
+from parallax.training.diagnosis import not_finite
+from parallax.training.journal import Journal
+from parallax.training.meter import Meter
+from parallax.training.profile import Profile
+from parallax.training.rates import Rates
+from parallax.training.recheck import Recheck
+from parallax.training.signals import StopRequest
+from parallax.training.skips import DivergenceError, Skips
+from parallax.training.step import TrainState
+from parallax.training.watchdog import Watchdog
+
+PATIENCE_SECS = 10.0  # steps are expected to take a while
+SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
+
+
+class Ended(NamedTuple):
+    """A step whose metrics are still on the devices; `when` it ended, by the meter's clock."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    when: "Future[float]"
+    waited_secs: float
+
+
+@dataclass
+class Steps:
+    """What the steps of a run need besides their state."""
+
+    settings: Settings
+    train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Any], float] | None
+    batches: Prefetcher
+    checkpoints: Checkpoints
+    journal: Journal
+    meter: Meter
+    stop: StopRequest
+    watchdog: Watchdog
+    rates: Rates
+    skips: Skips
+    recheck: Recheck
+    profile: Profile = field(default_factory=Profile)
+    eval_loss: float | None = None  # of the latest evaluation
+    params: Any = None  # after the latest step that was dispatched
+    owed: bool = False  # a save that waits for a step that is not skipped
+    owed_evaluation: bool = False  # that was due with it
+    data_error: DataError | None = None  # of a batch for which this process has asked all to stop
+    first: int = 0  # the first step of this start
+    said_at: float = 0.0  # when the latest line was printed
+
+    def run(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        """From step `start` to the last one or to a signal; returns the state and the steps done.
+
+        Raises:
+            DataError: a batch cannot be read; the steps before it are saved, where that was possible.
+        """
+        try:
+            state, done = self._take_all(state, start)
+        except ParallaxError as error:
+            if self.data_error is None or isinstance(error, DataError):
+                raise
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
+        else:
+            if self.data_error is None:
+                return state, done
+            with self._besides():
+                self._finish_save(done)
+        raise self.data_error
+
+    def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        pending, self.first = None, start + 1
+        if self.profile.begins_after(start):
+            self.profile.begin(start, state)
+        for done in range(start + 1, self.settings.train.steps + 1):
+            at(f"step {done}", compiling=done == self.first)
+            self.watchdog.begin(done, compiles=done == self.first)
+            try:
+                with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
+                    batch, waited = self.batches.get(done - 1)
+            except DataError:
+                self._save_before_the_error(done - 1, state, pending, start)
+                raise
+            self._stop_before_the_error()
+            with self.profile.around(done):
+                state, metrics = self._take(state, batch, done)
+            self.params = state.params
+            before, pending = pending, Ended(done, metrics, self.meter.ending(metrics), waited)
+            if before is not None:
+                self._report(before, self._read(before, first=before.step == self.first))
+            self.checkpoints.check()
+            # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
+            stopping = done < self.settings.train.steps and self.stop.after(done)
+            turns = self.profile.begins_after(done) or self.profile.ends_after(done)
+            if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
+                self._pause(pending, state, first=done == self.first, stopping=stopping)
+                pending = None
+            elif done == self.first:  # nobody waits for the second step to hear of the first
+                self._report(pending, self._read(pending, first=True))
+                pending = None
+            if stopping and not self.owed:
+                break
+        return state, done
+
+    def _stop_before_the_error(self) -> None:
+        """With several processes, have all of them stop and save where data of a step to come cannot be read.
+
+        This process has batches until then. Where it has none left, as for the first step of a run, or for one after
+        steps that cannot be saved, the error comes first, and the last checkpoint stays.
+        """
+        error = self.batches.failure_before(self.settings.train.steps)
+        if self.data_error is None and several() and isinstance(error, DataError):
+            self.data_error = error
+            self.watchdog.pause()
+            self.stop.ask("data that cannot be read")
+
+    def _save_before_the_error(
+        self, done: int, state: TrainState, pending: Ended | None = None, start: int | None = None
+    ) -> None:
+        """Save what is done when data cannot be read any more, and report the step that is `pending`.
+
+        With several processes the others do not know of the error, and no save would come about.
+        """
+        if several() or done == start:
+            return
+        with self._besides():
+            if pending is not None:
+                self._pause(pending, state, first=pending.step == start + 1, stopping=True)
+            self._save_done(done, state)
+
+    def _save_done(self, done: int, state: TrainState) -> None:
+        with self._besides():
+            if not self.owed:
+                self._save(done, state, None)
+                self._finish_save(done)
+
+    def _finish_save(self, done: int) -> None:
+        self.checkpoints.wait()
+        self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
+
+    @contextlib.contextmanager
+    def _besides(self) -> Iterator[None]:
+        """What fails in here is said, and no more: the disk may be the same one, and that data is lost says more."""
+        try:
+            yield
+        except ParallaxError as error:
+            self.journal.say_besides(f"{type(error).__name__}: {error}")
+
+    def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        interval = self.settings.train.check_every
+        compiles = done == self.first
+        what = "compiling the training step" if compiles else f"taking step {done}"
+        with waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
+            if interval and done % interval == 0:
+                return self.recheck.take(self.train_step, state, batch, done)
+            return self.train_step(state, batch)
+
+    def _evaluates_after(self, done: int) -> bool:
+        if self.evaluate is None:
+            return False
+        # Each checkpoint is judged by its own evaluation, or the best could not be known.
+        judged = self._saves_after(done) and self.settings.checkpoint.keep_best > 0
+        return judged or self.owed_evaluation or self._is_due(done, self.settings.train.eval_every_steps)
+
+    def _saves_after(self, done: int) -> bool:
+        return self.owed or self._is_due(done, self.settings.checkpoint.every_steps)
+
+    def _is_due(self, done: int, interval: int) -> bool:
+        return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
+
+    def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
+        """Finish a step's report, then evaluate, save and trace as is due; who is stopping saves at once."""
+        values = self._read(ended, first=first)
+        self.watchdog.pause()
+        if self.profile.ends_after(ended.step):
+            self.profile.end(state)
+        saves, evaluates = stopping or self._saves_after(ended.step), self._evaluates_after(ended.step)
+        # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
+        # step has shown that they work. After the last one that is left to the evaluation.
+        self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
+        self.owed_evaluation = evaluates and self.owed
+        if evaluates and not stopping and not self.owed:
+            at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
+            try:
+                values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
+            except DataError:
+                with self._besides():
+                    self._report(ended, values)
+                self._save_done(ended.step, state)  # all processes raise at the same batch
+                raise
+            self._check_finite(ended.step, values["eval/loss"])
+        self._report(ended, values)
+        if saves and not self.owed:
+            self._save(ended.step, state, values.get("eval/loss"))
+        if self.profile.begins_after(ended.step) and not stopping:
+            self.profile.begin(ended.step, state)
+        self.meter.pause()
+
+    def _save(self, step: int, state: TrainState, loss: float | None) -> None:
+        if bad := not_finite(state.params):
+            raise DivergenceError(
+                f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
+                "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
+            )
+        at(f"saving step {step}")
+        with waiting(f"saving step {step}"):
+            self.checkpoints.save(step, parts_of(state), loss=loss)
+
+    def _read(self, ended: Ended, *, first: bool) -> dict[str, Any]:
+        """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
+        with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
+            metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+        updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
+        values = {
+            "train/loss": metrics["loss"],
+            "train/grad_norm": metrics["grad_norm"],
+            "train/learning_rate": float(self.rates[updates]),
+            "train/skipped_steps": metrics["skipped_steps"],
+        }
+        if "z_loss" in metrics:
+            values["train/z_loss"] = metrics["z_loss"]
+        values |= self.skips.note(ended.step, metrics)
+        if self.skips.too_many(metrics):
+            self.journal.record(ended.step, values)
+            self.skips.stop(ended.step, metrics, self.params)
+        return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
+
+    def _check_finite(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise DivergenceError(
+                f"after step {step} eval/loss is {loss:.4g}; it was not saved; try a lower optimizer.learning_rate, "
+                "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+            )
+
+    def _report(self, ended: Ended, values: dict[str, float]) -> None:
+        self.journal.record(ended.step, values)
+        ends = ended.step in (self.first, self.settings.train.steps)
+        due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
+        if ends or due or "eval/loss" in values:
+            self.journal.say(self.meter.line(ended.step, values))
+            self.said_at = time.monotonic()
+        if "eval/loss" in values:
+            self.journal.say(self.meter.eval_line(ended.step, values["eval/loss"]))
+
+
+def parts_of(state: TrainState) -> dict[str, Any]:
+    """A state as the parts of a checkpoint: parameters can be loaded without the rest."""
+    return {"params": state.params, "rest": {name: part for name, part in state._asdict().items() if name != "params"}}
+
+
+def state_of(parts: dict[str, Any]) -> TrainState:
+    """The state that `parts_of` took apart."""
+    return TrainState(params=parts["params"], **parts["rest"])

@@ -1,0 +1,67 @@
+"""A thread that says where the program is when a step takes far longer than steps do."""
+
+import faulthandler
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+
+from parallax.runtime.errors import tell
+
+LEAST_STEPS = 5  # before a median means anything
+REMEMBERED_STEPS = 100
+LEAST_SECS = 5.0  # what is over sooner needs no explaining
+TICK_SECS = 0.25
+
+
+class Watchdog:
+    """Prints the stacks of all threads to stderr, once, when a step takes `factor` times the median; 0 is off.
+
+    Use it as a context. It ends nothing: with several processes distributed.wait_secs does.
+    """
+
+    def __init__(self, factor: float, *, least_secs: float = LEAST_SECS):
+        self._factor, self._least_secs = factor, least_secs
+        self._durations: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._current: tuple[int, float] | None = None
+        self._closed = threading.Event()
+        if factor:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._closed.set()
+
+    def begin(self, step: int, *, compiles: bool = False) -> None:
+        """A step begins, and the one before it is over; one that compiles is not watched."""
+        now = time.monotonic()
+        if self._current is not None:
+            self._durations.append(now - self._current[1])
+        self._current = None if compiles else (step, now)
+
+    def pause(self) -> None:
+        """What follows is no step."""
+        self._current = None
+
+    def _watch(self) -> None:
+        said = None
+        while not self._closed.wait(TICK_SECS):
+            current = self._current
+            if current is None or current == said or len(self._durations) < LEAST_STEPS:
+                continue
+            median = statistics.median(self._durations)
+            taken = time.monotonic() - current[1]
+            if taken > max(self._factor * median, self._least_secs):
+                said = current
+                self._say(current[0], taken, median)
+
+    def _say(self, step: int, taken: float, median: float) -> None:
+        tell(
+            f"step {step} has taken {taken:.1f} s so far, the median is {median:.2f} s "
+            f"(train.stall_factor={self._factor:g}); all threads:",
+            sys.stderr,
+        )
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -1,0 +1,682 @@
+"""A plan's memory, time and search, without any of the chips that it is for."""
+
+import contextlib
+import functools
+import io
+import itertools
+import pathlib
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.analysis.plan import changes as changes_module
+from parallax.analysis.plan import sweep as sweep_module
+from parallax.analysis.plan.analytic import by_axes, hidden_secs, messages, predict, predicted_memory, trace
+from parallax.analysis.plan.bounds import Bound, Bounds
+from parallax.analysis.plan.cache import Cache
+from parallax.analysis.plan.changes import Change, helpful, neighbours
+from parallax.analysis.plan.compiling import Outcome
+from parallax.analysis.plan.layouts import VIRTUAL, Choice, build, build_if_legal, choices
+from parallax.analysis.plan.machine import local_place
+from parallax.analysis.plan.picture import draw, front
+from parallax.analysis.plan.sweep import Sweep
+from parallax.analysis.plan.text import heading, sweep_table, verdict
+from parallax.analysis.report.place import read_topology
+from parallax.analysis.report.traced import collectives
+from parallax.cli import plan as command
+from parallax.cli.command import read_command
+from parallax.config.settings import read_settings
+from parallax.pipeline.config import REMAT
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.errors import ConfigError, ParallaxError
+from parallax.schedules import SCHEDULES
+from parallax.sharding.mesh import AXES
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAIR = read_topology("v5e:1x2")
+TINY = """
+from configs.base import get_config as get_base
+
+def get_config():
+    config = get_base()
+    config.mesh.update(pp=1, dp=2, tp=2)
+    config.model.update(vocab=64, layers=2, d_model=32, d_ff=64, heads=4, kv_heads=4, d_head=8, d_latent=16, d_rope=4)
+    config.model.update(attention="gqa", dtype="bfloat16")
+    config.pipeline.microbatches = 2
+    config.data.update(seq=16, global_batch=4)
+    return config
+"""
+
+
+def tiny(**changes):
+    """Settings of the tiny model on two chips; `changes` are written as mesh_dp=2."""
+    scope: dict = {}
+    exec(TINY, scope)
+    config = scope["get_config"]()
+    config.mesh.tp = 1
+    for name, value in changes.items():
+        section, _, key = name.partition("_")
+        config[section][key] = value
+    return read_settings(config.to_dict())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "tiny.py"
+    path.write_text(TINY)
+    return f"--config={path}"
+
+
+@functools.cache
+def held_of(settings):
+    return predicted_memory(build(settings, PAIR), settings)
+
+
+@functools.cache
+def traced_of(settings):
+    return trace(build(settings, PAIR), settings)
+
+
+@pytest.fixture(scope="module")
+def few():
+    """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
+        patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
+        patch.setattr(sweep_module, "trace", lambda model, settings: traced_of(settings))
+        yield
+
+
+@pytest.fixture(scope="module")
+def found(few, tmp_path_factory):
+    """A finished sweep, in which all layouts are kept."""
+    search = Sweep(tiny(), PAIR, Cache(tmp_path_factory.mktemp("plan")), keep=1000)
+    search.run()
+    return search
+
+
+def test_a_plan_in_one_call_fills_the_mesh_and_refuses_another_size():
+    assert predict(tiny(mesh_dp=-1), PAIR) == predict(tiny(), PAIR)
+    with pytest.raises(ConfigError, match="v5e:1x2 has 2 devices: .*dp=4"):
+        predict(tiny(mesh_dp=4), PAIR)
+
+
+# ---- time
+
+
+def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
+    settings = tiny()
+    model = build(settings, PAIR)
+    batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
+    sizes = {"pp": 1, "dp": 2, "tp": 1}
+    sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
+    bytes_over_dp = sum(one.bytes * one.count for one in sent if one.axes == ("dp",))
+    found = predict(settings, PAIR)
+    # Two chips in a row have one link to each other, of 50 GB/s.
+    assert found.exposed_secs["dp"] + found.hidden_secs == pytest.approx(bytes_over_dp / 50e9)
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    found = predict(tiny(mesh_pp=2, mesh_dp=1, pipeline_schedule="one_f_one_b"), PAIR)
+    assert found.bubble == pytest.approx(1 / 3)  # P - 1 over M + P - 1
+    busy = found.work_secs + sum(found.exposed_secs.values())
+    assert found.bubble_secs > 0.3 * busy
+    assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
+
+
+@pytest.mark.parametrize("gather", ["microbatch", "layers", "step"])
+def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(gather):
+    """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""
+
+    def ticking(microbatches):
+        settings = tiny(
+            mesh_pp=2,
+            mesh_tp=2,
+            data_global_batch=8,
+            pipeline_schedule="gpipe",
+            pipeline_microbatches=microbatches,
+            pipeline_gather=gather,
+        )
+        eight = read_topology("v5e:2x4")
+        sent = messages(trace(build(settings, eight), settings).sent, eight, settings)
+        return by_axes(message for message in sent if message.ticking)
+
+    one, four = ticking(1), ticking(4)
+    assert one["tp"] == pytest.approx(four["tp"]) and one["tp"] > 0
+    assert one.get("dp", 0) == pytest.approx(four.get("dp", 0) / 4)  # layers are gathered for each
+    assert ("dp" in one) == (gather == "microbatch")
+
+
+def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
+    fast = PAIR._replace(chip=PAIR.chip._replace(ici_bandwidth=1e15))
+    plain, ahead = predict(tiny(), fast), predict(tiny(fsdp_prefetch=1), fast)
+    assert 0 < plain.hidden_secs < ahead.hidden_secs < ahead.work_secs
+    assert ahead.secs < plain.secs
+
+
+def test_recomputing_costs_time_and_attention_without_scores_saves_it():
+    settings = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
+    none, layer, scores = (
+        predict(tiny(**settings, **more), PAIR)
+        for more in (
+            {"model_kernel": "splash", "pipeline_remat": "none"},
+            {"model_kernel": "splash", "pipeline_remat": "layer"},
+            {"pipeline_remat": "layer"},
+        )
+    )
+    assert none.recompute_secs == 0 < layer.recompute_secs
+    assert layer.work_secs < scores.work_secs
+
+
+def test_what_is_kept_is_written_and_read_and_can_cost_more_than_making_it_again():
+    wide = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)
+    none, layer = (predict(tiny(**wide, pipeline_remat=remat), PAIR) for remat in ("none", "layer"))
+    assert none.work_secs > layer.work_secs  # all scores of attention are kept
+
+
+def test_the_more_is_sent_the_less_of_it_hides():
+    work, sent = 1.0, (0.1, 0.5, 1.0, 5.0)
+    shares = [hidden_secs(work, secs) / secs for secs in sent]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.95 < shares[0] < 1
+    assert hidden_secs(work, 5.0) < work
+
+
+def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
+    place = read_topology("v5e:4x4")
+    assert place.spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == pytest.approx(2 * 16 / 15)  # two dims, a quarter each
+    assert place.spread({"pp": 1, "dp": 8, "tp": 2}, ["tp"]) == 1
+    assert read_topology("H100:2x8").spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "axis", "links"),
+    [
+        ("v5p:4x4x4", (1, 64, 1), "dp", 6),  # three rings
+        ("v5p:4x4x4", (4, 4, 4), "pp", 2),
+        ("v5p:2x2x4", (1, 16, 1), "dp", 3),  # no cube of rings: three lines
+        ("v5e:4x4", (1, 16, 1), "dp", 2),  # lines, for only 16 close to a ring
+        ("v5e:16x16", (1, 16, 16), "tp", 2),
+        ("v5e:4x4", (2, 8, 1), "pp", 1),
+    ],
+)
+def test_an_axis_sends_over_the_links_of_the_dims_that_it_fills(topology, sizes, axis, links):
+    place = read_topology(topology)
+    bandwidth = place.bandwidth(dict(zip(AXES, sizes)), [axis])
+    assert bandwidth == links * place.chip.ici_bandwidth
+
+
+def test_gpus_of_one_host_use_the_switch_and_others_the_network():
+    place = read_topology("H100:2x8")
+    inside = place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["tp"])
+    assert inside == 18 * 25e9
+    assert place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == place.chip.dcn_bandwidth
+
+
+# ---- what the chips can run
+
+KERNEL = "--config.model.kernel="
+HERE = PAIR._replace(
+    name="2 simulated devices", chip=PAIR.chip._replace(name="this machine", platform="cpu"), shape=(2,)
+)
+LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # attention is much of the step
+
+
+def kernels_of(place, **changes):
+    """The kernels of attention that a plan would price as changes."""
+    changed = [one for one in neighbours(tiny(**LONG | changes), place) if one[0].startswith(KERNEL)]
+    return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, place) is not None]
+
+
+@pytest.mark.parametrize(
+    ("place", "kernels"),
+    [(PAIR, ["splash"]), (read_topology("H100:2"), ["cudnn"]), (read_topology("a100:2"), ["cudnn"]), (HERE, [])],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(place, kernels):
+    assert kernels_of(place) == kernels
+
+
+def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
+    wide = dict(model_d_head=192, model_d_model=384)
+    assert kernels_of(read_topology("A100:2"), **wide) == []
+    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn"]
+    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == []
+
+
+def test_flash_attention_on_gpus_is_priced_without_one():
+    scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
+    assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
+    settings = tiny(**LONG, model_kernel="cudnn")
+    products = trace(build(settings, read_topology("H100:2")), settings).products
+    by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
+    assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
+
+
+def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
+    gpu, tpu = read_topology("H100:8"), read_topology("v5p:2x2x2")
+    told = "JAX takes 60.0 GiB if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    assert verdict(61 * 2**30, gpu, "predicted").splitlines()[1:] == [told]
+    for peak, place in ((59, gpu), (81, gpu), (80, tpu)):
+        assert "\n" not in verdict(peak * 2**30, place, "predicted")
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_what_this_machine_does_not_run_at_a_known_speed_is_not_planned_here(kernel):
+    with pytest.raises(ConfigError, match=f"model.kernel='{kernel}' .*CPUs.*; use kernel"):
+        predict(tiny(**LONG, model_kernel=kernel), HERE)
+
+
+# ---- layouts
+
+
+@pytest.mark.slow
+def test_a_sweep_looks_at_exactly_the_legal_layouts():
+    settings = tiny(data_global_batch=2)
+    brute = set()
+    halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    rest = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT, ("microbatch", "layers", "step"), (0, 1))
+    for mesh, others in itertools.product(halves, list(rest)):
+        choice = Choice(*mesh, *others)
+        if (choice.schedule == "interleaved") != (choice.virtual > 1):
+            continue  # one stage on each rank is 1F1B
+        if choice.pp == 1 and (choice.schedule, choice.virtual) != ("gpipe", 1):
+            continue  # the same as gpipe
+        if choice.dp == 1 and (choice.gather, choice.prefetch) != ("microbatch", 0):
+            continue  # nothing is gathered
+        if choice.pp == 1 and choice.gather == "layers":
+            continue  # tables are cut like all else
+        try:
+            s = choice.applied(settings)
+            mesh = AbstractMesh(choice[:3], AXES, axis_types=(AxisType.Auto,) * 3)
+            ShardedModel(s.model, s.layout, s.pipeline, s.fsdp, s.loss, mesh).check_batch(2, 16)
+        except ParallaxError:
+            continue
+        brute.add(choice)
+    legal = {choice for choice in choices(settings, 2) if build_if_legal(choice.applied(settings), PAIR) is not None}
+    assert legal == brute
+    assert any(choice.schedule == "interleaved" for choice in choices(settings, 2))
+    assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "attention", "topology", "kernel"),
+    [
+        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"]),
+        ("column_row", "gqa", "H100:4", "cudnn"),
+    ],
+)
+def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel):
+    four = read_topology(topology)
+    settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
+    legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
+    bounds = Bounds(settings, four, build(settings, four))
+    looked_at = 0
+    for choice in legal[:: len(legal) // 16]:
+        try:
+            found = predict(choice.applied(settings), four)
+        except ParallaxError:
+            continue
+        looked_at += 1
+        bound = bounds.of(choice)
+        assert bound.secs <= found.secs * (1 + 1e-9), choice
+        assert bound.peak_bytes <= found.peak_bytes, choice
+    assert looked_at >= 4
+
+
+# ---- the search
+
+
+@pytest.mark.slow
+def test_a_search_for_the_best_finds_the_same_as_pricing_all(found):
+    search = Sweep(tiny(), PAIR, found.cache, keep=2)
+    search.run()
+    assert search.rows[:2] == found.rows[:2]
+
+
+@pytest.mark.slow
+def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, monkeypatch):
+    fastest = found.rows[0]
+    monkeypatch.setattr(sweep_module, "Bounds", lambda *args: SlowerThan(fastest))
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1)
+    search.run()
+    assert {row.choice for row in search.rows} == {fastest.choice, search.own}
+    assert search.rows[0] == fastest and search.passed["slower"]
+
+
+class SlowerThan:
+    """Bounds that tell one layout from the others."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def of(self, choice):
+        return Bound(0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01, 0.0)
+
+
+@pytest.mark.slow
+def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
+    smallest, largest = (pick(row.estimate.peak_bytes for row in found.rows) for pick in (min, max))
+    middle = (smallest + largest) // 2
+    place = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=middle))
+    search = Sweep(tiny(), place, Cache(tmp_path), keep=1000)
+    search.run()
+    assert {row.choice for row in search.rows} == {r.choice for r in found.rows if r.estimate.peak_bytes <= middle}
+    assert search.passed["too large"] == len(found.rows) - len(search.rows)
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp_path, monkeypatch):
+    traced = []
+
+    def interrupted(model, settings):
+        traced.append(Choice.of(settings))
+        if len(traced) == 5:
+            raise KeyboardInterrupt
+        return traced_of(settings)
+
+    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    assert len(search.rows) == 4
+    search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    search.run()
+    assert search.rows == found.rows and search.passed == found.passed
+    assert len(traced) == len(found.rows) + 1  # the interrupted one twice
+    monkeypatch.setattr(sweep_module, "trace", None)
+    again = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
+    again.run()
+    assert again.rows == found.rows
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"digest": "0", "value": {}}', "[1]"])
+def test_a_damaged_entry_is_none_and_is_written_anew(tmp_path, damage):
+    cache = Cache(tmp_path)
+    cache.put("key", {"secs": 1.5})
+    assert cache.get("key") == {"secs": 1.5}
+    (tmp_path / "key.json").write_text(damage)
+    assert cache.get("key") is None
+    cache.put("key", {"secs": 2.5})
+    assert cache.get("key") == {"secs": 2.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
+
+
+def test_an_entry_with_a_changed_figure_is_damaged(tmp_path):
+    cache = Cache(tmp_path)
+    cache.put("key", {"secs": 1.5})
+    path = tmp_path / "key.json"
+    path.write_text(path.read_text().replace("1.5", "1.4"))
+    assert cache.get("key") is None
+
+
+def test_a_sweep_of_this_machine_goes_on_with_the_speed_that_it_had(tmp_path):
+    here = PAIR._replace(shared=True)
+    slower = here._replace(chip=PAIR.chip._replace(hbm_bandwidth=PAIR.chip.hbm_bandwidth * 0.9))
+    for measured in (here, slower):
+        assert Sweep(tiny(), measured, Cache(tmp_path), keep=1).place == here
+    assert Sweep(tiny(), slower, Cache(tmp_path / "other"), keep=1).place == slower
+    assert Sweep(tiny(), slower._replace(shared=False), Cache(tmp_path), keep=1).place.chip == slower.chip
+
+
+def test_entries_are_of_one_chip_one_config_and_one_version():
+    known = {"jax": "1"}
+    keys = {
+        sweep_module.key_of(settings, place, versions)
+        for settings, place, versions in [
+            (tiny(), PAIR, known),
+            (tiny(pipeline_microbatches=1), PAIR, known),
+            (tiny(), read_topology("v6e:1x2"), known),
+            (tiny(), PAIR, {"jax": "2"}),
+            (tiny(data_seed=1, train_steps=7), PAIR, known),  # the same as the first
+        ]
+    }
+    assert len(keys) == 4
+
+
+# ---- what is shown
+
+
+def test_the_table_fits_100_columns_and_marks_the_own_layout_and_the_front(found):
+    own = tiny()
+    long = Choice(32, 32, 32, 1024, "interleaved", 4, "layer", "microbatch", 1)
+    rows = [*found.rows[:5], found.rows[0]._replace(choice=long)]
+    lines = list(sweep_table(rows, {}, front(found.rows), found.rows[1].choice))
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 7
+    assert lines[2].split()[0].endswith(">")
+    assert lines[1].startswith("*")  # the fastest is always on the front
+    assert own  # the settings themselves are legal
+
+
+def test_the_front_holds_what_nothing_beats_in_both(found):
+    marked = front(found.rows)
+    for choice, one in found.rows:
+        better = [
+            r
+            for r in found.rows
+            if r.estimate.secs <= one.secs
+            and r.estimate.peak_bytes <= one.peak_bytes
+            and (r.estimate.secs, r.estimate.peak_bytes) != (one.secs, one.peak_bytes)
+        ]
+        assert not (choice in marked and better)
+        as_fast = [r for r in found.rows if r.choice in marked and r.estimate.secs <= one.secs * 1.01]
+        assert choice in marked or any(r.estimate.peak_bytes <= one.peak_bytes for r in as_fast)
+
+
+def test_the_picture_has_a_point_for_each_layout_inside_its_frame(found):
+    picture = ET.fromstring(draw("tiny", found.rows, PAIR, found.own))
+    points = [c for c in picture.iter("{http://www.w3.org/2000/svg}circle") if c.get("class") == "layout"]
+    assert len(points) == len(found.rows)
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    assert all(0 < float(p.get("cx")) < width and 0 < float(p.get("cy")) < height for p in points)
+    fastest = min(points, key=lambda p: -float(p.get("cy")))  # the lowest on the page
+    assert f"{found.rows[0].estimate.secs:.3f} s" in fastest[0].text
+    key = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if text.text.startswith("MFU")]
+    assert len(key) == len(front(found.rows))
+
+
+def test_one_layout_alone_is_a_picture_too(found):
+    ET.fromstring(draw("tiny", found.rows[:1], PAIR, found.own))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def planned(config):
+    """What the command prints on a machine that has no libtpu."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert command.main(["plan", config, "--topology=v5e:2x2"]) == 0
+    return out.getvalue()
+
+
+def test_the_command_says_what_a_plan_must(planned):
+    out = planned
+    assert re.search(r"^fits: [\d.]+ \w+ of 15.8 GiB a chip", out, re.M)
+    assert re.search(r"^MFU \d+\.\d %", out, re.M)
+    for word in ("memory of a chip", "time of a step", "exposed over dp", "exposed over tp", "largest: "):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("schedule", [[], ["--config.pipeline.schedule=interleaved", "--config.pipeline.virtual=2"]])
+def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
+    command_line = [
+        "plan",
+        config,
+        *schedule,
+        "--config.mesh.dp=4",
+        "--config.mesh.tp=1",
+        "--config.pipeline.microbatches=1",
+    ]
+    settings = read_command(command_line, {})[0]
+    own = Choice.of(settings)
+    assert own in list(choices(settings, 4))
+    for choice in list(choices(settings, 4))[::5]:
+        assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
+    for flags, changed in neighbours(settings, read_topology("v5e:2x2")):
+        assert Choice.of(read_command([*command_line, *flags.split()], {})[0]) == Choice.of(changed)
+
+
+def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
+    now = predict(tiny(), PAIR)
+    half, third = now.peak_bytes // 2, now.peak_bytes // 3
+    priced = [Change("larger", half, -0.5), Change("less", -third, 0.1), Change("least", -half, -0.1)]
+    monkeypatch.setattr(changes_module, "_priced", lambda *args: priced)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
+    assert [change.flags for change in helpful(tiny(), tight, now)] == ["least", "less"]
+    assert [change.flags for change in helpful(tiny(), PAIR, now)] == ["larger", "least", "less"]
+
+
+def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
+    asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
+    lines = heading("tiny", tiny(**asked), PAIR).splitlines()
+    assert "; interleaved v=2, 2 microbatches" in lines[1] and "gather per microbatch one layer ahead," in lines[2]
+    plain = heading("tiny", tiny(), PAIR)
+    assert "; accumulate, 2 microbatches" in plain and "gather per microbatch, " in plain
+
+
+@pytest.mark.slow
+def test_flags_of_a_change_do_what_it_says(config):
+    settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
+    now = predict(settings, place)
+    change = helpful(settings, place, now)[0]
+    then = predict(read_command(["plan", config, *change.flags.split()], {})[0], place)
+    assert then.secs == pytest.approx(now.secs * (1 + change.secs))
+    assert then.peak_bytes == now.peak_bytes + change.bytes
+
+
+@pytest.mark.slow
+def test_a_sweep_prints_its_table_and_draws(few, config, tmp_path, capsys):
+    flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--analytic", "--keep=4"]
+    files = [f"--cache={tmp_path / 'cache'}", f"--svg={tmp_path / 'plan.svg'}"]
+    assert command.main(["plan", config, *flags, *files]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^\d+ layouts priced; passed over: ", out, re.M)
+    assert (tmp_path / "plan.svg").read_text().count("class='layout'") >= 4
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config, tmp_path, capsys, monkeypatch):
+    """The compiler refuses the layout that was priced fastest, and finds the third faster than the second."""
+    asked = []
+
+    def compiled(search, choice, devices):
+        asked.append(choice)
+        secs = {0: 0.3, 2: 0.2, 3: 0.1}.get(len(asked) - 1)  # the config's own is asked for first
+        if secs is None:
+            return Outcome("Used 20G of 15.8G HBM", 0, 0, 0, None, None, {}, None, None, None)
+        return Outcome("", 1 << 28, 1 << 28, 1 << 29, secs, 0.0, {}, secs, 0.0, 0.01 / secs)
+
+    monkeypatch.setattr(Sweep, "compiled", compiled)
+    monkeypatch.setattr(command, "why_not", lambda place: "")
+    monkeypatch.setattr(command, "devices_of", lambda place: [None])
+    flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--keep=8", "--compile=2"]
+    assert command.main(["plan", config, *flags, f"--cache={tmp_path / 'cache'}"]) == 0
+    out = capsys.readouterr().out
+    assert len(asked) == len(set(asked)) == 4
+    assert re.search(r"^ +compiled +no fit$", out, re.M)
+    found = re.search(r"^fastest as compiled: 0.100 s a step, MFU 10.0 %: (.*)", out, re.M)
+    assert found[1].split() == asked[0].flags_to(asked[3])
+
+
+def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config, tmp_path, capsys, monkeypatch):
+    traced = []
+
+    def interrupted(model, settings):
+        traced.append(1)
+        if len(traced) == 3:
+            raise KeyboardInterrupt
+        return traced_of(settings)
+
+    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
+    assert command.main(["plan", config, *flags]) == 130
+    shown = capsys.readouterr()
+    assert "2 layouts priced" in shown.out
+    assert "the same command goes on from here" in shown.err
+
+
+def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
+    assert re.search(r"^MFU", planned, re.M) and "pip install -e '.[tpu]'" in planned.splitlines()[-1]
+
+
+def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):
+    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
+    out = capsys.readouterr().out
+    assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
+    assert out.splitlines()[-1].startswith("not compiled: nothing is compiled for h100:4: ")
+
+
+def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, monkeypatch):
+    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    monkeypatch.setattr(command, "compile_step", None)
+    assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
+    out = capsys.readouterr().out
+    assert planned.startswith(out) and "pip install" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v9:4x4"], "chip 'v9:4x4' is unknown; .*v5e"),
+        (["--topology=v5e:4x"], "--topology=v5e:4x is no topology; write CHIP:SIZES"),
+        (["--topology=v5e"], "is no topology"),
+        (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
+        (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
+        (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
+        (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
+        (["--topology=H100:2x2x8"], "a host has at most 8 NVIDIA H100: write H100:4x8, for 32 GPUs"),
+        (["--topology=H100:4", "--config.model.kernel=splash"], "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn'}"),
+        (["--topology=v5e:2x2", "--config.model.kernel=cudnn"], r"needs GPUs, and these are TPUs \(TPU v5e\)"),
+        (["--topology=H100:4", "--config.model.kernel=cudnn", "--config.model.dtype=float32"], "needs model.dtype='bf"),
+        (["--topology=v5e:2x2", "--config.model.heads=3"], "model.heads=3 does not divide"),
+        (["--topology=v5e:2x2", "--config.pipeline.microbatches=3"], "data.global_batch=4 does not divide"),
+        (["--topology=v5e:2x2", "--svg=x.svg"], "--svg=x.svg is for --sweep"),
+        (["--topology=v5e:2x2", "--sweep", "--keep=0"], "--keep=0 must be a whole number of 1 or more"),
+        (["--topology="], "is no topology"),
+        (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(config, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "compile_step", None)
+    assert command.main(["plan", config, *flags]) == 2
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 1 and shown.err.startswith("ConfigError: ")
+    assert re.search(message, shown.err)
+
+
+def test_without_a_topology_the_devices_here_are_planned_for():
+    place = local_place("float32")
+    assert place.devices == 8 and place.shared
+    assert place.chip.flops["float32"] > 1e8 and place.chip.hbm_bandwidth > 1e7 and place.chip.ici_bandwidth > 1e5
+    with pytest.raises(ConfigError, match="peak of this machine in 'int4' is not known"):
+        place.chip.peak("int4")
+
+
+@pytest.mark.slow
+def test_without_a_topology_the_step_is_compiled_here(config, capsys):
+    flags = ["--config.mesh.tp=4", "--config.model.dtype=float32"]  # 8 devices
+    assert command.main(["plan", config, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "(compiled)" in out and "this machine" in out
+
+
+@pytest.mark.slow
+def test_the_step_is_compiled_for_chips_that_are_not_here(config):
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "parallax.plan", config, "--topology=v5e:2x2"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert re.search(r"^MFU \d+\.\d % \(compiled", ended.stdout, re.M)
+    assert "WARNING" not in ended.stderr

@@ -1,0 +1,193 @@
+"""The predicted peak is within a tenth of the compiler's, and its parts are what they are called."""
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+import tiny
+from run_examples import as_flags, write_corpus
+
+import train
+from parallax.analysis.budget import memory
+from parallax.analysis.plan import machine
+from parallax.analysis.report.compiled import read_compiled
+from parallax.analysis.report.place import read_topology
+from parallax.analysis.report.whole import GIVEN
+from parallax.cli import plan as plan_command
+from parallax.cli import report as report_command
+from parallax.training import run as run_module
+from parallax.training.guard import GuardConfig
+from parallax.training.optimizer import global_norm, make_optimizer
+from parallax.training.step import TrainState, TrainStep, abstract_state, make_train_step
+
+# Large enough that arrays, and not the counters beside them, are what is held; attention, MLP, logits and weights are
+# all of about one size.
+WIDE = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, d_latent=32, d_rope=8)
+WIDE |= dict(layers=8, chunk_tokens=256, microbatches=8)
+ROWS, SEQ = 64, 128
+WITHIN = 0.1  # the aim of the prediction, as the docs state it
+
+SCHEDULES = [dict(schedule=name) for name in ("one_f_one_b", "zero_bubble_v")]
+SCHEDULES.append(dict(schedule="interleaved", virtual=2))
+LOGITS_MOST = dict(vocab=8192, chunk_tokens=1024)  # the peak is at the loss
+CASES = [((1, 1, 1), {}), ((1, 8, 1), {}), ((2, 2, 2), dict(schedule="zero_bubble")), ((2, 2, 2), LOGITS_MOST)]
+MORE = [
+    *((mesh, {}) for mesh in tiny.MESHES if (mesh, {}) not in CASES),
+    *(((2, 2, 2), changes) for changes in SCHEDULES),
+    *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
+    *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),
+    ((2, 2, 2), dict(gather="step")),
+    ((2, 2, 2), dict(gather="layers", schedule="one_f_one_b")),
+    ((2, 2, 2), dict(vocab=8192, schedule="one_f_one_b")),
+    ((4, 1, 2), dict(schedule="one_f_one_b", remat="stage")),
+    ((1, 8, 1), dict(attention="gqa", remat="none")),
+    ((1, 8, 1), dict(gather="step")),
+    ((1, 8, 1), dict(gather="step", remat="none")),
+    ((1, 8, 1), dict(remat="stage")),
+    ((1, 2, 4), dict(vocab=8192)),
+    ((4, 1, 2), dict(schedule="zero_bubble", remat="none")),
+    ((8, 1, 1), dict(schedule="interleaved", virtual=2, layers=16)),
+    ((2, 2, 2), dict(branches="mask", schedule="one_f_one_b")),
+    ((2, 2, 2), dict(tensor_parallel="scatter")),
+    ((2, 2, 2), dict(embedding="all_to_all")),
+    ((2, 2, 2), dict(residual=tiny.SEQ_CUT)),
+    ((2, 2, 2), dict(tied=False)),
+    ((2, 2, 2), dict(optimizer="muon")),
+    ((2, 2, 2), dict(d_model=256, d_ff=1024)),
+]
+
+
+def build(mesh, optimizer="adamw", **changes):
+    model = tiny.build(mesh, **(WIDE | changes))
+    return model, make_optimizer(tiny.optimizer_config(name=optimizer), 1000, model.layouts)
+
+
+def compiled_step(model, tx, step=None, rows=ROWS):
+    return read_compiled((step or make_train_step(model, tx, 0)).lower(rows, SEQ).compile(), model.mesh)
+
+
+def predicted(model, tx):
+    return memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
+
+
+@functools.cache
+def both(mesh, **changes):
+    """The parts of a step's memory as predicted, and the step as compiled."""
+    model, tx = build(mesh, **changes)
+    return predicted(model, tx), compiled_step(model, tx)
+
+
+def check(mesh, changes):
+    held, made = both(mesh, **changes)
+    assert made.together > 2 * made.arguments
+    assert abs(held.peak / made.together - 1) < WITHIN, (held, made.together)
+
+
+@pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
+def test_the_predicted_peak_is_within_a_tenth_of_the_compilers(mesh, changes):
+    check(mesh, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "changes"), MORE, ids=str)
+def test_the_predicted_peak_is_within_a_tenth_in_other_forms_of_the_step(mesh, changes):
+    check(mesh, changes)
+
+
+def test_the_arguments_are_exact():
+    held, made = both((2, 2, 2))
+    arguments = sum(getattr(held, name) for name in GIVEN)
+    assert abs(arguments - made.arguments) < 100  # a few counters
+
+
+class Unguarded(TrainStep):
+    """A step that changes parameters whatever its numbers are."""
+
+    def train_step(self, state, batch):
+        metrics, grads = self.model.loss_and_grad(state.params, batch, jnp.stack([jnp.int32(0), state.step]))
+        params, opt_state = self.update(state.params, state.opt_state, grads, global_norm(grads))
+        return TrainState(state.step + 1, params, opt_state, state.guard), metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_step_that_may_change_nothing_holds_no_second_state(mesh):
+    """The batch is small: what is held is parameters, moments and gradients."""
+    model, tx = build(mesh, layers=2 * mesh[0], microbatches=mesh[0], chunk_tokens=64)
+    guard = GuardConfig(max_skipped_steps=3, spike_z=6.0, spike_signal="loss", spike_window_steps=4)
+    steps = Unguarded(model, tx, 0), make_train_step(model, tx, 0, guard)
+    without, guarded = (compiled_step(model, tx, step, rows=4).together for step in steps)
+    assert guarded < without + 4096  # the numbers of the guard, and a branch
+
+
+def test_of_a_larger_vocab_the_logits_and_the_table_grow():
+    held = {}
+    for vocab in (8192, 16384):
+        model, tx = build((1, 2, 1), vocab=vocab, schedule="one_f_one_b")
+        held[vocab] = predicted(model, tx)
+    assert held[16384].logits == 2 * held[8192].logits > 0
+    assert held[16384].working_activations == held[8192].working_activations
+
+
+# ---- what the commands print
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = {"model.layers": 2, "model.d_model": 64, "model.vocab": 2048, "data.seq": 64, "data.global_batch": 16}
+PRINTED = [
+    {"pipeline.microbatches": 2},
+    pytest.param(
+        {"pipeline.schedule": "one_f_one_b", "pipeline.remat": "stage", "optimizer.name": "adamw"},
+        marks=pytest.mark.slow,
+    ),
+    {"mesh.pp": 1, "mesh.dp": -1, "pipeline.gather": "step", "model.attention": "gqa", "model.kv_heads": 2},
+]
+
+
+class Introduced(Exception):
+    """Raised where a run would compile its step: its tables are printed by then."""
+
+
+def stop(*_):
+    raise Introduced
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Runs a command with the flags of a config; returns what it prints before anything is compiled or measured."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
+    monkeypatch.setattr(run_module, "make_train_step", stop)
+    monkeypatch.setattr(run_module, "peak_flops", lambda dtype: (None, "not measured"))
+    monkeypatch.setattr(machine, "measured", lambda dtype: read_topology("v5e:2x4").chip)
+    monkeypatch.setattr(plan_command, "helpful", lambda *_: [])
+    corpus = write_corpus(tmp_path / "corpus")
+    data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}
+    return ["--config=configs/quickstart.py", *as_flags(SMALL | data | {"data.tokenizer": "bytes"})]
+
+
+def table_of(printed, head):
+    """Component to bytes as printed, of the table below the line that begins with `head`; what is 0 is left out."""
+    lines = printed[printed.index(head) :].splitlines()[1:]
+    names = {name.replace("_", " ") for name in memory.__annotations__["return"]._fields}
+    rows = (line.split() for line in lines)
+    found = {}
+    for words in rows:
+        at = next((at for at, word in enumerate(words) if word[0].isdecimal()), 0)
+        if " ".join(words[:at]) in names:
+            found.setdefault(" ".join(words[:at]), " ".join(words[at : at + 2]))
+    return {name: size for name, size in found.items() if size != "0 B"}
+
+
+@pytest.mark.parametrize("changes", PRINTED, ids=str)
+def test_train_report_and_plan_print_the_same_memory(commands, changes, tmp_path, capsys):
+    """The run and a compiled report predict on simulated devices, the others on a mesh that says that it is of such."""
+    flags = [*commands, *as_flags(changes)]
+    with pytest.raises(Introduced):
+        train.main(["train.py", *flags, f"--workdir={tmp_path / 'run'}"])
+    trained = table_of(capsys.readouterr().out, "on each device")
+    assert report_command.main(["report", *flags, "--trace-only"]) == 0
+    reported = table_of(capsys.readouterr().out, "Memory of a device")
+    assert plan_command.main(["plan", *flags, "--analytic"]) == 0
+    planned = table_of(capsys.readouterr().out, "memory of a chip")
+    assert len(trained) > 6 and reported == trained and planned == trained

@@ -1,0 +1,98 @@
+"""FLOPs of compiled programs: loops turned, products counted in every form in which compilers write them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from parallax.analysis.report.products import compiled_flops
+from parallax.analysis.report.shares import Share
+
+
+def compiled_text(function, *shapes):
+    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).compile().as_text()
+
+
+def test_products_of_loops_and_batches_are_counted_as_often_as_they_run():
+    def program(x, w, heads):
+        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return y @ y.T, jnp.einsum("bsh,bth->bst", heads, heads)
+
+    text = compiled_text(program, (64, 32), (5, 32, 32), (3, 16, 8))
+    assert compiled_flops(text).passes == 2 * (5 * 64 * 32 * 32 + 64 * 64 * 32 + 3 * 16 * 16 * 8)
+
+
+def test_products_of_the_update_are_counted_apart():
+    text = CONVOLUTION.replace("WINDOW", 'window={size=1}, dim_labels=b0f_0io->b0f, metadata={op_name="NAME"}')
+    text = text.replace("f32[4,8,32]", "f32[1,8,32]")
+    flops = 2 * 4 * 16 * 8 * 32
+    assert compiled_flops(text.replace("NAME", "jit(step)/shard_map/dot_general")) == (flops, 0)
+    assert compiled_flops(text.replace("NAME", "jit(step)/update/dot_general")) == (0, flops)
+
+
+UNNAMED = """
+%product (x: f32[8,8]) -> f32[8,8] {
+  %x.1 = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.1 = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x.2 = f32[8,8]{1,0} parameter(0)
+  %one = f32[8,8]{1,0} fusion(%x.2), kind=kOutput, calls=%product, metadata={op_name="jit(step)/update/cond"}
+  ROOT %two = f32[8,8]{1,0} fusion(%one), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_a_product_that_the_compiler_left_unnamed_belongs_to_what_calls_it():
+    assert compiled_flops(UNNAMED) == (2 * 8**3, 2 * 8**3)
+
+
+BRANCH = """
+%idle (x: f32[8,8]) -> f32[8,8] {
+  ROOT %x.1 = f32[8,8]{1,0} parameter(0)
+}
+
+%work (x: f32[8,8]) -> f32[8,8] {
+  %x.2 = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.1 = f32[8,8]{1,0} dot(%x.2, %x.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[8,8], at: s32[]) -> f32[8,8] {
+  %x.3 = f32[8,8]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %c = f32[8,8]{1,0} conditional(%at, %x.3, %x.3), branch_computations={%idle, %work}, NAME
+}
+"""
+
+
+def test_a_branch_counts_as_often_as_the_schedule_takes_it():
+    text = BRANCH.replace("NAME", 'metadata={op_name="jit(step)/while/body/F/cond"}')
+    assert compiled_flops(text).passes == 2 * 8**3
+    assert compiled_flops(text, {"F": Share(own=0.25, lockstep=1.0)}).passes == 0.25 * 2 * 8**3
+
+
+CONVOLUTION = """
+ENTRY %main (x: f32[4,16,8], w: f32[4,8,32]) -> f32[4,16,32] {
+  %x = f32[4,16,8]{2,1,0} parameter(0)
+  %w = f32[4,8,32]{2,1,0} parameter(1)
+  ROOT %y = f32[4,16,32]{2,1,0} convolution(%x, %w), WINDOW
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        # Both a product of 16 x 8 with 8 x 32 for each of 4 heads, which are a spatial dim with zeros in between.
+        "window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+        "window={size=4 stride=3 pad=0_0 lhs_dilate=4 rhs_reversal=1}, dim_labels=0bf_0io->0bf",
+    ],
+)
+def test_a_batch_that_is_written_as_a_convolution_is_counted_without_its_zeros(window):
+    assert compiled_flops(CONVOLUTION.replace("WINDOW", window)).passes == 2 * 4 * 16 * 8 * 32
+
+
+def test_a_product_that_is_written_as_a_convolution_is_a_product():
+    text = CONVOLUTION.replace("WINDOW", "window={size=1}, dim_labels=b0f_0io->b0f")
+    text = text.replace("f32[4,8,32]", "f32[1,8,32]")
+    assert compiled_flops(text).passes == 2 * 4 * 16 * 8 * 32

@@ -1,0 +1,42 @@
+"""Every config compiles, and is priced, for every kind of TPU, by the compiler that the installed jax pins."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from parallax.runtime.chips import CHIPS
+
+ROOT = Path(__file__).parents[2]
+NAMES = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"saved", "__init__"}
+CONFIGS = sorted(name for name in NAMES if not name.startswith("gpu_"))  # whose attention is cuDNN's
+TPUS = [name.split()[1] for name, chip in CHIPS.items() if chip.torus_dims]
+
+needs_compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the TPU compiler; make test-all has it")
+
+
+def run_beside(script: str, *arguments: str) -> str:
+    """What a script of the tests prints, in a process of its own: libtpu says which chips a process is for."""
+    nobody_asked = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", PYTHONPATH=str(ROOT))
+    command = [sys.executable, ROOT / "tests" / script, *arguments]
+    done = subprocess.run(command, env={**os.environ, **nobody_asked}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chip", TPUS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_compiles_and_is_priced_for_every_chip(config, chip):
+    assert "ms a step, MFU" in run_beside("tpu_configs.py", config, chip)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_is_said_to_a_compiler_is_taken_by_the_one_that_is_installed():
+    assert run_beside("tpu_options.py").count("taken") == len(TPUS)

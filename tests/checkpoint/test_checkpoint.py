@@ -1,0 +1,240 @@
+"""A checkpoint is complete or not there, loads onto any mesh bit for bit, and damage never passes."""
+
+import logging
+import os
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_steps
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallax.checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    compare_settings,
+    latest_step,
+    read_manifest,
+    restore,
+)
+from parallax.checkpoint.fingerprint import Running, fingerprint, fingerprints
+from parallax.checkpoint.writer import _is_no_error_of_orbax, say_errors_once
+from parallax.runtime.errors import CheckpointError, ConfigError
+
+
+def steps_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8), (8, 1, 1), (1, 2, 2)], ids=str)
+def test_a_checkpoint_loads_bit_for_bit_onto_any_mesh(tmp_path_factory, sizes):
+    folder = tmp_path_factory.getbasetemp() / "any_mesh"
+    if not folder.exists():
+        save_steps(folder, {1: 2.0})
+    wanted = make_parts(mesh_of(*sizes))
+    found = restore(folder, 1, abstract(wanted))
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        assert got.sharding == want.sharding and got.dtype == want.dtype
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+def test_parameters_load_without_the_rest(tmp_path):
+    parts = save_steps(tmp_path, {1: 2.0})
+    found = restore(tmp_path, 1, {"params": abstract(parts["params"])})
+    assert set(found) == {"params"}
+    np.testing.assert_array_equal(found["params"]["embedding"], parts["params"]["embedding"])
+
+
+def test_the_last_and_the_best_steps_are_kept(tmp_path):
+    save_steps(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5})
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_the_best_step_is_still_known_after_a_restart(tmp_path):
+    save_steps(tmp_path, {1: 3.0, 2: 1.0})
+    save_steps(tmp_path, {3: 2.0, 4: 2.5, 5: 2.2})
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_saving_a_step_twice_changes_nothing(tmp_path):
+    save_steps(tmp_path, {3: 2.0})
+    before = (tmp_path / "3" / "manifest.json").stat().st_mtime_ns
+    save_steps(tmp_path, {3: 2.0})
+    assert (tmp_path / "3" / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_the_save_in_flight_survives_every_way_to_end(tmp_path, ending):
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    with pytest.raises(ending), Checkpoints(tmp_path, config, settings=SETTINGS) as checkpoints:
+        checkpoints.save(5, make_parts(mesh_of(1, 2, 1)))
+        raise ending
+    assert latest_step(tmp_path) == 5
+
+
+def test_an_empty_or_missing_folder_has_no_latest_step(tmp_path):
+    assert latest_step(tmp_path) is None and latest_step(tmp_path / "absent") is None
+
+
+def test_a_checkpoint_of_another_model_names_arrays_and_settings(tmp_path):
+    save_steps(tmp_path, {1: 3.0})
+    wanted = abstract(make_parts(mesh_of(1, 2, 1), d_model=32))
+    with pytest.raises(CheckpointError) as error:
+        restore(tmp_path, 1, wanted, settings={"model": {"d_model": 32, "layers": 4}})
+    assert "is of another model: params blocks.mlp is float32[8, 16, 8] there and float32[8, 32, 8] here" in str(
+        error.value
+    )
+    assert str(error.value).endswith("; model.d_model=16 there, 32 here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda p: {**p, "extra": p["embedding"]},
+            r"params extra is absent there and float32\[32, 16\] here",
+        ),
+        (
+            lambda p: {"embedding": p["embedding"]},
+            r"params blocks.mlp is float32\[8, 16, 8\] there and absent here",
+        ),
+        (lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), r"float32.* there and bfloat16.* here"),
+    ],
+)
+def test_added_removed_and_retyped_arrays_are_refused(tmp_path, change, message):
+    parts = save_steps(tmp_path, {1: 3.0}, mesh=(1, 1, 1))
+    with pytest.raises(CheckpointError, match=message):
+        restore(tmp_path, 1, {"params": abstract(change(parts["params"]))})
+
+
+def test_a_missing_step_is_an_error_that_lists_those_that_are_there(tmp_path):
+    parts = save_steps(tmp_path, {1: 3.0, 2: 2.0})
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 in .*; steps there: 1, 2"):
+        restore(tmp_path, 9, abstract(parts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"every_steps": -1}, "checkpoint.every_steps=-1 is too small; use 0 or more"),
+        ({"keep_last": 0}, "checkpoint.keep_last=0 is too small; use 1 or more"),
+        ({"keep_best": -1}, "checkpoint.keep_best=-1 is too small; use 0 or more"),
+    ],
+)
+def test_wrong_settings_are_named(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        CheckpointConfig(**{"every_steps": 1, "keep_last": 1, "keep_best": 0, **fields})
+
+
+def test_settings_are_compared_by_key():
+    stored = {"model": {"layers": 4, "eps": 1e-6}, "mesh": {"dp": 2}}
+    wanted = {"model": {"layers": 4, "eps": 1e-5}, "mesh": {"dp": 2, "tp": 1}}
+    assert compare_settings(stored, wanted) == {"mesh.tp": (None, 1), "model.eps": (1e-6, 1e-5)}
+
+
+def mixed(at):
+    """MurmurHash3's finaliser, made odd: the factor of the element at a place."""
+    at ^= at >> 16
+    at = at * 0x85EBCA6B % 2**32
+    at ^= at >> 13
+    at = at * 0xC2B2AE35 % 2**32
+    return (at ^ at >> 16) | 1
+
+
+DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fingerprint_is_what_its_definition_says(dtype):
+    x = np.random.default_rng(0).normal(0, 20, (3, 5)).astype(jnp.dtype(dtype))
+    words = [int.from_bytes(element.tobytes(), "little") for element in x.reshape(-1)]
+    expected = sum(word * mixed(at) for at, word in enumerate(words)) % 2**32
+    running = Running()
+    running.add(x[:2])
+    running.add(x[2:])
+    assert int(fingerprint(jnp.asarray(x))) == running.value == expected
+
+
+def test_a_fingerprint_does_not_depend_on_the_cut_and_sees_every_bit():
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    cuts = [((1, 1, 1), P()), ((2, 2, 2), P("pp", ("dp", "tp"))), ((1, 8, 1), P("dp")), ((8, 1, 1), P(None, "pp"))]
+    whole = set()
+    for sizes, spec in cuts:
+        whole |= set(fingerprints({"x": jax.device_put(x, NamedSharding(mesh_of(*sizes), spec))}).values())
+    assert len(whole) == 1
+    bits = x.view(np.uint32)
+    for at in range(x.size):
+        changed = bits.copy()
+        changed.reshape(-1)[at] ^= np.uint32(1 << at % 32)
+        assert {int(fingerprint(changed.view(np.float32)))} != whole
+
+
+def test_a_manifest_says_the_same_of_the_same_arrays_on_every_mesh(tmp_path):
+    for name, mesh in (("one", (1, 1, 1)), ("eight", (2, 2, 2))):
+        save_steps(tmp_path / name, {1: 2.0}, mesh=mesh)
+    one, eight = (read_manifest(tmp_path / name, 1)["arrays"] for name in ("one", "eight"))
+    assert one == eight and one["params"]["embedding"]["fingerprint"] > 0
+
+
+def test_a_step_carries_what_it_is_given(tmp_path):
+    def carry(at):
+        (at / "tokenizer.json").write_text("{}")
+
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    with Checkpoints(tmp_path, config, settings=SETTINGS, carry=carry) as checkpoints:
+        checkpoints.save(5, make_parts(mesh_of(1, 1, 1)))
+    assert (tmp_path / "5" / "tokenizer.json").read_text() == "{}"
+    assert read_manifest(tmp_path, 5)["files"]["tokenizer.json"]["bytes"] == 2
+
+
+def test_steps_are_removed_while_the_run_goes_on(tmp_path):
+    parts, config = make_parts(mesh_of(1, 1, 1)), CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    with Checkpoints(tmp_path, config, settings=SETTINGS) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, parts)
+        while steps_in(tmp_path) != [2]:
+            checkpoints.check()
+
+
+def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):
+    """By the time that a save is done; the folder of the step has its last name then."""
+    flushed, fsync = set(), os.fsync
+
+    def noting(opened):
+        about = os.fstat(opened)
+        flushed.add((about.st_dev, about.st_ino))
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
+    carry = lambda at: (at / "tokenizer.json").write_text("{}")  # noqa: E731
+    with Checkpoints(tmp_path, config, settings={}, carry=carry) as checkpoints:
+        checkpoints.save(1, {"params": {"x": jax.numpy.ones(3)}})
+    step = tmp_path / "1"
+    wanted = [tmp_path, step, step / "manifest.json", step / "tokenizer.json", step / "params", step / "params" / "d"]
+    assert all((path.stat().st_dev, path.stat().st_ino) in flushed for path in wanted)
+
+
+def test_what_others_hang_above_our_hook_is_not_called_without_end(monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    say_errors_once.cache_clear()
+    say_errors_once()
+    ours = sys.unraisablehook
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: ours(about))
+    say_errors_once()
+    sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("Event loop is closed")))
+    assert not heard
+    sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError("another")))
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize(("level", "passes"), [(logging.WARNING, True), (logging.ERROR, False)])
+def test_of_what_orbax_logs_errors_alone_are_left_out(level, passes):
+    record = logging.LogRecord("absl", level, "/x/orbax/checkpoint/handler.py", 1, "text", (), None)
+    assert _is_no_error_of_orbax(record) == passes

@@ -1,0 +1,315 @@
+"""The first run on new chips: it holds the plan to what is measured, and writes down whatever happens."""
+
+import dataclasses
+import getpass
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from parallax.analysis.report.place import read_topology
+from parallax.cli.command import read_command, with_likely_vocab
+from parallax.cli.firstrun import __main__ as command
+from parallax.cli.firstrun import choose as choose_module
+from parallax.cli.firstrun import machine, work
+from parallax.cli.firstrun.choose import CANDIDATES, choose, placed, planned_memory
+from parallax.cli.firstrun.page import page, warnings
+from parallax.cli.firstrun.work import WARM_UP, FirstRun, Found, Phase, Taken
+from parallax.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    f"--config={ROOT / 'configs' / 'tiny_gqa.py'}",
+    "--config.mesh.simulate=8",
+    "--config.data.seq=16",
+    "--config.data.global_batch=8",
+    "--config.model.d_model=32",
+    "--config.model.d_ff=32",
+]
+PHASES = ["plan", "compile", "first state", "first step", "steps"]
+
+
+@pytest.fixture(autouse=True)
+def no_measuring(monkeypatch):
+    """What the CPUs of the tests can do a second says nothing here, and takes seconds to find out."""
+    place = read_topology("v5e:2x4")
+    monkeypatch.setattr(work, "local_place", lambda dtype: place._replace(chip=place.chip._replace(platform="cpu")))
+
+
+def run_of(tmp_path, *words, steps=5):
+    """Exit status and file of a first run in this process."""
+    out = tmp_path / "first-run.md"
+    status = command.main(["firstrun", *TINY, f"--steps={steps}", f"--out={out}", *words])
+    return status, out.read_text()
+
+
+def rows(text, title):
+    """The cells of a table of the file, by their first."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {first: rest for first, *rest in cells[2:]}
+
+
+def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys):
+    status, text = run_of(tmp_path)
+    assert status == 0 and text.startswith("# First run on 8 x cpu (cpu)\n") and "All phases are done." in text
+    assert list(rows(text, "Phases")) == PHASES
+    assert {state for state, _ in rows(text, "Phases").values()} == {"done"}
+
+    compared = rows(text, "Planned and measured")
+    planned, compiled, _, share = compared["memory of a device"]
+    assert re.fullmatch(r"[\d.]+ [KM]iB", planned) and re.fullmatch(r"[\d.]+ [KM]iB", compiled)
+    assert 50 < float(share.split()[0]) < 150
+    planned, _, measured, share = compared["time of a step"]
+    assert planned.endswith(" s") and measured.endswith(" s") and share.endswith("%")
+    assert compared["MFU"][2].endswith("%") and compared["compilation"][2].endswith(" s")
+
+    losses = [float(loss) for _, loss, _, _ in rows(text, "Steps").values()]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert abs(losses[0] / math.log(384) - 1) < 0.1
+    settings = json.loads(text.split("```json\n")[1].split("```")[0])
+    assert settings["mesh"]["dp"] == 8 and settings["train"]["steps"] == 5
+
+    said = capsys.readouterr().err
+    assert all(f"{phase} …\n" in said for phase in PHASES)
+    assert "step 5/5" in said and "attach it to an issue" in said
+
+
+def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+    monkeypatch.setenv("XLA_FLAGS_OF_A_TEST", f"--xla_dump_to={Path.home()}/dump/node17")
+    monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
+    about = {"Devices": machine.devices(), "Versions": machine.software(), "Flags": machine.flags()}
+    found = found_of()
+    data = dataclasses.replace(found.settings.data, source="text", path=f"{Path.home()}/corpus")
+    found.settings = dataclasses.replace(found.settings, data=data)
+    text = machine.nameless(page(found, about))
+    versions = rows(text, "Versions")
+    assert versions["jax"] == [jax.__version__] and versions["python"] == ["{}.{}.{}".format(*sys.version_info[:3])]
+    assert rows(text, "Devices")["devices"] == ["8 x cpu (cpu)"] and rows(text, "Devices")["topology"]
+    assert rows(text, "Flags")["XLA_FLAGS_OF_A_TEST"] == ["--xla_dump_to=~/dump/<host>"]
+    assert rows(text, "Flags")["NCCL_SOCKET_OF_A_TEST"] == ["<address>"]
+    assert '"path": "~/corpus"' in text
+    assert not [name for name in (str(Path.home()), "node17", str(ROOT)) if name in text]
+
+
+@pytest.mark.parametrize("text", ["libtpu 0.0.42.1", "jax 0.12.0.1", "cudnn 9.8.0.87", "dp=8 tp=1", "v5p:4x4x4"])
+def test_versions_are_no_addresses(text):
+    assert machine.nameless(text) == text
+
+
+def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.cluster.example")
+    monkeypatch.setattr(getpass, "getuser", lambda: "ada")
+    said = "at /scratch/ada/run on node17.cluster.example (node17), ada@192.168.0.7, 172.16.3.4:8476; adamw"
+    assert machine.nameless(said) == "at /scratch/<user>/run on <host> (<host>), <user>@<address>, <address>; adamw"
+
+
+# ---- what fails
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [("compile", "step_of"), ("plan", "planned_memory"), ("first step", "counting")],
+)
+def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_path, monkeypatch, capsys, phase, where):
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: out of memory, {Path.home()}/x\nmore of it")
+
+    monkeypatch.setattr(work, "predict", lambda settings, place: found_of().planned)
+    monkeypatch.setattr(work, where, fails)
+    status, text = run_of(tmp_path)
+    states = {name: state for name, (state, _) in rows(text, "Phases").items()}
+    at = PHASES.index(phase)
+    rest = "done" if phase == "plan" else "not reached"  # what was not planned can still be measured
+    expected = ["done"] * at + ["failed"] + [rest] * (len(PHASES) - at - 1)
+    assert status == 1 and list(states.values()) == expected
+    assert f"**Failed or interrupted: {phase}.**" in text
+    assert "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory, ~/x\nmore of it\n" in text
+    assert ("GiB" in text.split("## Devices")[1]) and '"d_model": 32' in text
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith(f"PhaseError: {phase} failed: JaxRuntimeError: RESOURCE_")
+    )
+
+
+def test_what_ends_the_process_leaves_a_file_that_says_where():
+    found, pages = found_of(), []
+
+    def save():
+        pages.append(page(found, {"Devices": {"devices": "8 x cpu"}}))
+
+    class Killed(BaseException):
+        pass
+
+    first = FirstRun(found, 5, say=lambda text: None, save=save)
+    first._compile = lambda: (_ for _ in ()).throw(Killed)
+    first._plan = lambda: None
+    with pytest.raises(Killed):
+        first.run()
+    assert "**Failed or interrupted: compile.**" in pages[-1] and "| compile | running |" in pages[-1]
+
+
+def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'tpu': the chips are in use\nby another process")
+
+    monkeypatch.setattr(machine, "devices", none)
+    status, text = run_of(tmp_path)
+    assert status == 1 and text.startswith("# First run: JAX has no devices\n")
+    assert "the chips are in use\nby another process" in text and rows(text, "Versions")["jax"]
+    assert "JAX has no devices: Unable to initialize backend 'tpu'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps=2"], "--steps=2 must be a whole number of 3 or more"),
+        (["--out="], "--out='' names no file"),
+        (["--out=gs://bucket/first-run.md"], "--out='gs://bucket/first-run.md' is a URL"),
+        (["--config.mesh.tp=3"], "mesh"),
+    ],
+)
+def test_what_is_wrong_with_the_command_line_is_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["firstrun", *TINY, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ConfigError: ") and message in line and not list(tmp_path.iterdir())
+
+
+# ---- what is taken where the user names nothing
+
+
+def test_on_cpus_the_smallest_config_is_taken_with_the_users_changes():
+    words = choose(["--config.data.seq=16"], say=lambda text: None)
+    assert words == [f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", "--config.data.global_batch=32"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "room_gib", "taken"),
+    [("gpu", 80, "gpu_80gb_x8"), ("gpu", 24, "gpu_24gb_x8"), ("tpu", 95, "llama2_7b_64"), ("tpu", 4, "tiny_gqa")],
+)
+def test_the_largest_config_that_fits_is_taken(platform, room_gib, taken, monkeypatch):
+    """On eight chips, by what the plan says each needs; the plan itself is tested elsewhere."""
+    needs = {"gpu_80gb_x8": 41, "gpu_80gb": 17, "gpu_24gb_x8": 10, "gpu_24gb": 8, "llama2_7b_64": 50, "llama_1b_16": 14}
+    asked, said = [], []
+
+    def planned(settings):
+        return SimpleNamespace(peak=needs[asked[-1]] * 2**30)
+
+    def read(words, own):
+        asked.append(re.search(r"(\w+)\.py", words[1])[1])
+        return (None, {})
+
+    monkeypatch.setattr(choose_module, "read_command", read)
+    monkeypatch.setattr(choose_module, "placed", lambda settings: settings)
+    monkeypatch.setattr(choose_module, "planned_memory", planned)
+    monkeypatch.setattr(choose_module, "device_memory", lambda: room_gib * 2**30)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)])
+    assert choose([], said.append)[0].endswith(f"configs/{taken}.py")
+    assert len(said) == len(asked) - (taken in needs)
+
+
+@pytest.mark.parametrize("candidate", [one for some in CANDIDATES.values() for one in some], ids="-".join)
+def test_every_config_that_may_be_taken_is_right(candidate):
+    name, *changes = candidate
+    settings, _ = read_command(["firstrun", f"--config={ROOT / 'configs' / name}.py", *changes], {})
+    assert settings.mesh.sizes["dp"] == -1 and settings.model.kernel in ("cudnn", "splash")
+
+
+# ---- what is warned of
+
+
+def found_of(**changes):
+    """A first run that went well, and what is changed of it."""
+    settings = with_likely_vocab(read_command(["firstrun", *TINY], {})[0])
+    found = Found(settings, "python -m parallax.firstrun")
+    found.held = SimpleNamespace(peak=1000)
+    found.place = read_topology("v5e:2x4")
+    found.planned = SimpleNamespace(secs=1.0, mfu=0.5)
+    found.compiled_bytes, found.most_bytes, found.limit_bytes = 1000, 1050, 2000
+    found.steps = [Taken(9.0, 5.9, 1.0, False), Taken(1.0, 5.5, 1.0, False), *[Taken(1.1, 5.0, 1.0, False)] * 3]
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def step(**changes):
+    good = found_of().steps
+    return [*good[:-1], good[-1]._replace(**changes)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({}, None),
+        ({"most_bytes": 1200}, "memory is 120.0 % of what was planned"),
+        ({"most_bytes": None, "compiled_bytes": 1200}, "memory is 120.0 % of what was planned"),
+        ({"limit_bytes": 1100}, "a device held 1.0 KiB of the 1.1 KiB that it may"),
+        ({"planned": SimpleNamespace(secs=0.8, mfu=0.5)}, "a step takes 137.5 % of the planned time"),
+        ({"steps": step(secs=2.0)}, "the slowest step takes 1.8 times the median"),
+        ({"steps": step(loss=math.nan)}, "loss or gradient is not finite in step 5"),
+        ({"steps": step(loss=5.9)}, "the loss does not fall: 5.9000 in the first step, 5.9000 in the last"),
+        ({"steps": step(skipped=True)}, "the guard skipped 1 of 5 steps"),
+        ({"steps": [Taken(1.0, 9.0, 1.0, False), *step()[1:]]}, "near ln(vocab) = 5.951"),
+        ({"unplanned": "chip 'x' is unknown", "planned": None}, "no time was planned: chip 'x' is unknown"),
+    ],
+)
+def test_what_somebody_should_look_at_is_a_warning(changes, warning):
+    said = list(warnings(found_of(**changes)))
+    assert said == [] if warning is None else any(warning in line for line in said)
+
+
+def test_times_leave_the_warm_up_out():
+    found = found_of(step_flops=1.1 * 0.5 * 8 * 197e12)
+    assert WARM_UP == 2 and found.median_secs == 1.1 and found.mfu == pytest.approx(0.5)
+
+
+def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(monkeypatch):
+    def unknown(dtype):
+        raise ConfigError("chip 'NVIDIA X1' is unknown; known: …")
+
+    found = found_of(planned=None, place=None)
+    monkeypatch.setattr(work, "local_place", unknown)
+    monkeypatch.setattr(work, "planned_memory", lambda settings: SimpleNamespace(peak=7))
+    first = FirstRun(found, 5, say=lambda text: None, save=lambda: None)
+    found.phases = [Phase("plan", "not reached")]
+    assert first._do(0, "plan", first._plan) and found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
+    assert found.held.peak == 7 and found.mfu is None
+
+
+def test_a_program_that_cannot_be_priced_is_run_all_the_same(monkeypatch):
+    found, said = found_of(step_flops=1e12), []
+    first = FirstRun(found, 5, say=said.append, save=lambda: None)
+    first.step = SimpleNamespace(model=SimpleNamespace(mesh=None))
+    monkeypatch.setattr(work, "branch_shares", lambda model: None)
+    monkeypatch.setattr(work, "read_compiled", lambda *_: None)
+    monkeypatch.setattr(work, "step_time", lambda made, chip, flops, dtype: SimpleNamespace(total_secs=flops / 1e12))
+    first._price()
+    assert found.compiled_step_secs == 1 / 8 and said == []
+    monkeypatch.setattr(work, "step_time", lambda *_, **__: 1 / 0)
+    first._price()
+    assert said == ["the compiled program is not priced: ZeroDivisionError: division by zero"]
+
+
+def test_the_memory_that_is_planned_is_that_of_these_devices():
+    settings = placed(read_command(["firstrun", *TINY], {})[0])
+    assert settings.mesh.sizes == {"pp": 1, "dp": 8, "tp": 1} and settings.model.vocab == 384
+    half = dataclasses.replace(settings.data, global_batch=16)
+    assert planned_memory(dataclasses.replace(settings, data=half)).peak > planned_memory(settings).peak > 0
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_file(tmp_path):
+    out = tmp_path / "first-run.md"
+    words = [*TINY, "--steps=3", f"--out={out}"]
+    launcher = ["-m", "parallax.launch", "--processes=2", "--devices-per-process=4", "--", "-m", "parallax.firstrun"]
+    ended = subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "| processes | 2, 4 devices in each |" in out.read_text() and "All phases are done." in out.read_text()

@@ -1,0 +1,12 @@
+"""The module behind each command, `python -m parallax.NAME`."""
+
+import importlib
+from types import ModuleType
+
+FOLDERS = {"data": "data.__main__", "schedules": "schedules.__main__"}
+FOLDERS |= {name: f"cli.{name}.__main__" for name in ("watch", "firstrun")}
+
+
+def command(name: str) -> ModuleType:
+    """The module that `python -m parallax.NAME` runs."""
+    return importlib.import_module(f"parallax.{FOLDERS.get(name, f'cli.{name}')}")

@@ -1,0 +1,137 @@
+"""Every config that the repository ships is right, at its real size, on the mesh that it names."""
+
+import importlib
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
+from parallax.analysis.plan.analytic import predicted_memory
+from parallax.analysis.plan.layouts import build as build_on
+from parallax.analysis.plan.layouts import placed
+from parallax.analysis.plan.text import JAX_TAKES
+from parallax.analysis.report.place import read_topology
+from parallax.config.load import settings_of
+from parallax.config.settings import with_vocab
+from parallax.runtime.units import in_bytes
+from parallax.sharding.mesh import AXES, resolve_sizes
+from parallax.training.build import model_of
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")
+# name: (devices, billions of parameters)
+AT_SCALE = {"llama_1b_16": (16, 1.2), "llama2_7b_64": (64, 6.74), "deepseek_v2_lite_mla": (16, 2.6)}
+
+
+def get_config(name):
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+def build(name):
+    """The model of a config on a mesh of the size that it asks for, and its settings."""
+    settings = with_vocab(settings_of(get_config(name)), 1000)
+    written = [size for size in settings.mesh.sizes.values() if size > 0]
+    sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    model = model_of(settings, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return settings, model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_builds_with_its_optimizer_and_a_plan(name):
+    settings, model = build(name)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+    assert plan.peak > plan.parameters + plan.optimizer > 0 and plan.working_activations > 0
+    assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chips(name):
+    devices, billions = AT_SCALE[name]
+    settings, model = build(name)
+    assert math.prod(model.axis_sizes.values()) == devices
+    assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+    chip = 16e9 if name == "llama_1b_16" else 95e9
+    assert sum(plan) < chip
+
+
+# What each is sized for, and its billions of parameters.
+GPUS = {
+    "gpu_24gb": (["RTX4090:1", "RTX3090:1", "L4:1", "A10:1"], 0.34),
+    "gpu_24gb_x8": (["RTX4090:8"], 1.2),
+    "gpu_80gb": (["H100:1"], 1.2),
+    "gpu_80gb_x8": (["H100:8", "A100:8", "H100:2x8", "H100:4x8"], 6.74),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
+    topologies, billions = GPUS[name]
+    header = importlib.import_module(f"configs.{name}").__doc__
+    for at, topology in enumerate(topologies):
+        place = read_topology(topology)
+        settings = placed(settings_of(get_config(name)), place)
+        assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
+        model = build_on(settings, place)
+        assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
+        peak = predicted_memory(model, settings).peak
+        assert peak < 0.9 * JAX_TAKES * place.chip.usable_bytes
+        # The header has what the plan says of the first.
+        if at == 0:
+            assert f"{in_bytes(peak)} of {place.chip.usable_bytes >> 30}" in header and topology in header
+    assert "not yet run" in header
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_say_what_a_reader_needs(name):
+    header = importlib.import_module(f"configs.{name}").__doc__
+    wanted = ("For:", "Numbers:", "Command:", "Hardware:", "Time:", "Loss:")
+    assert name == "base" or not [word for word in wanted if word not in header]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_on_the_standard_library_says_of_which_python(name):
+    config = importlib.import_module(f"configs.{name}")
+    _, _, loss = config.__doc__.partition("Loss:")
+    read = config.get_config().data.source == "stdlib" and loss and "not yet run" not in loss
+    assert not read or re.search(r"Python\s3\.\d", " ".join(loss.split()))
+
+
+def test_a_config_of_the_users_own_may_lie_anywhere(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs.tiny_gqa import get_config as get_base\n"
+        "def get_config():\n"
+        "    config = get_base()\n"
+        "    config.mesh.tp = 0\n"
+        "    return config\n"
+    )
+    command = [sys.executable, ROOT / "train.py", f"--config={path}"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    # Found and read, from another folder: the error is the one that we put into it.
+    assert ended.stderr.startswith("ConfigError: mesh.tp=0 is no number of devices")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and not ended.stdout
+
+
+def test_the_benchmark_is_the_agreed_work():
+    settings, model = build("bench_small")
+    m, data = settings.model, settings.data
+    assert (m.d_model, m.layers, m.heads, m.d_head, m.d_ff, m.vocab) == (256, 8, 8, 32, 704, 8192)
+    assert (data.seq, data.global_batch, m.dtype) == (256, 32, "float32")
+    kernels = 8 * (4 * 256 * 256 + 3 * 256 * 704) + 8192 * 256
+    assert flops_per_token(m, model.shapes, seq=256) == 6 * kernels + 6 * 8 * 256 * 8 * 32
+    assert jax.tree.leaves(model.shapes)[0].dtype == "float32"

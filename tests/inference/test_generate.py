@@ -1,0 +1,310 @@
+"""Cached decoding says what the full forward pass says, and what is chosen depends on the seed, not on the mesh."""
+
+import dataclasses
+import functools
+import itertools
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_examples import flip, largest_file, truncate
+from run_examples import tiny_config, write_corpus
+
+from configs.base import get_config
+from parallax.cli.generate import main
+from parallax.data.tokenizer import Bytes
+from parallax.inference.decode import Decoder, Prompts
+from parallax.inference.generate import complete, generate
+from parallax.inference.sample import SampleConfig
+from parallax.model.loss import LossConfig
+from parallax.model.transformer import LayoutConfig, ModelConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.training.run import train
+
+VOCAB, SEQ, ROWS = 64, 12, 8
+SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_head": 4, "d_latent": 16, "d_rope": 4}
+# Biases are on so that they are tested; dropout is on because decoding must leave it out.
+MODELS = {
+    "mha": {"attention": "gqa", "kv_heads": 8, "qkv_bias": True},
+    "gqa": {"attention": "gqa", "kv_heads": 2, "dropout": 0.5},
+    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False},
+    "mla": {"attention": "mla", "qkv_bias": True, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_seq": 8},
+    "mla_q": {"attention": "mla", "d_latent_q": 16, "tied": False},
+}
+MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
+RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
+LAYOUTS = {
+    "-".join((residual, family, form)): LayoutConfig(RESIDUALS[residual], family, form)
+    for residual, family, form in itertools.product(
+        RESIDUALS, ("column_row", "scatter"), ("vocab_parallel", "all_to_all")
+    )
+}
+PLAIN, OTHER = "hidden-column_row-vocab_parallel", "seq-scatter-all_to_all"
+FAST = [
+    ("gqa", (2, 2, 2), OTHER),
+    ("mqa", (1, 1, 8), "hidden-column_row-all_to_all"),
+    ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
+    ("mla", (2, 2, 2), PLAIN),
+]
+ALL = {
+    *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
+    *itertools.product(("gqa", "mla"), [(2, 2, 2)], LAYOUTS),
+    ("mqa", (1, 1, 8), "hidden-column_row-all_to_all"),
+    ("mqa", (4, 1, 2), "seq-column_row-vocab_parallel"),
+    ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
+} - {*FAST}
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(ALL))]
+GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.9, top_k=20, top_p=0.95, seed=3)
+
+
+@functools.cache
+def model_on(
+    name: str, mesh: tuple[int, int, int] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
+) -> ShardedModel:
+    defaults = get_config()
+    laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: np.prod(mesh)])
+    return ShardedModel(
+        ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
+        LAYOUTS[layout],
+        PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
+        FsdpConfig(**defaults.fsdp.to_dict()),
+        LossConfig(**defaults.loss.to_dict()),
+        laid_out,
+    )
+
+
+@functools.cache
+def whole_params(name: str):
+    """Values that make every parameter matter, norms and biases too; on the host, for any mesh."""
+    random = np.random.default_rng(0)
+
+    def values(path, leaf):
+        around = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return (around + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(values, model_on(name).shapes)
+
+
+def params_on(name: str, model: ShardedModel):
+    return jax.device_put(whole_params(name), model.shardings)
+
+
+@functools.cache
+def full_forward(name: str):
+    """Texts of different lengths that end in the last column, and their logits without a cache, uncut."""
+    random = np.random.default_rng(0)
+    empty_B = np.array([0, 3, 5, 0, 1, 2, 4, 0], np.int32)
+    ids_BS = random.integers(VOCAB, size=(ROWS, SEQ), dtype=np.int32)
+    slot_S = np.arange(SEQ, dtype=np.int32)
+    filled_BS = slot_S[None] >= empty_B[:, None]
+    positions_BS = np.maximum(slot_S[None] - empty_B[:, None], 0)
+    batch = ids_BS, filled_BS.astype(np.int32), positions_BS
+    logits_BSV = jax.jit(model_on(name).logits)(params_on(name, model_on(name)), *batch)
+    return Prompts(ids_BS, empty_B), np.asarray(logits_BSV), filled_BS
+
+
+@pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
+def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
+    check_decoding(name, model_on(name, mesh, layout))
+
+
+@pytest.mark.parametrize(
+    "name, mesh, schedule, virtual",
+    [("gqa", (2, 2, 2), "interleaved", 2), ("mla", (3, 1, 2), "one_f_one_b", 1)],  # 4 layers on 3 ranks: uneven
+)
+def test_a_model_stored_for_another_order_of_layers_decodes_the_same(name, mesh, schedule, virtual):
+    check_decoding(name, model_on(name, mesh, PLAIN, schedule, virtual))
+
+
+def check_decoding(name, model):
+    prompts, expected_BSV, filled_BS = full_forward(name)
+    decoder = Decoder(model.model, model.layouts, model.mesh)
+    logits_BSV = jax.jit(functools.partial(decoder.logits, prefill=7))(params_on(name, model), prompts)
+    # Sums of float32 in another order: 1e-5 of the largest.
+    worst = np.abs(logits_BSV - expected_BSV)[filled_BS].max() / np.abs(expected_BSV).max()
+    assert worst < 1e-5
+
+
+def test_bfloat16_caches_are_bfloat16():
+    model = model_on("mla")
+    narrow = Decoder(dataclasses.replace(model.model, dtype="bfloat16"), model.layouts, model.mesh)
+    caches = jax.eval_shape(
+        lambda: jax.shard_map(
+            lambda: narrow._caches(2, 5),
+            mesh=model.mesh,
+            in_specs=(),
+            out_specs=jax.sharding.PartitionSpec("pp", "dp", None, "tp"),
+        )()
+    )
+    # Latent attention keeps d_latent + d_rope numbers a token and layer, whatever the number of heads.
+    assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in caches.items()} == {
+        "latent": ((4, 2, 5, 16), "bfloat16"),
+        "k_rope": ((4, 2, 5, 4), "bfloat16"),
+    }
+
+
+def test_a_prompt_goes_on_beside_others_as_it_does_alone():
+    model = model_on("gqa")
+    params = params_on("gqa", model)
+    together = generate(model, params, [[9, 8, 7, 6, 5], [1, 2]], GREEDY)
+    alone = generate(model, params, [[1, 2]], GREEDY)
+    assert together[1].tolist() == alone[0].tolist()
+    assert together[0].tolist() != together[1].tolist()
+
+
+@pytest.mark.parametrize("name, layout", [("gqa", PLAIN), pytest.param("mla", OTHER, marks=pytest.mark.slow)])
+def test_a_seed_writes_the_same_on_every_mesh(name, layout):
+    written = []
+    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1)]:
+        model = model_on(name, mesh, layout)
+        ids = generate(model, params_on(name, model), [[9, 8, 7, 6, 5], [1, 2], [1, 2]], SAMPLED)
+        written.append([row.tolist() for row in ids])
+    assert written[0] == written[1] == written[2]
+    assert written[0][1] != written[0][2], "rows draw their own noise"
+
+
+def test_writing_stops_at_the_end_and_keeps_to_the_vocab():
+    model = model_on("gqa")
+    params, prompt = params_on("gqa", model), [9, 8, 7, 6, 5]
+    (free,) = generate(model, params, [prompt], GREEDY)
+    end = int(free[4])
+    (stopped,) = generate(model, params, [prompt], GREEDY, end=end)
+    assert stopped.tolist() == free[: free.tolist().index(end)].tolist()
+    (bounded,) = generate(model, params, [prompt], dataclasses.replace(GREEDY, temperature=5.0), vocab=7)
+    assert max(bounded) < 7
+
+
+def test_another_seed_writes_another_text_without_compiling_again(caplog):
+    model = model_on("gqa")
+    params = params_on("gqa", model)
+    first = generate(model, params, [[1, 2]], SAMPLED)
+    with jax.log_compiles():
+        again, other = (generate(model, params, [[1, 2]], dataclasses.replace(SAMPLED, seed=seed)) for seed in (3, 4))
+    assert first[0].tolist() == again[0].tolist() != other[0].tolist()
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([], "there is no prompt; give at least one"),
+        ([[1], []], "prompt 1 has no tokens; give it at least one"),
+        ([[1, 64]], "prompt 0 has token id 64; the model knows 0 to 63 (model.vocab=64)"),
+        ([[-1, 3]], "prompt 0 has token id -1; the model knows 0 to 63 (model.vocab=64)"),
+    ],
+)
+def test_wrong_prompts_are_refused_before_anything_is_compiled(prompts, message):
+    with pytest.raises(ConfigError) as error:
+        generate(model_on("gqa"), None, prompts, GREEDY)
+    assert str(error.value) == message
+
+
+WRITES_LITTLE = ["--prompt", "It", "--tokens", "1", "--pp", "1", "--dp", "1", "--tp", "1"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A short run of the loop; not to be changed."""
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny_config(write_corpus(tmp_path_factory.mktemp("corpus"))), folder)
+    return folder
+
+
+def test_the_command_goes_on_from_a_prompt_on_any_mesh(run_folder, capsys):
+    common = ["--workdir", str(run_folder), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
+    assert main([*common, "--pp", "1", "--dp", "1", "--tp", "1"]) == 0
+    single = capsys.readouterr()
+    assert main([*common, "--pp", "2", "--dp", "2", "--tp", "2", "--step", "8"]) == 0
+    cut = capsys.readouterr()
+    assert single.out == cut.out
+    assert single.out.startswith("It is") and len(single.out) > len("It is\n")
+    assert f"step 8 of {run_folder} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
+
+
+@pytest.mark.slow
+def test_the_command_runs_as_a_module(run_folder):
+    command = [sys.executable, "-m", "parallax.generate", "--workdir", str(run_folder), "--prompt", "It"]
+    mesh = ["--pp", "2", "--dp", "1", "--tp", "2", "--simulate", "4", "--tokens", "40"]
+    ended = subprocess.run([*command, *mesh], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("It")
+    assert ended.stderr.splitlines()[1].startswith("note: 42 tokens are more than the 32 of the windows")
+    assert len(ended.stderr.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, status, message",
+    [
+        (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
+        (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' is no text: surrogates not allowed; write it in UTF-8"),
+        (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
+        (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
+        (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),
+        (["--prompt", "a", "def"], 2, "unknown argument 'def'; known: --workdir, --step"),
+        (["--prompt", "a", "--step", "5"], 3, "there is no checkpoint of step 5 in "),
+        (["--prompt", "a", "--tp", "3"], 2, "choose with --pp, --dp, --tp, --simulate"),
+        (
+            ["--prompt", "a", "--workdir", "nowhere"],
+            3,
+            "nowhere/config.json is missing; is nowhere the folder of a run?",
+        ),
+    ],
+)
+def test_what_the_command_refuses_is_one_line(run_folder, capsys, flags, status, message):
+    assert main(["--workdir", str(run_folder), *flags]) == status
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_folder_without_a_checkpoint_is_named(run_folder, tmp_path, capsys):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((run_folder / name).read_bytes())
+    assert main(["--workdir", str(tmp_path), "--prompt", "a"]) == 3
+    assert f"CheckpointError: {tmp_path} has no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(run_folder, tmp_path, capsys, damage):
+    shutil.copytree(run_folder, tmp_path / "run")
+    damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
+    command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE]
+    assert main(command) == 0
+    error = capsys.readouterr().err
+    assert "the checkpoint of step 8 is damaged: its file params/d/" in error and "going on with step 4\n" in error
+    assert f"step 4 of {tmp_path / 'run'} on pp1·dp1·tp1" in error
+    # Who asks for a step gets that one or none.
+    assert main([*command, "--step", "8"]) == 3
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_step_is_read_by_the_tokenizer_that_it_carries(run_folder, tmp_path, capsys):
+    command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE, "--temperature", "0"]
+    shutil.copytree(run_folder, tmp_path / "run")
+    assert main(command) == 0
+    before = capsys.readouterr().out
+    other = tmp_path / "run" / "tokenizer.json"
+    other.write_text("of another run")
+    assert main(command) == 0 and capsys.readouterr().out == before
+    (tmp_path / "run" / "checkpoints" / "8" / "tokenizer.json").write_text(other.read_text())
+    assert main(command) == 0
+    assert "step 8 is damaged: its file tokenizer.json has 14 bytes" in capsys.readouterr().err
+
+
+def test_complete_is_the_prompt_and_more():
+    model = model_on("gqa", (2, 2, 2))
+    text = complete(model, params_on("gqa", model), Bytes(), dataclasses.replace(GREEDY, prompt="\n\t"))
+    assert text.startswith("\n\t") and len(text) > 2
+
+
+def test_a_text_that_cannot_be_written_is_said_and_is_no_success(run_folder, monkeypatch, capsys):
+    """On a full disk; whoever closes the pipe has seen enough, and that is none."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--workdir", str(run_folder), *WRITES_LITTLE]) == 2
+    assert capsys.readouterr().err.endswith("what was printed is not all written: No space left on device\n")

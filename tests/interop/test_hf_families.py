@@ -1,0 +1,248 @@
+"""Models of Hugging Face's `transformers` compute here what they compute there: logits, fine-tuning and greedy text.
+
+And an exported run is usable there as it is: its model, its tokenizer, and text that ends where a document does.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+from own_runs import OWN, own_run, own_settings
+from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
+
+from parallax.cli.convert import main
+from parallax.data.tokenizer import Bytes, load
+from parallax.inference.generate import encode
+
+EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.txt'
+torch = pytest.importorskip("torch", reason=EXTRA)
+pytest.importorskip("transformers", reason=EXTRA)
+
+from hf_families import (
+    CONTEXT,
+    FAMILIES,
+    LENGTHS,
+    MESHES,
+    Pair,
+    equal_tokens,
+    import_pair,
+    logits_difference,
+    loss_difference,
+    make_pair,
+    ours_on,
+    published_pair,
+    random_model,
+)
+from hf_folders import in_blocks, write_folder
+from published import TAKEN, V3
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+
+# Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
+LOGITS_ERROR = 1e-4
+LOSS_ERROR = 1e-3
+on_every_mesh = pytest.mark.parametrize(
+    "mesh", [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[1:])], ids=str
+)
+
+
+@pytest.fixture(scope="module")
+def pair_of():
+    """The pair of a family, made once."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield functools.cache(lambda name: make_pair(name, Path(folder) / name))
+
+
+@on_every_mesh
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_theirs(pair_of, name, mesh):
+    assert logits_difference(pair_of(name), *ours_on(pair_of(name), mesh)) < LOGITS_ERROR
+
+
+@on_every_mesh
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_text_is_theirs(pair_of, name, mesh):
+    equal, total = equal_tokens(pair_of(name), *ours_on(pair_of(name), mesh))
+    assert equal == total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
+    assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_run_of_our_own_computes_there_what_it_computes_here(corpus, tmp_path, kind):
+    """Windows no longer than 16 tokens, the context of these runs, and beyond."""
+    changes, architecture = OWN[kind]
+    own_run(tmp_path / "run", own_settings(corpus, rope_original_seq=16, tied=False, **changes))
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(theirs).__name__ == architecture
+    pair = Pair(theirs.eval(), tmp_path / "run")
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1)), LENGTHS[:2]) < LOGITS_ERROR
+
+
+# Published config.jsons with all their flags, at sizes that keep how many query heads share a key head. A vocab of 321
+# is padded; 96 tokens, the longest window of the comparison, are all that a sliding window may hide nothing of.
+SMALL = dict(num_hidden_layers=2, intermediate_size=48, vocab_size=321)
+PUBLISHED = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+    "codellama/CodeLlama-7b-hf": dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4),
+    "mistralai/Mistral-7B-v0.1": dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, sliding_window=3 * CONTEXT
+    ),
+    "Qwen/Qwen2-0.5B": dict(hidden_size=112, num_attention_heads=14, num_key_value_heads=2),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, max_position_embeddings=4 * CONTEXT
+    ),
+}
+
+
+def small(name):
+    config = TAKEN[name][0] | SMALL | PUBLISHED[name]
+    rope = config.get("rope_scaling") or {}
+    if "original_max_position_embeddings" in rope:
+        config["rope_scaling"] = rope | {"original_max_position_embeddings": CONTEXT}
+    return config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_of_published_configs_are_theirs(tmp_path, name):
+    pair = published_pair(small(name), tmp_path)
+    assert logits_difference(pair, *ours_on(pair, (1, 1, 1))) < LOGITS_ERROR
+
+
+def test_a_window_hides_nothing_of_as_many_tokens_and_something_of_one_more(tmp_path):
+    """What transformers computes without a mask of ours: where data.seq ends is where its window begins to hide."""
+    pair = published_pair(small("mistralai/Mistral-7B-v0.1") | {"sliding_window": 512}, tmp_path)
+    tokens = torch.arange(CONTEXT)[None] % 7
+    with torch.no_grad():
+        whole, same, less = (
+            setattr(pair.theirs.config, "sliding_window", window) or pair.theirs(tokens).logits
+            for window in (None, CONTEXT, CONTEXT - 1)
+        )
+    assert torch.equal(whole, same) and (whole - less).abs().max() > 20 * LOGITS_ERROR
+
+
+def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
+    """DeepSeek-V3's config.json with all layers dense; transformers has the values, and we the blocks."""
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16)
+    sizes |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=4 * CONTEXT)
+    config = V3 | SMALL | sizes | {"first_k_dense_replace": 2}
+    config["rope_scaling"] = V3["rope_scaling"] | {"factor": 4, "original_max_position_embeddings": CONTEXT}
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    first = published_pair(plain, tmp_path / "first")
+    tensors = {name: x.numpy() for name, x in first.theirs.state_dict().items()}
+    stored, meant = in_blocks(tensors, config["quantization_config"]["weight_block_size"])
+    first.theirs.load_state_dict({name: torch.from_numpy(x) for name, x in meant.items()})
+    assert isinstance(first.theirs, DeepseekV3ForCausalLM) and len(stored) > len(meant)
+    write_folder(tmp_path / "second" / "theirs", config, stored)
+    second = import_pair(first.theirs, tmp_path / "second")
+    assert logits_difference(second, *ours_on(second, (1, 1, 1))) < LOGITS_ERROR
+
+
+MATTERS = [
+    ("Llama 2", dict(norm_eps=1e-2)),
+    ("Llama 2, linear", dict(rope_factor=3.5)),
+    ("Llama 3, llama3, tied", dict(rope_fast_turns=8.0)),
+    ("Mistral, wide heads", dict(rope_theta=9000.0)),
+    ("Qwen2, yarn", dict(rope_temperature=1.0)),
+    ("Qwen3", dict(rope_theta=9000.0)),
+    ("DeepSeek-V2, yarn", dict(rope_temperature=1.0)),
+    ("DeepSeek-V3, yarn", dict(rope_slow_turns=0.5)),
+    ("DeepSeek-V3, yarn on what is rotated", dict(rope_magnitude=1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), MATTERS, ids=[name for name, _ in MATTERS])
+def test_the_comparison_sees_a_field_that_is_not_as_they_have_it(pair_of, name, change):
+    model, params = ours_on(pair_of(name), (1, 1, 1), **change)
+    assert logits_difference(pair_of(name), model, params, [3 * CONTEXT]) > 20 * LOGITS_ERROR
+
+
+# ---- an exported run, used as it is
+
+TEXTS = ["It is a truth", " two  spaces , and a comma .", "né\r\n\t日本語 e\u0301 \U0001f600", "don't 1234", "a"]
+
+
+def stops_at(folder, end, *more):
+    """Greedy text of the folder's model, and of it with an end in the place of one of those tokens: it stops there, and
+    in each batch of `more`. All is said by the folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    free = written(model, tokenizer("It is", return_tensors="pt"), eos_token_id=None)[0].tolist()
+    at = max(free.index(token) for token in free[:10])
+    head, (one, other) = model.lm_head.weight.data, (free[at], end)
+    head[[one, other]] = head[[other, one]]
+    for prompts in (["It is"], *more):
+        row = written(model, tokenizer(prompts, padding=len(prompts) > 1, return_tensors="pt"))[0].tolist()
+        row = row[: row.index(end) + 1]
+        assert row == [*free[:at], end] and len(row) < len(free)
+    assert tokenizer.decode(row, skip_special_tokens=True) == tokenizer.decode(free[:at], skip_special_tokens=True)
+
+
+def written(model, inputs, **how):
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=16, **how)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), BPE], ids=lambda tokenizer: tokenizer.name)
+@pytest.mark.parametrize("kind", ["gqa", "norms", "mla"])
+def test_a_run_of_our_own_is_used_there_as_it_is(corpus, tmp_path, kind, tokenizer):
+    changes, _ = OWN[kind]
+    own_run(tmp_path / "run", own_settings(corpus, tied=False, **changes), tokenizer)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs(text).input_ids == tokenizer.encode(text).tolist()
+        assert theirs.decode(theirs(text).input_ids) == text
+    assert theirs.eos_token_id == tokenizer.end and theirs.bos_token is None
+    stops_at(tmp_path / "out", tokenizer.end, ["It is", "It is a truth"])
+
+
+def test_a_run_with_biases_is_read_by_the_class_that_is_named(corpus, tmp_path):
+    """AutoTokenizer takes every tokenizer of a model of type qwen2 for Qwen's: should that end, the line may go."""
+    own_run(tmp_path / "run", own_settings(corpus, tied=False, **OWN["biases"][0]), BPE)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    qwens = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs(text).input_ids == BPE.encode(text).tolist()
+    assert any(qwens(text).input_ids != theirs(text).input_ids for text in TEXTS)
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A folder that `transformers` saved: a model whose turns end with a token of their own, and documents with one."""
+    model = random_model("Mistral, wide heads")
+    published(tmp_path / "made", template=True)
+    names = dict(bos_token=BOS, eos_token="<|user|>", chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "made" / "tokenizer.json"), **names)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "theirs")
+    assert main(["from-hf", str(tmp_path / "theirs"), "--workdir", str(tmp_path / "run")]) == 0
+    return tmp_path
+
+
+def test_a_prompt_is_encoded_as_they_encode_it(chat):
+    theirs, ours = AutoTokenizer.from_pretrained(chat / "theirs"), load(chat / "run")
+    for text in TEXTS:
+        assert encode(ours, text).tolist() == theirs(text).input_ids
+        assert theirs(text).input_ids[0] == theirs.bos_token_id
+
+
+def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus, monkeypatch):
+    run = tuned(corpus, chat, monkeypatch)
+    assert main(["to-hf", str(run), str(chat / "out")]) == 0
+    there, here = (AutoTokenizer.from_pretrained(chat / name) for name in ("theirs", "out"))
+    for text in TEXTS:
+        assert here(text).input_ids == there(text).input_ids
+    turns = [{"role": "user", "content": "It is"}]
+    assert here.apply_chat_template(turns, tokenize=False) == there.apply_chat_template(turns, tokenize=False)
+    assert here.special_tokens_map == there.special_tokens_map
+    for end in (load(run).end, here.eos_token_id):
+        stops_at(chat / "out", end)  # no batch: what came has no token to pad with

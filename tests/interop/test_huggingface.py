@@ -1,0 +1,546 @@
+"""Folders of Hugging Face's models go into a run and out of it bit for bit, and what is not computed is refused."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from checkpoint_examples import flip, largest_file
+from hf_folders import CONFIGS, config_of, random_tensors, read_folder, shapes_of, without, write_folder
+from own_runs import OWN, own_run, own_settings
+from run_examples import tiny_config
+from test_convert import params_of
+
+from parallax.checkpoint import complete_steps
+from parallax.checkpoint.manifest import flatten
+from parallax.cli.convert import main, parse, settings_of
+from parallax.cli.generate import main as generate
+from parallax.config.load import load_config
+from parallax.config.settings import load_settings, read_settings
+from parallax.data.tokenizer import train_bpe
+from parallax.interop.architectures import describe, write_config
+from parallax.interop.folders import RECORD, Step
+from parallax.interop.huggingface import _record
+from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.run import train
+from parallax.training.steps import Steps
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"original_max_position_embeddings": 64}
+
+
+def imported(tmp_path, config, tensors, **how):
+    folder = write_folder(tmp_path / "theirs", config, tensors, **how)
+    return folder, main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")])
+
+
+def same_bytes(there, here):
+    assert {name: x.tobytes() for name, x in there.items()} == {name: x.tobytes() for name, x in here.items()}
+    assert {name: x.dtype for name, x in there.items()} == {name: x.dtype for name, x in here.items()}
+
+
+FROM = [(architecture, "F32") for architecture in CONFIGS]
+FROM += [("MistralForCausalLM", "BF16"), ("DeepseekV3ForCausalLM", "BF16"), ("Qwen3ForCausalLM", "F16")]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), FROM)
+def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, architecture, kind):
+    config = config_of(architecture)
+    tensors = random_tensors(shapes_of(config), kind)
+    folder, status = imported(tmp_path, config, tensors, shards=3)
+    assert status == 0 and f"the {architecture} in {folder} is step 0 of" in capsys.readouterr().out
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--shard-mbytes=1"]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
+
+
+def test_tensors_of_several_dtypes_each_keep_their_own(tmp_path):
+    config = config_of("LlamaForCausalLM", tie_word_embeddings=True)
+    shapes = shapes_of(config)
+    norms = {name: shape for name, shape in shapes.items() if len(shape) == 1}
+    tensors = random_tensors(shapes, "BF16") | random_tensors(norms, "F32")
+    imported(tmp_path, config, tensors)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+
+
+def test_a_kernel_is_the_transpose_with_heads_as_dims_of_their_own(tmp_path):
+    config = config_of("Qwen3ForCausalLM")
+    tensors = random_tensors(shapes_of(config))
+    imported(tmp_path, config, tensors)
+    ours = params_of(tmp_path / "run", 0)
+    for layer in range(2):
+        theirs = {name.split(f"layers.{layer}.")[-1]: x for name, x in tensors.items()}
+        q, out = ours["blocks.attention.q.kernel"][layer], ours["blocks.attention.out.kernel"][layer]
+        for d, h, k in np.ndindex(16, 4, 8):
+            assert q[d, h, k] == theirs["self_attn.q_proj.weight"][8 * h + k, d]
+            assert out[h, k, d] == theirs["self_attn.o_proj.weight"][d, 8 * h + k]
+        assert (ours["blocks.mlp.down.kernel"][layer] == theirs["mlp.down_proj.weight"].T).all()
+        assert (ours["blocks.attention.k_norm.scale"][layer] == theirs["self_attn.k_norm.weight"]).all()
+        assert (ours["blocks.mlp_norm.scale"][layer] == theirs["post_attention_layernorm.weight"]).all()
+    for name, theirs in {"head.table": "lm_head.weight", "embedding.table": "model.embed_tokens.weight"}.items():
+        assert ours[name].shape == (384, 16) and not ours[name][260:].any()
+        assert (ours[name][:260] == tensors[theirs]).all()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotated_pairs_that_are_neighbours_there_are_halves_here(tmp_path, interleaved):
+    config = config_of("DeepseekV3ForCausalLM", rope_interleave=interleaved)
+    tensors = random_tensors(shapes_of(config))
+    imported(tmp_path, config, tensors)
+    ours = {name: x[1] for name, x in params_of(tmp_path / "run", 0).items() if name.startswith("blocks.")}
+    theirs = {name.split("layers.1.self_attn.")[-1]: x for name, x in tensors.items()}
+    place = [0, 2, 1, 3] if interleaved else [0, 1, 2, 3]  # of 4 rotated entries: pairs (0, 1) and (2, 3) there
+    for at, there in enumerate(place):
+        assert (ours["blocks.attention.k_rope.kernel"][:, at] == theirs["kv_a_proj_with_mqa.weight"][16 + there]).all()
+        queries = theirs["q_b_proj.weight"].reshape(4, 10, 8)
+        assert (ours["blocks.attention.queries_3.kernel"][:, :, 6 + at] == queries[:, 6 + there].T).all()
+    up = theirs["kv_b_proj.weight"].reshape(4, 12, 16)  # heads, keys then values, latent
+    assert (ours["blocks.attention.up_k.kernel"] == up[:, :6].transpose(2, 0, 1)).all()
+    assert (ours["blocks.attention.up_v.kernel"] == up[:, 6:].transpose(2, 0, 1)).all()
+
+
+def test_the_config_becomes_keys_of_the_model_and_the_rest_stays_as_configured(tmp_path):
+    config = config_of("LlamaForCausalLM", rope_scaling=LLAMA3, rms_norm_eps=1e-5, max_position_embeddings=512)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    flags = ["--config.mesh.tp=2", "--config.model.dtype=bfloat16", "--config.optimizer.learning_rate=1e-5"]
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run"), *flags]) == 0
+    settings = load_settings(tmp_path / "run")
+    model = settings.model
+    assert (model.vocab, model.layers, model.d_model, model.d_ff) == (260, 2, 16, 24)
+    assert (model.heads, model.kv_heads, model.d_head, model.norm_eps, model.tied) == (4, 2, 4, 1e-5, False)
+    assert (model.rope_scaling, model.rope_factor, model.rope_original_seq) == ("llama3", 8.0, 64)
+    assert (model.rope_fast_turns, model.rope_slow_turns) == (4.0, 1.0)
+    assert (settings.mesh.tp, model.dtype, settings.optimizer.learning_rate) == (2, "bfloat16", 1e-5)
+    assert settings.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    assert complete_steps(tmp_path / "run" / "checkpoints") == {0}
+
+
+def described(architecture, **changes):
+    return describe(config_of(architecture, **changes)).model
+
+
+def test_both_ways_of_writing_a_rotary_embedding_say_the_same():
+    old = described("LlamaForCausalLM", rope_scaling=LLAMA3, rope_theta=500000.0)
+    new = without(config_of("LlamaForCausalLM", rope_parameters=LLAMA3 | {"rope_theta": 500000.0}), "rope_theta")
+    assert describe(new).model == old and old["rope_theta"] == 500000.0
+
+
+def test_yarn_sharpens_all_of_a_head_or_what_is_rotated():
+    grown = 0.1 * np.log(40) + 1
+    gqa = described("Qwen2ForCausalLM", rope_scaling={"rope_type": "yarn", "factor": 40.0})
+    assert gqa["rope_temperature"] == pytest.approx(grown**2) and gqa["rope_magnitude"] == 1
+    v3 = described("DeepseekV3ForCausalLM", rope_scaling=YARN)
+    assert v3["rope_magnitude"] == 1
+    assert v3["rope_temperature"] == pytest.approx((0.0707 * np.log(40) + 1) ** 2)
+    part = described("DeepseekV3ForCausalLM", rope_scaling=without(YARN, "mscale", "mscale_all_dim"))
+    assert part["rope_magnitude"] == pytest.approx(grown) and part["rope_temperature"] == 1
+
+
+# ---- what a run can do with it
+
+
+def write_bpe(folder):
+    """A tokenizer.json of the `tokenizers` library."""
+    train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270).save(folder)
+
+
+def test_an_imported_run_writes_text_with_its_own_tokenizer_on_a_mesh(tmp_path, capsys):
+    config = config_of("Qwen3ForCausalLM", vocab_size=272)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
+    mesh = ["--config.mesh.tp=2", "--config.mesh.dp=1"]
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run"), *mesh]) == 0
+    capsys.readouterr()
+    flags = ["--workdir", str(tmp_path / "run"), "--prompt", "It is", "--tokens=4", "--temperature=0"]
+    texts = []
+    for more in ([], ["--tp=1"]):
+        assert generate([*flags, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("It is")
+
+
+def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path, monkeypatch):
+    config = config_of("DeepseekV2ForCausalLM", vocab_size=272)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    tuned = load_config(str(tmp_path / "run" / "config.json"))
+    tuned.data = tiny_config(corpus).data
+    tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
+    tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
+    begun = []
+    monkeypatch.setattr(Steps, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
+    train(tuned, tmp_path / "on")
+    ((state, start),) = begun
+    there = params_of(tmp_path / "run", 0)
+    same_bytes({name: np.asarray(x) for name, x in flatten(state.params).items()}, there)
+    assert start == 0
+
+
+# ---- what is refused
+
+LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
+REFUSED = {
+    "an architecture": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, r"\['MixtralForCausalLM'\] is not supported"),
+    "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
+    "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
+    "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
+    "biases": (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
+    "biases of Qwen3": (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
+    "biases of the MLP": (LLAMA, {"mlp_bias": True}, "mlp_bias=True is not supported; supported: False"),
+    "a window": (
+        "MistralForCausalLM",
+        {"sliding_window": 255},
+        "data.seq=256 is longer than model.sliding_window=255, and windows are not computed; use 255 or less",
+    ),
+    "a window of Qwen": (
+        QWEN3,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        "data.seq=256 is longer than model.sliding_window=16",
+    ),
+    "no window": ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window=0 is not supported; .* of 1 or more"),
+    "some layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*is not supported"),
+    "quantization": (
+        LLAMA,
+        {"quantization_config": {"bits": 4}},
+        "quant_method=None is not supported; supported: 'fp8' in blocks, or weights in float32, bfloat16",
+    ),
+    "dropped weights": (LLAMA, {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; supported: 0"),
+    "dynamic": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
+    "longrope": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "supported: 'default', 'linear', 'llama3', 'yarn'",
+    ),
+    "a factor": (
+        LLAMA,
+        {"rope_scaling": LINEAR | {"factor": 0.5}},
+        "factor=0.5 is not supported; supported: 1 or more",
+    ),
+    "no factor": (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
+    "a field of rope": (LLAMA, {"rope_scaling": LINEAR | {"bent": 1}}, "rope_scaling: bent=1 is not supported"),
+    "untruncated": (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "truncate=False is not supported"),
+    "two ropes": (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, "has rope_parameters and rope_scaling"),
+    "a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    "experts": (V3, {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported; supported: 2 or more"),
+    "other value heads": (V3, {"v_head_dim": 8}, "v_head_dim=8 is not supported; supported: 6"),
+    "grouped latents": (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: 4"),
+    "another epsilon": (V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported; supported: 1e-06"),
+    "an unknown field": (LLAMA, {"residual_multiplier": 2.0}, "residual_multiplier=2.0 is not supported, for what it"),
+    "a misspelt field": (LLAMA, {"rope_thetta": 1e6}, "rope_thetta=1000000.0 is not supported.*mean 'rope_theta'"),
+    "no size": (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
+    "a size of text": (LLAMA, {"hidden_size": "16"}, "hidden_size='16' is not supported; supported: a whole number"),
+    "a flag of text": (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not supported"),
+    "rotation by picture": ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope=True is not supported"),
+    "absurd layers": (LLAMA, {"num_hidden_layers": 10**9}, "model.layers=1000000000 is too large"),
+    "no name": (LLAMA, {"architectures": [{}]}, r"architectures=\[{}\] is not supported"),
+    "an absurd theta": (LLAMA, {"rope_theta": 10**400}, "rope_theta=1000.* supported: a number from 0 to"),
+    "an absurd context": (LLAMA, {"max_position_embeddings": 10**400}, "a whole number of 1 .* at most 2147483647"),
+    "an absurd strength": (
+        LLAMA,
+        {"rope_scaling": LINEAR | {"rope_type": "yarn", "attention_factor": 1e200}},
+        "attention_factor=1e.200 is not supported; supported: a number from 0 to 1e.30",
+    ),
+    "odd groups": (LLAMA, {"num_key_value_heads": 3}, "model.heads=4 does not divide over model.kv_heads=3"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(tmp_path, capsys, what):
+    architecture, changes, message = REFUSED[what]
+    folder = write_folder(tmp_path / "theirs", config_of(architecture, **changes), {})
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: ") and error.count("\n") == 1
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(error)
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_a_window_that_is_not_written_is_the_one_that_it_stands_for():
+    assert described("MistralForCausalLM")["sliding_window"] == 0
+    assert describe(without(config_of("MistralForCausalLM"), "sliding_window")).model["sliding_window"] == 4096
+
+
+def test_tables_of_angles_and_a_tied_head_that_is_there_twice_are_passed_over(tmp_path):
+    config = config_of("LlamaForCausalLM", tie_word_embeddings=True)
+    tensors = random_tensors(shapes_of(config))
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    more["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert imported(tmp_path, config, tensors | more)[1] == 0
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+
+
+WRONG_TENSORS = {
+    "missing": ({"model.norm.weight": None}, "model.norm.weight is missing"),
+    "more": ({"model.layers.2.mlp.up_proj.weight": (24, 16)}, "model.layers.2.mlp.up_proj.weight is of no use"),
+    "a shape": ({"lm_head.weight": (256, 16)}, r"lm_head.weight is \[256, 16\] there and \[260, 16\] here"),
+    "a bias": ({"model.layers.0.self_attn.q_proj.bias": (16,)}, "q_proj.bias is of no use"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, capsys, what):
+    changes, message = WRONG_TENSORS[what]
+    config = config_of("LlamaForCausalLM")
+    shapes = {name: shape for name, shape in (shapes_of(config) | changes).items() if shape}
+    assert imported(tmp_path, config, random_tensors(shapes))[1] == 3
+    with pytest.raises(ValueError, match=f"has not the parameters of its config.json: .*{message}"):
+        raise ValueError(capsys.readouterr().err)
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_a_folder_without_a_config_or_with_one_that_is_no_json_is_refused(tmp_path, capsys):
+    flags = ["from-hf", str(tmp_path), "--workdir", str(tmp_path / "run")]
+    assert main(flags) == 3 and f"{tmp_path} has no config.json; name a folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(flags) == 3 and "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_text_that_is_none_is_refused(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    (folder / "tokenizer_config.json").write_bytes(b"\xff\xfe")
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 3
+    assert "tokenizer_config.json cannot be read: " in capsys.readouterr().err and not list(tmp_path.glob("run*"))
+
+
+def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM", vocab_size=256)
+    folder, status = imported(tmp_path, config, random_tensors(shapes_of(config)))
+    assert status == 5 and "has 257 entries, but vocab_size=256" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 5
+    assert "tokenizer" in capsys.readouterr().err and not list(tmp_path.glob("run*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config.model.d_ff=8"], "--config.model.d_ff is what the folder's config.json says; of the model set"),
+        (["--config.model.d_fff=8"], "unknown key --config.model.d_fff; did you mean 'd_ff'"),
+        (["--mesh=2"], "unknown flag --mesh"),
+        (["--config=nowhere.py"], "--config=nowhere.py does not exist"),
+    ],
+)
+def test_settings_that_the_folder_has_or_nobody_knows_are_refused(tmp_path, flags, message):
+    with pytest.raises(ConfigError) as error:
+        settings_of(parse(["from-hf", "theirs", "--workdir", "run", *flags]).settings, tmp_path)
+    assert message in str(error.value)
+
+
+# ---- runs that were not imported, or trained on
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(corpus, tmp_path, capsys, kind):
+    changes, architecture = OWN[kind]
+    settings = own_settings(corpus, **changes)
+    made = own_run(tmp_path / "mine", settings)
+    assert main(["to-hf", str(tmp_path / "mine"), str(tmp_path / "out")]) == 0
+    assert f"{tmp_path / 'out'}: {architecture}, float32" in capsys.readouterr().out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: x.shape for name, x in read_folder(tmp_path / "out").items()} == shapes_of(config)
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    same_bytes(made, params_of(tmp_path / "back", 0))
+    there, here = settings.model.rope, load_settings(tmp_path / "back").model.rope
+    np.testing.assert_array_equal(there.frequencies(), here.frequencies())
+    np.testing.assert_allclose((there.temperature(), there.magnitude), (here.temperature(), here.magnitude), rtol=1e-12)
+
+
+NOWHERE = {
+    "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Qwen2 biases and no norms"),
+    "latents with biases": (dict(attention="mla", qkv_bias=True), "DeepSeek no biases"),
+    "a temperature": (dict(attention="gqa", rope_temperature=1.5), "rope_temperature=1.5 .* no place"),
+    "a blunt one": (
+        dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=0.5),
+        "rope_temperature=0.5 with rope_factor=4 has no place",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOWHERE)
+def test_a_model_that_no_architecture_computes_is_not_written(corpus, what):
+    changes, message = NOWHERE[what]
+    with pytest.raises(ConfigError, match=message):
+        write_config(own_settings(corpus, **changes).model, 32)
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A Mistral in bfloat16, its run, and a run that was trained from it."""
+    config = config_of("MistralForCausalLM")
+    tensors = random_tensors(shapes_of(config), "BF16")
+    imported(tmp_path, config, tensors)
+    settings = load_settings(tmp_path / "run")
+    own_run(tmp_path / "tuned", settings)
+    return tmp_path
+
+
+def test_a_run_trained_from_an_import_goes_out_like_it(theirs, capsys):
+    flags = [str(theirs / "tuned"), str(theirs / "out")]
+    assert main(["to-hf", *flags, "--like", str(theirs / "run")]) == 0
+    assert "MistralForCausalLM, bfloat16" in capsys.readouterr().out
+    config = json.loads((theirs / "out" / "config.json").read_text())
+    assert config == config_of("MistralForCausalLM", max_position_embeddings=256, rope_scaling=None)  # data.seq
+    assert json.loads((theirs / "out" / "generation_config.json").read_text()) == {"eos_token_id": [2, 256]}
+    shutil.rmtree(theirs / "out")
+    assert main(["to-hf", *flags]) == 0
+    assert "LlamaForCausalLM, float32" in capsys.readouterr().out
+
+
+def test_a_dtype_that_is_asked_for_is_taken(theirs):
+    assert main(["to-hf", str(theirs / "run"), str(theirs / "wide"), "--dtype=float32"]) == 0
+    there, here = read_folder(theirs / "theirs"), read_folder(theirs / "wide")
+    assert {x.dtype for x in here.values()} == {np.dtype(np.float32)}
+    assert all((here[name] == x.astype(np.float32)).all() for name, x in there.items())
+    assert json.loads((theirs / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_a_value_that_a_dtype_cannot_hold_is_not_written_as_infinite(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    tensors = random_tensors(shapes_of(config))
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 2] = -70000
+    imported(tmp_path, config, tensors)
+    flags = [str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main(["to-hf", *flags, "--dtype=float16"]) == 2
+    message = "blocks.attention.q.kernel has values beyond float16's largest; write it with --dtype=bfloat16"
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+    assert main(["to-hf", *flags, "--dtype=bfloat16"]) == 0
+
+
+def test_a_longer_context_is_written_into_the_config_that_was_imported(theirs):
+    settings = load_settings(theirs / "tuned").to_dict()
+    settings["model"] |= dict(rope_scaling="linear", rope_factor=2.0)
+    own_run(theirs / "longer", read_settings(settings))
+    assert main(["to-hf", str(theirs / "longer"), str(theirs / "out"), "--like", str(theirs / "run")]) == 0
+    config = json.loads((theirs / "out" / "config.json").read_text())
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert config["max_position_embeddings"] == 256 and config["architectures"] == ["MistralForCausalLM"]
+
+
+def test_a_run_goes_out_like_an_import_whose_config_has_no_context(tmp_path):
+    """As Llama 1's: 2048 tokens, which it stands for, or the run's windows where they are longer."""
+    config = without(config_of("LlamaForCausalLM"), "max_position_embeddings")
+    imported(tmp_path, config, random_tensors(shapes_of(config)))
+    settings = load_settings(tmp_path / "run").to_dict()
+    for seq, written in {64: None, 4096: 4096}.items():
+        settings["data"]["seq"] = seq
+        own_run(tmp_path / f"tuned{seq}", read_settings(settings))
+        flags = [str(tmp_path / f"tuned{seq}"), str(tmp_path / f"out{seq}"), "--like", str(tmp_path / "run")]
+        assert main(["to-hf", *flags]) == 0
+        said = json.loads((tmp_path / f"out{seq}" / "config.json").read_text())
+        assert said.get("max_position_embeddings") == written
+
+
+def test_another_model_is_not_like_it(theirs, corpus, capsys):
+    own_run(theirs / "mine", own_settings(corpus))
+    assert main(["to-hf", str(theirs / "mine"), str(theirs / "out"), "--like", str(theirs / "run")]) == 2
+    assert "the model is not the one that was imported: model.vocab=260 there, 384 here" in capsys.readouterr().err
+    assert main(["to-hf", str(theirs / "run"), str(theirs / "out"), "--like", str(theirs / "mine")]) == 2
+    assert "mine was not made by from-hf" in capsys.readouterr().err
+    shutil.rmtree(theirs / "mine")
+    settings = load_settings(theirs / "run")
+    own_run(theirs / "mine", settings, train_bpe(["another tokenizer"], vocab=259))
+    assert main(["to-hf", str(theirs / "mine"), str(theirs / "out"), "--like", str(theirs / "run")]) == 2
+    assert "run has another tokenizer, so that its special tokens are others" in capsys.readouterr().err
+
+
+def test_damaged_parameters_do_not_go_out(theirs, capsys):
+    flip(largest_file(theirs / "run" / "checkpoints" / "0" / "params" / "d"))
+    assert main(["to-hf", str(theirs / "run"), str(theirs / "out")]) == 3
+    assert "the checkpoint of step 0 in" in capsys.readouterr().err and not list(theirs.glob("out*"))
+
+
+def test_a_record_that_is_damaged_is_not_believed(theirs, capsys):
+    flip(theirs / "run" / "checkpoints" / "0" / "huggingface.json")
+    assert main(["to-hf", str(theirs / "run"), str(theirs / "out")]) == 3
+    assert "its file huggingface.json does not match its checksum" in capsys.readouterr().err
+
+
+FORGED = {
+    "a path": {"files": {"../stolen": "text"}},
+    "a place": {"files": {"/tmp/stolen": "text"}},
+    "a config": {"files": {"config.json": "{}"}},
+    "no text": {"files": {"generation_config.json": 1}},
+    "a dtype": {"dtypes": {"lm_head.weight": ["int8"]}},
+    "no config": {"config": []},
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
+    """Its checksum is right: who hands on a run may have written both. Its names must not lead out of the folder."""
+    record = {"config": config_of("LlamaForCausalLM"), "dtypes": {"lm_head.weight": "float32"}, "files": {}}
+    step = Step(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
+    step.folder.mkdir(parents=True)
+    (step.folder / RECORD).write_text(json.dumps(record))
+    assert _record(step) == record
+    (step.folder / RECORD).write_text(json.dumps(record | FORGED[what]))
+    with pytest.raises(CheckpointError, match="huggingface.json is none that an import writes"):
+        _record(step)
+
+
+def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
+    config = config_of("LlamaForCausalLM", vocab_size=272)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    write_bpe(folder)
+    (folder / "chat_template.jinja").write_bytes(b"one\r\ntwo\r\n")
+    indented = json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1)
+    (folder / "tokenizer.json").write_bytes(indented.replace("\n", "\r\n").encode())
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        assert b"\r\n" in (folder / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+# ---- memory
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+CONVERT = """
+import re, sys
+from parallax.checkpoint import stored
+from parallax.cli.convert import main
+stored.CACHE_BYTES = 1 << 26
+import jax; jax.devices()
+# Of this process alone: getrusage begins with the memory of the one that started it.
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
+before = peak()
+assert main(sys.argv[1:]) == 0
+print("grew", peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path):
+    """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer, a few pieces of at most 64 MiB."""
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
+    config = config_of("LlamaForCausalLM", vocab_size=4096, **sizes)
+    tensors = random_tensors(shapes_of(config), "BF16")
+    assert sum(x.nbytes for x in tensors.values()) > 350 << 20
+    write_folder(tmp_path / "theirs", config, tensors, shards=4)
+    grown = {}
+    for act, flags in {"from-hf": ["theirs", "--workdir", "run"], "to-hf": ["run", "out"]}.items():
+        command = [sys.executable, "-c", CONVERT, act, *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+        assert ended.returncode == 0, ended.stderr
+        grown[act] = int(ended.stdout.split("grew ")[1])
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+    print({act: f"{size >> 20} MiB" for act, size in grown.items()})
+    assert max(grown.values()) < 350 << 20

@@ -1,0 +1,206 @@
+"""The config.json of published models is read as it stands, and what is not computed is refused by its field."""
+
+import math
+
+import pytest
+from published import FP8, REFUSED, TAKEN, V2_LITE, V3
+
+from configs.base import get_config
+from parallax.config.settings import read_settings
+from parallax.interop.architectures import describe, write_config
+from parallax.model.checks import check_divides, check_window
+from parallax.runtime.errors import ConfigError
+
+
+def model_of(config, **more):
+    return read_settings(get_config(), model=describe(config).model | more).model
+
+
+def parameters(model):
+    """How many a model has, written out."""
+    narrow, out = model.kv_heads * model.d_head, model.heads * model.d_head
+    layer = (
+        model.d_model * (out + 2 * narrow) + out * model.d_model + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    )
+    layer += (out + 2 * narrow) * model.qkv_bias + 2 * model.d_head * model.qk_norm
+    return model.layers * layer + model.d_model * (1 + model.vocab * (1 if model.tied else 2))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_published_model_is_read_and_has_its_number_of_parameters(name):
+    config, count = TAKEN[name]
+    model = model_of(config)
+    assert parameters(model) == count
+    assert model.rope_theta == config.get("rope_theta", 10000)
+    assert (model.norm_eps, model.tied) == (config["rms_norm_eps"], config["tie_word_embeddings"])
+    scaling = config.get("rope_scaling") or {}
+    assert model.rope_scaling == scaling.get("rope_type", scaling.get("type", "none"))
+    assert model.rope_factor == scaling.get("factor", 1)
+
+
+def test_forty_dense_models_are_there_with_every_family():
+    assert len(TAKEN) >= 40
+    assert {config["architectures"][0] for config, _ in TAKEN.values()} == {
+        f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    }
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_is_refused_by_its_field_and_value(name):
+    config, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as error:
+        describe(config)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("config", [V2_LITE, V3], ids=["V2-Lite", "V3"])
+def test_deepseeks_attention_is_read_where_its_layers_are_dense(config):
+    """Mixtures of experts are all that stands between these models and an import."""
+    model = model_of(config | {"first_k_dense_replace": config["num_hidden_layers"]})
+    assert (model.attention, model.d_head, model.d_rope, model.d_latent) == ("mla", 128, 64, 512)
+    assert model.d_latent_q == (config["q_lora_rank"] or 0)
+    assert (model.rope_scaling, model.rope_factor, model.rope_original_seq) == ("yarn", 40, 4096)
+    weight = config["rope_scaling"]["mscale_all_dim"]
+    assert model.rope_temperature == pytest.approx((0.1 * weight * math.log(40) + 1) ** 2)
+
+
+def test_every_vocab_can_be_cut_with_the_padding_of_an_import():
+    for config, _ in TAKEN.values():
+        model = model_of(config, vocab_multiple=128)
+        for tp in (2, 4, 8, 16):
+            if model.heads % tp == 0:
+                check_divides(model, {"pp": 1, "dp": 1, "tp": tp})
+    assert model_of(TAKEN["codellama/CodeLlama-7b-hf"][0], vocab_multiple=128).padded_vocab == 32128
+
+
+# ---- fields that change nothing, and the same fields where they would
+
+
+LLAMA, QWEN2, MISTRAL, QWEN3 = (
+    TAKEN[name][0]
+    for name in (
+        "meta-llama/Llama-2-7b-hf",
+        "Qwen/Qwen2.5-7B-Instruct",
+        "mistralai/Mistral-7B-v0.1",
+        "Qwen/Qwen3-8B",
+    )
+)
+WOULD_MATTER = {
+    "rope_interleaved": (True, "rope_interleaved=True is not supported; supported: null or False"),
+    "qk_layer_norms": (True, "qk_layer_norms=True is not supported"),
+    "activation": ("gelu", "activation='gelu' is not supported; supported: null or 'swiglu'"),
+    "add_cross_attention": (True, "add_cross_attention=True is not supported"),
+    "pruned_heads": ({"0": [1]}, "pruned_heads=.* is not supported"),
+    "resid_pdrop": (0.1, "resid_pdrop=0.1 is not supported; supported: null or 0"),
+}
+
+
+@pytest.mark.parametrize("field", WOULD_MATTER)
+def test_a_field_that_is_taken_at_its_default_is_refused_at_another_value(field):
+    value, message = WOULD_MATTER[field]
+    with pytest.raises(ConfigError, match=message):
+        describe(LLAMA | {field: value})
+
+
+@pytest.mark.parametrize("field", ["is_llama_config", "neftune_noise_alpha", "transformers.js_config"])
+def test_a_field_that_changes_nothing_changes_nothing(field):
+    for value in (True, 5.0, {"kv_cache_dtype": {}}, None):
+        assert describe(LLAMA | {field: value}) == describe(LLAMA)
+
+
+def test_a_misspelt_factor_of_yarn_is_passed_over_as_transformers_does_and_said():
+    config, _ = TAKEN["deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"]
+    found = describe(config)
+    plain = {key: value for key, value in config["rope_scaling"].items() if key != "attn_factor"}
+    assert found.model == describe(config | {"rope_scaling": plain}).model
+    (note,) = found.notes
+    assert note.startswith(
+        "config.json: rope_scaling: attn_factor=0.8782488562869419 is passed over: transformers reads"
+    )
+    other = describe(config | {"rope_scaling": plain | {"attention_factor": 0.8782488562869419}})
+    assert other.model["rope_temperature"] == pytest.approx(0.8782488562869419**2) and not other.notes
+
+
+def test_a_context_that_is_absent_is_the_one_that_it_stands_for():
+    contexts = {}
+    for config in (LLAMA, MISTRAL, QWEN2, QWEN3):
+        left = {key: value for key, value in config.items() if key != "max_position_embeddings"}
+        contexts[config["model_type"]] = describe(left).model["rope_original_seq"]
+    assert contexts == {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+
+
+# ---- windows
+
+
+def window_of(config, **changes):
+    return describe(config | changes).model["sliding_window"]
+
+
+def test_a_window_is_kept_with_the_model_and_bounds_its_seq():
+    model = model_of(MISTRAL)
+    assert model.sliding_window == 4096 and "sliding_window=4096 hides nothing" in describe(MISTRAL).notes[0]
+    check_window(model, 4096)
+    with pytest.raises(
+        ConfigError, match="data.seq=4097 is longer than model.sliding_window=4096, .* use 4096 or less"
+    ):
+        check_window(model, 4097)
+    check_window(model_of(MISTRAL | {"sliding_window": None}), 10**6)
+
+
+def test_a_window_of_qwen_is_one_where_it_is_used_and_some_layer_has_it():
+    on = dict(use_sliding_window=True, sliding_window=2048)
+    types = ["full_attention"] * 14 + ["sliding_attention"] * 14
+    for config in (QWEN2, QWEN3):
+        layers = config["num_hidden_layers"]
+        assert window_of(config) == 0
+        assert window_of(config, **on, max_window_layers=layers) == 0
+        assert window_of(config, **on, max_window_layers=layers - 1) == 2048
+        assert window_of(config, **on, max_window_layers=layers, layer_types=types) == 2048
+        assert window_of(config, **on, max_window_layers=0, layer_types=["full_attention"] * layers) == 0
+        assert window_of(config, use_sliding_window=True, sliding_window=None) == 0
+    with pytest.raises(
+        ConfigError, match="layer_types=.* is not supported; supported: 'full_attention' in every layer"
+    ):
+        describe(QWEN2 | {"layer_types": types})
+
+
+@pytest.mark.parametrize(
+    "config", [MISTRAL, *(c | dict(use_sliding_window=True, max_window_layers=0) for c in (QWEN2,))]
+)
+def test_a_model_with_a_window_is_written_with_it(config):
+    model = model_of(config)
+    written = write_config(model, 64)
+    assert model.sliding_window and written["architectures"] == config["architectures"]
+    assert describe(written).model["sliding_window"] == model.sliding_window
+    assert describe(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
+    latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
+    with pytest.raises(ConfigError, match="sliding_window=64 together"):
+        write_config(model_of(latents, sliding_window=64), 64)
+
+
+# ---- quantization
+
+
+def test_blocks_of_float8_are_read_and_their_lines_said():
+    found = describe(V3 | {"first_k_dense_replace": 61})
+    assert (found.block, found.further_layers) == ((128, 128), 1)
+    assert "float8 weights become float32, each block of 128 x 128 times its scale" in found.notes
+    assert "1 layer for multi-token prediction, behind the model's, left out" in found.notes
+    assert describe(QWEN3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}).block == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fmt": "e5m2"}, "fmt='e5m2' is not supported; supported: 'e4m3'"),
+        ({"weight_block_size": None}, "weight_block_size=None is not supported; supported: two whole numbers"),
+        ({"weight_block_size": [128]}, r"weight_block_size=\[128\] is not supported"),
+        ({"weight_block_size": [128, True]}, r"weight_block_size=\[128, True\] is not supported"),
+        ({"quant_method": None}, "quant_method=None is not supported; supported: 'fp8' in blocks"),
+        ({"twist": 2}, "twist=2 is not supported, for what it does is not known"),
+    ],
+    ids=str,
+)
+def test_float8_of_another_kind_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=f"config.json: quantization_config: {message}"):
+        describe(QWEN3 | {"quantization_config": FP8 | changes})

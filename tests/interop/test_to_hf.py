@@ -1,0 +1,289 @@
+"""What `to-hf` writes beside the parameters: where documents begin and end, how long the context is, the tokenizer."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hf_folders import config_of, random_tensors, shapes_of, write_folder
+from own_runs import own_run, own_settings
+from run_examples import tiny_config
+
+import parallax as px
+from parallax.checkpoint import complete_steps
+from parallax.cli.convert import main
+from parallax.cli.evaluate import evaluate
+from parallax.config.load import load_config
+from parallax.config.settings import load_settings, read_settings
+from parallax.data.tokenizer import Bytes, load, train_bpe
+from parallax.training.run import train
+from parallax.training.steps import Steps, parts_of
+
+BOS = "<s>"
+BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
+TEMPLATE = "{% for message in messages %}{{ message }}{% endfor %}"
+
+
+def content(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def exported(run, out, *flags):
+    assert main(["to-hf", str(run), str(out), *flags]) == 0
+    return content(out, "config.json")
+
+
+# ---- runs of our own
+
+
+def test_a_run_on_bytes_goes_out_with_a_tokenizer_that_others_read(corpus, tmp_path):
+    own_run(tmp_path / "run", own_settings(corpus))
+    config = exported(tmp_path / "run", tmp_path / "out")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (256, None)
+    assert content(tmp_path / "out", "generation_config.json") == {"eos_token_id": 256, "pad_token_id": 256}
+    about = content(tmp_path / "out", "tokenizer_config.json")
+    assert about["tokenizer_class"] == "PreTrainedTokenizerFast" and about["model_max_length"] == 32
+    assert about["eos_token"] == about["pad_token"] == "<|endoftext|>" and "bos_token" not in about
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert theirs.encode("né\n").ids == [110, 195, 169, 10]
+    assert theirs.token_to_id(about["eos_token"]) == config["eos_token_id"]
+
+
+def test_what_went_out_with_bytes_comes_back_with_them(corpus, tmp_path):
+    own_run(tmp_path / "run", own_settings(corpus))
+    exported(tmp_path / "run", tmp_path / "out")
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    assert load(tmp_path / "back").fingerprint == Bytes().fingerprint
+    again = exported(tmp_path / "back", tmp_path / "again")
+    assert again == content(tmp_path / "out", "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_a_run_on_a_bpe_of_its_own_names_the_end_of_that(corpus, tmp_path):
+    own_run(tmp_path / "run", own_settings(corpus), BPE)
+    config = exported(tmp_path / "run", tmp_path / "out")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (BPE.end, None) and BPE.end != 256
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == BPE._text
+    assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == BPE.end
+
+
+def test_a_run_that_reads_with_a_published_tokenizer_hands_its_config_on(corpus, tmp_path):
+    tokenizer = published(tmp_path / "there", add_bos_token=True, bos_token=BOS, model_max_length=7)
+    own_run(tmp_path / "run", own_settings(corpus), tokenizer)
+    config = exported(tmp_path / "run", tmp_path / "out")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (tokenizer.end, tokenizer.begin[0])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "there" / name).read_text()
+
+
+def test_a_tokenizer_that_puts_a_token_first_has_it_named(corpus, tmp_path):
+    tokenizer = published(tmp_path / "there", template=True)
+    own_run(tmp_path / "run", own_settings(corpus), tokenizer)
+    assert exported(tmp_path / "run", tmp_path / "out")["bos_token_id"] == tokenizer.begin[0]
+    assert content(tmp_path / "out", "tokenizer_config.json")["bos_token"] == BOS
+    assert content(tmp_path / "out", "generation_config.json")["bos_token_id"] == tokenizer.begin[0]
+
+
+STRETCHED = dict(rope_original_seq=16, rope_factor=4.0)
+CONTEXTS = {
+    "none": (dict(rope_scaling="none"), 32),
+    "linear": (dict(rope_scaling="linear", **STRETCHED), 32),
+    "llama3": (dict(rope_scaling="llama3", rope_fast_turns=4.0, **STRETCHED), 32),
+    # Of which some versions of `transformers` compute its factor.
+    "yarn": (dict(rope_scaling="yarn", **STRETCHED), 64),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_the_context_is_that_of_the_runs_windows(corpus, tmp_path, kind):
+    changes, context = CONTEXTS[kind]
+    own_run(tmp_path / "run", own_settings(corpus, attention="gqa", **changes))
+    config = exported(tmp_path / "run", tmp_path / "out")
+    assert load_settings(tmp_path / "run").data.seq == 32 and config["max_position_embeddings"] == context
+    if kind in ("llama3", "yarn"):
+        assert config["rope_scaling"]["original_max_position_embeddings"] == 16
+    assert content(tmp_path / "out", "tokenizer_config.json")["model_max_length"] == context
+
+
+def test_a_tokenizer_that_auto_tokenizer_would_make_qwens_of_is_said(corpus, tmp_path, capsys):
+    own_run(tmp_path / "run", own_settings(corpus, attention="gqa", qkv_bias=True))
+    exported(tmp_path / "run", tmp_path / "out")
+    assert "Qwen2ForCausalLM, float32; read its tokenizer with PreTrainedTokenizerFast" in capsys.readouterr().out
+
+
+# ---- runs that were trained from an import
+
+
+def published(folder, *, template=False, **config):
+    """A tokenizer as models are published with it, which has an entry for the begin of a document."""
+    inner = tokenizers.Tokenizer.from_str(BPE._text)
+    inner.add_special_tokens([BOS, "<|user|>"])
+    if template:
+        special = [(BOS, inner.token_to_id(BOS))]
+        inner.post_processor = tokenizers.processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "tokenizer.json").write_text(inner.to_str())
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=3))
+    return load(folder)
+
+
+BESIDE = {
+    "generation_config.json": {"eos_token_id": 271, "temperature": 0.6},
+    "tokenizer_config.json": {"add_bos_token": True, "bos_token": BOS, "eos_token": "<|user|>"},
+    "special_tokens_map.json": {"bos_token": BOS},
+}
+
+
+def imported(folder, **changes):
+    """A folder of somebody's with all that stands beside a model, and the run that was made of it."""
+    config = config_of("MistralForCausalLM", vocab_size=272, eos_token_id=271, **changes)
+    write_folder(folder / "theirs", config, random_tensors(shapes_of(config), "BF16"))
+    published(folder / "theirs", template=True)
+    for name, text in BESIDE.items():
+        (folder / "theirs" / name).write_text(json.dumps(text, indent=3))
+    (folder / "theirs" / "chat_template.jinja").write_text(TEMPLATE)
+    assert main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run")]) == 0
+    return config
+
+
+def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
+    """A run that starts from the import and saves after `steps`; what it learns is not asked."""
+
+    def run(all_steps, state, start):
+        all_steps.checkpoints.save(steps, parts_of(state))
+        return state, steps
+
+    monkeypatch.setattr(Steps, "run", run)
+    config = load_config(str(folder / "run" / "config.json"))
+    config.data = tiny_config(corpus).data
+    config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})
+    config.update({"train": {"init_from": str(folder / "run"), "steps": steps}, "optimizer": {"warmup_steps": 1}})
+    for key, value in changes.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    train(config, folder / "tuned")
+    assert steps in complete_steps(folder / "tuned" / "checkpoints")
+    return folder / "tuned"
+
+
+def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_path, monkeypatch, capsys):
+    config = imported(tmp_path)
+    run = tuned(corpus, tmp_path, monkeypatch)
+    assert exported(run, tmp_path / "out") == config
+    assert "MistralForCausalLM, bfloat16" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    # Its documents ended with <|endoftext|>, at which the model that was imported did not stop.
+    found = content(tmp_path / "out", "generation_config.json")
+    assert found == {"eos_token_id": [271, BPE.end], "temperature": 0.6}
+
+
+def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, tmp_path, monkeypatch):
+    config = imported(tmp_path)
+    tuned(corpus, tmp_path, monkeypatch)
+    assert exported(tuned(corpus, tmp_path, monkeypatch, steps=6), tmp_path / "resumed") == config
+    (tmp_path / "run").rename(tmp_path / "gone")
+    (tmp_path / "tuned").rename(tmp_path / "run")
+    assert exported(tuned(corpus, tmp_path, monkeypatch), tmp_path / "out") == config
+
+
+def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_path, monkeypatch):
+    imported(tmp_path)
+    run = tuned(corpus, tmp_path, monkeypatch)
+    (begin,) = load(tmp_path / "theirs").begin
+    for folder in (run, run / "checkpoints" / "4", tmp_path / "run"):
+        assert load(folder).begin == (begin,)
+    opened = px.load(run)
+    batches = [opened.batch(index) for index in range(6)]
+    tokens, segments, positions = (
+        np.stack([batch[name] for batch in batches]) for name in ("tokens", "segments", "positions")
+    )
+    starts = (positions == 0) & (segments > 1)
+    assert starts.any() and (tokens[starts] == begin).all()
+    assert opened.batch_of("It")["tokens"][0, 0] == begin
+
+
+def test_behind_a_bos_every_token_of_a_text_is_evaluated(tmp_path):
+    imported(tmp_path)
+    texts = ["It is a truth.", "It is small."]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    mesh = {"mesh": {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "across_slices": "dp"}}
+    settings = read_settings(load_settings(tmp_path / "run").to_dict() | mesh)
+    found = evaluate(tmp_path / "run", settings, data=str(tmp_path / "texts.jsonl"))
+    assert found.tokens == sum(len(BPE.encode(text)) + 1 for text in texts)
+
+
+def test_an_export_in_our_own_names_keeps_what_begins_a_document(tmp_path):
+    imported(tmp_path)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
+    assert load(tmp_path / "back").fingerprint == load(tmp_path / "theirs").fingerprint
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+REACHES = {
+    "a longer one than the windows": (dict(max_position_embeddings=64), 64),
+    "a shorter one": (dict(max_position_embeddings=16), 32),
+    "a shorter one, stretched": (dict(max_position_embeddings=16, rope_scaling=LINEAR), 32),
+    "yarn's": (dict(max_position_embeddings=16, rope_scaling=YARN), 16),
+    "a longer one that llama3 takes for the original": (dict(max_position_embeddings=64, rope_scaling=LLAMA3), 64),
+    "a shorter one that llama3 takes for the original": (dict(max_position_embeddings=16, rope_scaling=LLAMA3), 32),
+}
+
+
+INSTANCES = ("a shorter one, stretched", "a longer one that llama3 takes for the original")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if what in INSTANCES else what for what in REACHES]
+)
+def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path, what):
+    changes, context = REACHES[what]
+    config = imported(tmp_path, **changes)
+    settings = load_settings(tmp_path / "run").to_dict()
+    settings["data"]["seq"] = 32
+    own_run(tmp_path / "tuned", read_settings(settings), load(tmp_path / "run"))
+    found = exported(tmp_path / "tuned", tmp_path / "out", "--like", str(tmp_path / "run"))
+    assert found["max_position_embeddings"] == context
+    assert found == config if context == config["max_position_embeddings"] else found != config
+    assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
+    there, here = (load_settings(tmp_path / name).model.rope.frequencies() for name in ("run", "back"))
+    np.testing.assert_array_equal(there, here)
+
+
+def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, tmp_path, monkeypatch, capsys):
+    imported(tmp_path)
+    run = tuned(corpus, tmp_path, monkeypatch, model__norm_eps=1e-5)
+    config = exported(run, tmp_path / "out")
+    said = (
+        "LlamaForCausalLM, float32, for it is not the model that was imported: model.norm_eps=1e-06 there, 1e-05 here"
+    )
+    assert said in capsys.readouterr().out and config["rms_norm_eps"] == 1e-5
+    assert config["bos_token_id"] == load(tmp_path / "theirs").begin[0]
+
+
+def test_an_import_without_its_companions_gets_those_it_lacks(tmp_path):
+    config = config_of("LlamaForCausalLM", vocab_size=272, eos_token_id=5, bos_token_id=None)
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    (folder / "generation_config.json").unlink()
+    BPE.save(folder)
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    assert exported(tmp_path / "run", tmp_path / "out") == config
+    assert content(tmp_path / "out", "generation_config.json") == {"eos_token_id": 5, "pad_token_id": BPE.end}
+    assert content(tmp_path / "out", "tokenizer_config.json")["eos_token"] == "<|endoftext|>"
+
+
+def test_a_generation_config_that_is_none_is_named(tmp_path, capsys):
+    config = config_of("LlamaForCausalLM")
+    folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
+    (folder / "generation_config.json").write_text("{")
+    assert main(["from-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 0
+    own_run(tmp_path / "tuned", load_settings(tmp_path / "run"))
+    flags = [str(tmp_path / "tuned"), str(tmp_path / "out"), "--like", str(tmp_path / "run")]
+    assert main(["to-hf", *flags]) == 3
+    assert "the imported generation_config.json is damaged" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,141 @@
+"""What a step is measured to send, from its traced program, is what formulas on paper say, to the byte."""
+
+from collections import Counter
+
+import jax
+import pytest
+from formulas import Step
+from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
+
+from parallax.analysis.report.traced import step_collectives, totals
+from parallax.sharding.layout import Layout
+
+RESIDUALS = {"hidden": HIDDEN_CUT, "seq": SEQ_CUT}
+
+
+def both(mesh, **changes):
+    """(measured, formula) of a step: bytes by (axes, kind, direction)."""
+    given = dict(tensor_parallel="column_row", residual="hidden", remat="none", microbatches=4) | changes
+    model = build(mesh, **given | {"residual": RESIDUALS[given["residual"]]})
+    layout, pipeline = section("layout", **given), model.pipeline
+    step = Step(
+        mesh,
+        model.model,
+        family=layout["tensor_parallel"],
+        residual=given["residual"],
+        embedding=layout["embedding"],
+        schedule=pipeline.schedule,
+        virtual=pipeline.virtual,
+        gather=pipeline.gather,
+        chunk_tokens=model.loss_config.chunk_tokens,
+        rows=ROWS,
+        seq=SEQ,
+        microbatches=pipeline.microbatches,
+        reduce=model.fsdp.reduce,
+    )
+    measured = totals(step_collectives(model, ROWS, SEQ), "axes", "kind", "direction")
+    return +Counter(measured), step.total()
+
+
+def meshes(all_of_them, *fast):
+    """A parameter `mesh`; with the fast tests only the meshes on which a term of the formula is not like on others."""
+    marks = {mesh: () if mesh in fast else pytest.mark.slow for mesh in all_of_them}
+    cases = [pytest.param(mesh, marks=mark, id="x".join(map(str, mesh))) for mesh, mark in marks.items()]
+    return pytest.mark.parametrize("mesh", cases)
+
+
+@meshes(MESHES, (2, 2, 2))
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_every_family_sends_what_its_formula_says(attention, family, residual, mesh):
+    measured, formula = both(mesh, attention=attention, tensor_parallel=family, residual=residual)
+    assert measured == formula
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+def test_key_heads_that_are_fewer_than_ranks_are_sent_as_the_formula_says(family, residual):
+    measured, formula = both((1, 1, 8), attention="gqa", tensor_parallel=family, residual=residual)
+    assert measured == formula
+
+
+@meshes([(2, 2, 2), (4, 2, 1), (8, 1, 1)], (4, 2, 1))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_sends_what_its_formula_says(schedule, mesh):
+    measured, formula = both(mesh, schedule=schedule, layers=16, microbatches=8, **SCHEDULES[schedule])
+    assert measured == formula
+
+
+@meshes(MESHES, (2, 2, 2))
+@pytest.mark.parametrize(
+    ("embedding", "tied"), [("all_to_all", False), ("all_to_all", True), ("vocab_parallel", False)]
+)
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_every_embedding_and_head_sends_what_its_formula_says(residual, embedding, tied, mesh):
+    changes = dict(residual=residual, embedding=embedding, tied=tied, schedule="one_f_one_b", attention="gqa")
+    measured, formula = both(mesh, **changes)
+    assert measured == formula
+
+
+@meshes(MESHES, (2, 2, 2))
+@pytest.mark.parametrize(("gather", "tied"), [("step", True), ("step", False), ("layers", False)])
+def test_weights_gathered_once_a_step_send_what_their_formula_says(gather, tied, mesh):
+    measured, formula = both(mesh, gather=gather, tied=tied, d_latent_q=16)
+    assert measured == formula
+
+
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_activations_and_gathered_weights_travel_in_the_compute_dtype(attention, family):
+    schedule, virtual = ("interleaved", 2) if (attention == "mla") == (family == "scatter") else ("one_f_one_b", 1)
+    changes = dict(attention=attention, tensor_parallel=family, d_latent_q=16, schedule=schedule, virtual=virtual)
+    measured, formula = both((2, 2, 2), dtype="bfloat16", **changes)
+    assert measured == formula
+
+
+@meshes(MESHES, (2, 2, 2))
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_gradients_that_are_exchanged_send_what_their_formula_says(gather, mesh):
+    changes = dict(reduce="compute", dtype="bfloat16", gather=gather, schedule="one_f_one_b")
+    measured, formula = both(mesh, **changes)
+    assert measured == formula
+    exchanged = any(axes == ("dp",) and kind == "all-to-all" for axes, kind, _ in measured)
+    assert exchanged == (mesh[1] > 1) and (("dp",), "reduce-scatter", "backward") not in measured
+
+
+# ---- as one reads it elsewhere
+
+
+def test_fsdp_sends_three_shares_of_the_parameters_bytes():
+    """Of layers two gathers and one reduce-scatter. Embedding and head, which share a table, gather and scatter it each
+    for itself, but no gradient reads the embedding's."""
+    model = build((1, 8, 1), microbatches=1, remat="layer")
+    layers = zip(jax.tree.leaves(model.shapes["blocks"]), layouts_in(model.layouts["blocks"]), strict=True)
+    kernels = sum(4 * leaf.size for leaf, layout in layers if "dp" in layout.used_axes())
+    table = 4 * model.shapes["embedding"]["table"].size
+    found = totals(step_collectives(model, ROWS, SEQ), "axes", "kind")
+    sent = found[("dp",), "all-gather"] + found[("dp",), "reduce-scatter"]
+    assert sent == 7 / 8 * (3 * kernels + 4 * table)
+
+
+def layouts_in(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Layout))
+
+
+def test_a_column_row_layer_sends_four_residuals_in_each_direction():
+    model = build((1, 1, 8), microbatches=1, remat="none", attention="gqa", layers=1, residual=SEQ_CUT)
+    residual = ROWS * SEQ * model.model.d_model * 4
+    over_tp = [s for s in step_collectives(model, ROWS, SEQ) if s.axes == ("tp",)]
+    of_layer = [s for s in over_tp if s.module.split("/")[0] in ("attention", "mlp")]
+    assert totals(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_microbatchs_activation_crosses_each_stage_boundary_each_way(ranks):
+    """And once more in each tick of the bubble, where it is not read."""
+    model = build((ranks, 2, 1), microbatches=8, schedule="gpipe")
+    sent = [s for s in step_collectives(model, ROWS, SEQ) if s.kind == "permute"]
+    activation = ROWS // 2 // 8 * SEQ * model.model.d_model * 4
+    crossings = {(s.direction, s.bytes): s.count - (ranks - 1) for s in sent}
+    assert crossings == {("forward", activation): 8, ("backward", activation): 8}

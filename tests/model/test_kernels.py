@@ -1,0 +1,363 @@
+"""Attention without scores equals attention with them: values and gradients, on every mesh, in every schedule.
+
+Pallas kernels are interpreted on CPUs. The shapes are the least that a kernel takes.
+"""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations, inside
+from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
+
+from parallax.analysis.report.executed import product_flops
+from parallax.model.attention import attend
+from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_seq
+from parallax.model.context import Context, causal_mask
+from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
+from parallax.pipeline.saved import SplitVjp
+from parallax.runtime.errors import ConfigError
+
+GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
+MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)
+SEQ = 128
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_between_runs():
+    """Programs as large as these, with either kernel, are right as XLA compiles them for CPUs; loaded from the cache
+    they hang or give NaN (jaxlib 0.10.2 and 0.12.0.1), as if their collectives met in another order."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+def heads(*, seq=SEQ, rows=2, heads=4, kv_heads=2, d_qk=128, d_v=128, dtype=jnp.float32):
+    """(q, k, v) and segments: packed documents, the last padding."""
+    rng = np.random.default_rng(0)
+    shapes = (heads, d_qk), (kv_heads, d_qk), (kv_heads, d_v)
+    arrays = [jnp.asarray(rng.normal(size=(rows, seq, *shape)), dtype) for shape in shapes]
+    segments = 1 + np.cumsum(rng.random((rows, seq)) < 0.03, axis=1).astype(np.int32)
+    segments[:, -5:] = 0
+    return arrays, jnp.asarray(segments)
+
+
+def with_scores(q, k, v, segments, scale):
+    return attend(q, k, v, Context(None, causal_mask(segments), None, None), scale=scale, kernel="xla")
+
+
+def value_and_pulled(function, arrays):
+    """The output, and the gradients of its product with fixed random weights."""
+    y, pull = jax.vjp(function, *arrays)
+    return y, *pull(jax.random.normal(jax.random.key(1), y.shape).astype(y.dtype))
+
+
+def error(actual, expected):
+    """The largest difference, over the largest entry."""
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return np.abs(actual - expected).max() / np.abs(expected).max()
+
+
+SHAPES = {
+    "groups": dict(),
+    "one_key_head": dict(kv_heads=1),
+    "narrow_values": dict(kv_heads=4, d_qk=96, d_v=64),
+    "odd_widths": dict(kv_heads=4, d_qk=20, d_v=12),
+    "three_blocks": dict(seq=384, rows=1, heads=2, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients_are_those_of_attention_with_scores(shape):
+    arrays, segments = heads(**shape)
+    both = (
+        jax.jit(lambda *arrays, f=f: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays))(*arrays)
+        for f in (causal_attention, with_scores)
+    )
+    for actual, expected in zip(*both, strict=True):
+        assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(kv_heads=4, d_qk=24, d_v=24)])
+def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
+    """So its operands, results and products are those of attention; a plan traces it, and nothing else does."""
+    arrays, segments = heads(**shape)
+    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    described = lambda q, k, v: described_attention(q, k, v, bias, 0.1)  # noqa: E731
+    plain = lambda q, k, v: with_scores(q, k, v, segments, 0.1)  # noqa: E731
+    both = (jax.jit(functools.partial(value_and_pulled, f))(arrays) for f in (described, plain))
+    for actual, expected in zip(*both, strict=True):
+        assert error(actual, expected) < 1e-5
+
+
+def test_in_bfloat16_it_is_as_near_as_attention_with_scores():
+    arrays, segments = heads(dtype=jnp.bfloat16)
+    run = lambda f, arrays: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays)  # noqa: E731
+    exact = run(with_scores, [x.astype(jnp.float32) for x in arrays])
+    for actual, other, expected in zip(run(causal_attention, arrays), run(with_scores, arrays), exact, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert error(actual, expected) < max(2 * error(other, expected), 2.0**-7)
+
+
+def test_what_is_replicated_gets_the_whole_gradient():
+    """Weights known to all; queries cut over dp and tp, keys and values over dp alone, as their one head is."""
+    (q, k, v), segments = heads(kv_heads=1)
+    weights = [jnp.linspace(0.5, 1.5, 128), jnp.linspace(1.0, 2.0, 128), jnp.linspace(-1.0, 1.0, 128)]
+
+    def loss(weights, q, k, v, segments):
+        q, k, v = (x * w[None, None, None] for x, w in zip((q, k, v), weights, strict=True))
+        return (causal_attention(q, k, v, segments, scale=0.1) ** 2).sum()
+
+    def local(weights, *arrays):
+        return jax.lax.psum(loss(weights, *arrays), ("dp", "tp"))
+
+    cut, whole = P("dp", None, "tp"), P("dp")
+    mapped = jax.shard_map(local, mesh=mesh_of(1, 2, 2), in_specs=(P(), cut, whole, whole, whole), out_specs=P())
+    outside = jax.jit(jax.grad(mapped, argnums=(0, 1, 2, 3)))(weights, q, k, v, segments)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(weights, q, k, v, segments)
+    inside = jax.shard_map(
+        jax.grad(local, argnums=(0, 1, 2, 3)),
+        mesh=mesh_of(1, 2, 2),
+        in_specs=(P(), cut, whole, whole, whole),
+        out_specs=(P(), cut, whole, whole),
+    )
+    for grads in (outside, jax.jit(inside)(weights, q, k, v, segments)):
+        for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+            assert error(actual, wanted) < 1e-5
+
+
+# ---- in a model
+
+
+def settings(**changes):
+    return dict(layers=2, microbatches=2) | changes
+
+
+@functools.cache
+def batch():
+    return make_batch(rows=4, seq=SEQ)
+
+
+def loss_and_grads(mesh, **changes):
+    model = build(mesh, **settings(**changes))
+    metrics, grads = jax.jit(model.loss_and_grad)(params_of(model), batch())
+    return float(metrics["loss"]), jax.tree.map(np.asarray, grads)
+
+
+@functools.cache
+def reference(attention):
+    return loss_and_grads((1, 1, 1), **(MLA if attention == "mla" else GQA))
+
+
+def check_model(mesh, kind, **changes):
+    loss, grads = loss_and_grads(mesh, kernel="splash", **kind, **changes)
+    expected_loss, expected = reference(kind["attention"])
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert error(actual, wanted) < 1e-5
+
+
+def test_a_zero_bubble_schedule_with_all_kept():
+    check_model((2, 2, 2), GQA, schedule="zero_bubble", remat="none")
+
+
+@pytest.mark.slow
+def test_latent_attention_in_a_recomputing_pipeline():
+    check_model((2, 1, 2), MLA, schedule="one_f_one_b", remat="layer")
+
+
+MORE = [
+    ((1, 1, 1), GQA, dict(schedule="gpipe", remat="layer")),
+    ((2, 2, 1), GQA, dict(schedule="one_f_one_b", remat="layer", prefetch=1)),
+    ((1, 2, 4), GQA, dict(schedule="gpipe", remat="none")),  # more ranks than key heads
+    ((2, 1, 2), MLA, dict(schedule="zero_bubble", remat="layer")),
+    ((2, 2, 1), MLA, dict(schedule="one_f_one_b", remat="none")),
+    ((2, 2, 2), GQA, dict(schedule="zero_bubble", remat="stage", branches="mask")),
+    ((2, 2, 1), GQA, dict(schedule="one_f_one_b", remat="stage", tensor_parallel="scatter")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, kind, changes", MORE)
+def test_a_model_trains_as_with_scores_however_it_is_cut(mesh, kind, changes):
+    check_model(mesh, kind, **changes)
+
+
+def layer_alone(kind, seq=SEQ):
+    """A layer of the tiny model on one device, and what its passes take."""
+    model = build((1, 1, 1), kernel="splash", **settings(**kind))
+    block = model._parts("batch/dp", gathered=True).block
+    weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
+    segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
+    positions = jnp.asarray(positions_of(np.asarray(segments)))
+    context = Context(model.model.rope.tables(positions), None, jnp.arange(2), None, segments_BS=segments)
+    x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
+    return SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context)), weights, x, context
+
+
+def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
+    vjp, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
+
+    def both(weights, x):
+        y, saved = vjp.forward(weights, x, context)
+        return vjp.backward(weights, saved, context, y)
+
+    shapes = {var.aval.shape for equation in equations(both, weights, x) for var in equation.outvars}
+    assert (128, 128) in shapes
+    assert not [shape for shape in shapes if shape[-2:] == (384, 384)]
+
+
+def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segments():
+    vjp, weights, x, context = layer_alone(GQA)
+    _, saved = vjp.forward(weights, x, context)
+    assert {leaf.dtype.name for leaf in saved} <= {"float32", "bool"}
+    assert [leaf.shape for leaf in saved].count((2, 4, SEQ)) == 1  # logsumexp
+    assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
+
+
+def test_the_kernels_of_a_divided_backward_pass_are_in_b():
+    vjp, weights, x, context = layer_alone(GQA)
+    y, saved = vjp.forward(weights, x, context)
+    vjp.plan_division(weights, saved, context, y, saved_is_kept=True)
+    kernels = lambda *args: [e for e in equations(*args) if e.primitive.name == "pallas_call"]  # noqa: E731
+    handed = vjp.input_backward(weights, saved, context, y)[2]
+    assert len(kernels(lambda dy: vjp.input_backward(weights, saved, context, dy), y)) == 2
+    assert not kernels(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
+
+
+# ---- what they cost, what they refuse
+
+
+def counted(equation):
+    """FLOPs of a causal kernel, counted in its program: products of a block, times the blocks that run."""
+    products = [inner for inner in inside(equation.params["jaxpr"]) if inner.primitive.name == "dot_general"]
+    a_block = 0
+    for product in products:
+        (contracted, _), _ = product.params["dimension_numbers"]
+        terms = [product.invars[0].aval.shape[dim] for dim in contracted]
+        a_block += 2 * int(np.prod([*product.outvars[0].aval.shape, *terms]))
+    *rows_and_heads, queries, keys = equation.params["grid_mapping"].grid
+    return a_block * int(np.prod(rows_and_heads)) * queries * (keys + 1) // 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows):
+    (q, k, v), segments = heads(rows=rows, seq=384, d_qk=96, d_v=64)  # three blocks a side
+    run = lambda q, k, v: value_and_pulled(lambda q, k, v: causal_attention(q, k, v, segments, scale=0.1), (q, k, v))  # noqa: E731
+    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    assert [e.params["name"].split("_")[2] for e in kernels] == ["fwd", "dkv", "dq"]
+    for equation in kernels:
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+        assert kernel_flops(equation.params["name"], shapes) == counted(equation)
+    assert kernel_flops("another", []) is None
+
+
+def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it():
+    (q, k, v), segments = heads()
+    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
+    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
+    for equation in kernels:
+        a_call = sum(product_flops(e) for e in inside(equation.params["jaxpr"]) if e.primitive.name == "dot_general")
+        shapes = [var.aval.shape for var in equation.invars]
+        assert kernel_flops(equation.params["name"], shapes) == a_call
+
+
+def test_blocks_behind_the_diagonal_cost_nothing():
+    whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
+    cost = lambda seq: attention_flops("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
+    assert cost(512) == whole(512)
+    assert cost(4096) == whole(4096) * 36 // 64
+
+
+def refused(check, *args):
+    with pytest.raises(ConfigError) as caught:
+        check(*args)
+    return str(caught.value)
+
+
+def test_windows_that_no_block_divides_are_refused():
+    model = build((1, 1, 1), kernel="splash", **settings(**GQA))
+    assert refused(model.check_batch, 4, 200) == (
+        "data.seq=200 is not a multiple of 128, the least block of model.kernel='splash'; use seq=256, or kernel='xla'."
+    )
+    check_kernel_seq(model_config(kernel="xla"), 200)
+
+
+class GpuMesh:
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
+
+
+def test_gpus_are_told_that_they_have_no_such_kernel(monkeypatch):
+    monkeypatch.setattr("parallax.model.checks.Mesh", GpuMesh)
+    assert refused(check_kernel, model_config(kernel="splash"), GpuMesh()) == (
+        "model.kernel='splash' needs TPUs, or CPUs to try it on, and these are GPUs (NVIDIA H100 80GB HBM3); "
+        "use kernel in {'xla', 'cudnn'}."
+    )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_cudnn_is_for_gpus_alone(platform):
+    cudnn = model_config(kernel="cudnn", dtype="bfloat16")
+    assert "model.kernel='cudnn' needs GPUs, and these are " in refused(check_kernel_on, cudnn, platform, "a kind")
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA L4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090", "Tesla V100"])
+def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole_width_on_all(kind):
+    wide = model_config(kernel="cudnn", dtype="bfloat16", attention="mla", d_head=128, d_rope=64)
+    for newer in ("NVIDIA H100", "NVIDIA H200", "NVIDIA GeForce RTX 5090", "NVIDIA GB200"):
+        check_kernel_on(wide, "gpu", newer)
+    assert f"on {kind} takes heads whose width is a multiple of 8, at most 128; these are 192 wide (model.d_head=" in (
+        refused(check_kernel_on, wide, "gpu", kind)
+    )
+    odd = model_config(kernel="cudnn", dtype="bfloat16", attention="gqa", d_head=12)
+    assert "these are 12 wide (model.d_head=12)" in refused(check_kernel_on, odd, "gpu", "NVIDIA H100")
+
+
+# ---- the compiler for TPU
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from parallax.model.kernels import causal_attention
+
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+mesh = Mesh(np.array(devices).reshape(2, 2), ("dp", "tp"))
+
+def local(scale, q, k, v, segments):
+    loss = lambda scale, q, k, v: (causal_attention(q * scale, k, v, segments, scale=0.1).astype("float32") ** 2).sum()
+    return jax.grad(lambda *args: jax.lax.psum(loss(*args), ("dp", "tp")), argnums=(0, 1, 2, 3))(scale, q, k, v)
+
+cut = P("dp", None, "tp")
+step = jax.shard_map(local, mesh=mesh, in_specs=(P(), cut, cut, cut, P("dp")), out_specs=(P(), cut, cut, cut))
+array = lambda spec, dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+heads = [array(cut, "bfloat16", 2, 2048, *shape) for shape in ((16, 192), (4, 192), (4, 128))]
+compiled = jax.jit(step).lower(array(P(), "bfloat16"), *heads, array(P("dp"), "int32", 2, 2048)).compile()
+print(compiled.as_text().count('custom_call_target="tpu_custom_call"'), compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+def test_it_compiles_for_tpu_without_room_for_the_scores():
+    tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls, temporaries = map(int, done.stdout.split()[-2:])
+    assert calls == 3
+    assert temporaries < 8 * 2048**2 * 2 / 4, "less than a quarter of the scores of a device's 8 heads"

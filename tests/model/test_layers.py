@@ -1,0 +1,190 @@
+"""Each layer alone computes what a few lines of NumPy at float64 compute."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
+from tiny import HIDDEN_CUT, model_config
+
+from parallax.model.context import causal_mask
+from parallax.model.families import FAMILIES
+from parallax.model.rope import Rope, rotate
+
+EPS = 1e-6
+# float32 against float64: outputs of size 1 to 100, sums of up to 64 terms.
+CLOSE = dict(rtol=2e-5, atol=2e-5)
+
+
+def layer(name):
+    return residual_layers(HIDDEN_CUT, FAMILIES["column_row"])[name]
+
+
+def double(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def test_norm_divides_by_the_root_of_the_mean_square():
+    x, *rest = windows()
+    _, params = declared(layer("norm"), None)
+    expected = oracles.rms_norm(double(x), double(params["scale"]), EPS)
+    np.testing.assert_allclose(call(layer("norm"), None)(params, x, *rest), expected, **CLOSE)
+
+
+def test_norm_computes_in_float32_and_returns_what_it_got():
+    _, params = declared(layer("norm"), None)
+    x = np.full((1, 1, SIZES["d_model"]), 3e3, np.float32)
+    y = layer("norm").apply({"params": params}, jnp.asarray(x, jnp.float16))  # squares overflow float16
+    assert y.dtype == jnp.float16
+    np.testing.assert_allclose(y, oracles.rms_norm(double(x), double(params["scale"]), EPS), rtol=1e-3, atol=1e-3)
+
+
+def test_the_gated_mlp_is_swiglu():
+    x, *rest = windows()
+    _, params = declared(layer("mlp"), None)
+    kernels = [double(params[name]["kernel"]) for name in ("gate", "up", "down")]
+    expected = oracles.swiglu(double(x), *kernels)
+    np.testing.assert_allclose(call(layer("mlp"), None)(params, x, *rest), expected, rtol=2e-5, atol=2e-4)
+
+
+def rope(**changes):
+    plain = dict(width=8, theta=100.0, scaling="none", factor=1.0, original_seq=64)
+    return Rope(**(plain | dict(fast_turns=32.0, slow_turns=1.0, sharpness=0.0, magnitude=1.0) | changes))
+
+
+def test_rope_turns_pairs_by_position_times_frequency():
+    rng = np.random.default_rng(0)
+    x, positions = rng.normal(size=(2, 5, 3, 8)).astype(np.float32), rng.integers(0, 50, (2, 5))
+    expected = oracles.rotated(x, positions, oracles.frequencies(8, 100.0))
+    np.testing.assert_allclose(rotate(x, rope().tables(jnp.asarray(positions))), expected, **CLOSE)
+
+
+def test_linear_scaling_divides_positions():
+    scaled, plain = rope(scaling="linear", factor=4.0), rope()
+    np.testing.assert_allclose(scaled.tables(jnp.array([[20]])), plain.tables(jnp.array([[5]])), **CLOSE)
+    assert scaled.temperature() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("width", "theta", "original_seq"), [(8, 100.0, 64), (64, 10_000.0, 4096), (128, 500_000.0, 8192)]
+)
+def test_yarn_keeps_what_turns_fast_and_stretches_what_turns_slowly(width, theta, original_seq):
+    scaled = rope(width=width, theta=theta, scaling="yarn", factor=8.0, original_seq=original_seq)
+    actual, plain = scaled.frequencies(), oracles.frequencies(width, theta)
+    np.testing.assert_allclose(actual, oracles.yarn_frequencies(width, theta, 8.0, original_seq), rtol=1e-12)
+    # The law of the paper's section 3.2: turns in the original context, more than 32 or less than 1. The ramp ends at
+    # whole dims around these, so the dims next to them are not held to it.
+    turns = original_seq * plain / (2 * np.pi)
+    ratio = np.exp(np.log(plain[0] / plain[1]))
+    np.testing.assert_allclose(actual[turns > 32 * ratio], plain[turns > 32 * ratio], rtol=1e-12)
+    np.testing.assert_allclose(actual[turns < 1 / ratio], plain[turns < 1 / ratio] / 8, rtol=1e-12)
+    assert (np.diff(actual / plain) <= 1e-12).all()
+
+
+def test_yarn_sharpens_attention_by_the_papers_temperature():
+    # Section 3.3: sqrt(1/t) = 0.1 ln(s) + 1 on both queries and keys.
+    np.testing.assert_allclose(rope(scaling="yarn", factor=np.e).temperature(), 1.1**2)
+    assert rope(scaling="yarn", factor=1.0).temperature() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("width", "theta", "original_seq"), [(8, 100.0, 64), (64, 10_000.0, 4096), (128, 500_000.0, 8192)]
+)
+def test_llama3_goes_from_kept_to_stretched_by_turns(width, theta, original_seq):
+    settings = dict(width=width, theta=theta, original_seq=original_seq, factor=8.0, fast_turns=4.0)
+    expected = oracles.llama3_frequencies(width, theta, 8.0, original_seq, 1.0, 4.0)
+    np.testing.assert_allclose(rope(scaling="llama3", **settings).frequencies(), expected, rtol=1e-12)
+    assert rope(scaling="llama3", **settings).temperature() == 1.0
+
+
+def test_a_temperature_that_is_given_is_taken_and_a_magnitude_multiplies_what_is_rotated():
+    assert rope(scaling="yarn", factor=4.0, sharpness=1.25).temperature() == rope(sharpness=1.25).temperature() == 1.25
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    turned = [rotate(x, rope(magnitude=m).tables(jnp.arange(10).reshape(2, 5))) for m in (1.0, 1.5)]
+    np.testing.assert_allclose(turned[1], 1.5 * turned[0], **CLOSE)
+
+
+def test_scores_depend_on_the_distance_of_positions_alone():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(query, key):
+        tables = lambda position: rope().tables(jnp.array([[position]]))  # noqa: E731
+        return float(jnp.sum(rotate(q, tables(query)) * rotate(k, tables(key))))
+
+    assert all(score(at + 7, at) == pytest.approx(score(7, 0), abs=1e-5) for at in (1, 10, 100))
+    assert abs(score(8, 0) - score(7, 0)) > 1e-3
+
+
+def test_every_head_gets_the_same_angles():
+    head = np.random.default_rng(0).normal(size=(2, 5, 1, 8)).astype(np.float32)
+    turned = rotate(jnp.repeat(head, 3, axis=2), rope().tables(jnp.arange(10).reshape(2, 5)))
+    np.testing.assert_array_equal(turned[:, :, 0], turned[:, :, 2])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+@pytest.mark.parametrize(
+    "changes", [{}, YARN | {"qkv_bias": True}, {"qk_norm": True}], ids=["plain", "yarn and bias", "qk norm"]
+)
+def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
+    model = model_config(attention="gqa", kv_heads=kv_heads, **changes)
+    gqa = attention_layer("gqa", HIDDEN_CUT, FAMILIES["column_row"], kv_heads=kv_heads, **changes)
+    _, params = declared(gqa, model.rope)
+    x, ids, positions, segments = windows()
+    angles = model.rope.frequencies()
+    expected = oracles.gqa(double(params), double(x), positions, segments, angles, model.rope.temperature())
+    np.testing.assert_allclose(
+        call(gqa, model.rope)(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("d_latent_q", [0, 16])
+@pytest.mark.parametrize("changes", [{}, YARN | {"qkv_bias": True}], ids=["plain", "yarn and bias"])
+def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
+    model = model_config(attention="mla", d_latent_q=d_latent_q, **changes)
+    mla = attention_layer("mla", HIDDEN_CUT, FAMILIES["column_row"], d_latent_q=d_latent_q, **changes)
+    _, params = declared(mla, model.rope)
+    x, ids, positions, segments = windows()
+    temperature, angles = model.rope.temperature(), model.rope.frequencies()
+    expected = oracles.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
+    np.testing.assert_allclose(
+        call(mla, model.rope)(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_mask_is_causal_inside_each_document():
+    mask = np.asarray(causal_mask(jnp.array([[1, 1, 2, 2, 0]])))[0, 0]
+    assert mask.astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("form", ["vocab_parallel", "all_to_all"])
+def test_the_embedding_looks_up_rows(form):
+    embedding = layer(f"embedding_{form}")
+    _, params = declared(embedding, None)
+    x, ids, *rest = windows()
+    np.testing.assert_array_equal(jax.jit(call(embedding, None))(params, x, ids, *rest), params["table"][ids])
+
+
+@pytest.mark.parametrize("form", ["vocab_parallel", "all_to_all"])
+def test_the_head_makes_logits_of_normed_activations(form):
+    head = layer(f"head_{form}")
+    _, params = declared(head, None)
+    x, *rest = windows()
+    expected = oracles.rms_norm(double(x), double(params["norm"]["scale"]), EPS) @ double(params["table"]).T
+    np.testing.assert_allclose(call(head, None)(params, x, *rest), expected, **CLOSE)
+    assert expected.shape == (ROWS, SEQ, SIZES["vocab"])
+
+
+def test_branches_of_the_residual_add_up_to_its_size():
+    """Kernels start with a standard deviation of fan_in ** -0.5, the last of a branch with less."""
+    params = layer("mlp").init(jax.random.key(0), windows()[0])["params"]
+    std = lambda name: float(params[name]["kernel"].value.std())  # noqa: E731
+    assert std("gate") == pytest.approx(SIZES["d_model"] ** -0.5, rel=0.1)
+    assert std("down") == pytest.approx(0.5 * SIZES["d_ff"] ** -0.5, rel=0.1)

@@ -1,0 +1,99 @@
+"""A layer cut over a mesh computes what it computes alone: outputs, and gradients in parameters and input."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from cut_layers import SIZES, call, declared, on_mesh, residual_layers, value_and_grads, windows
+from tiny import HIDDEN_CUT, SEQ_CUT, model_config
+
+from parallax.model.dense import Dense
+from parallax.model.families import FAMILIES
+from parallax.sharding.layout import Layout
+
+# Sums over 4 to 64 float32 terms in another order.
+ERROR = 1e-5
+MESHES = [(2, 2, 2), (1, 1, 4)]
+IN_FAMILIES = ["mlp", "gqa", "gqa_bias", "gqa_qk_norm", "mla", "mla_latent_queries"]
+OTHERS = ["norm", "embedding_vocab_parallel", "embedding_all_to_all", "head_vocab_parallel", "head_all_to_all"]
+LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(name, "column_row") for name in OTHERS]
+
+
+def rope_of(name):
+    model = model_config(attention="gqa" if "gqa" in name else "mla")
+    return model.rope
+
+
+def check_equal(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - e).max() <= ERROR * max(np.abs(e).max(), 1e-30)
+
+
+@functools.cache
+def alone(name):
+    layer = residual_layers(HIDDEN_CUT, FAMILIES["column_row"])[name]
+    _, params = declared(layer, rope_of(name))
+    return params, value_and_grads(call(layer, rope_of(name)), params, windows())
+
+
+def output_layout(name, residual):
+    if not name.startswith("head"):
+        return residual
+    return "batch/dp seq vocab/tp" if name == "head_vocab_parallel" else "batch/dp seq/tp vocab"
+
+
+def check_cut(name, mesh, residual, family, **changes):
+    layer = residual_layers(residual, FAMILIES[family], **changes)[name]
+    layouts, _ = declared(layer, rope_of(name))
+    params, expected = alone(name)
+    function = on_mesh(call(layer, rope_of(name)), layouts, mesh, residual, output_layout(name, residual))
+    check_equal(value_and_grads(function, params, windows()), expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
+@pytest.mark.parametrize(("name", "family"), LAYERS)
+def test_a_layer_is_the_same_on_every_mesh(name, family, residual, mesh):
+    check_cut(name, mesh, residual, family)
+
+
+@pytest.mark.parametrize("name", ["gqa", "gqa_bias", "gqa_qk_norm"])
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_ranks_than_key_heads_read_the_right_ones(name, family, residual):
+    check_cut(name, (1, 1, 8), residual, family, kv="kv_heads")
+
+
+FORMS = {
+    "column": ("d_model/dp d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp"),
+    "row": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
+    "row_to_seq": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq/tp d_model"),
+    "scatter": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
+    "scatter_to_heads": ("d_model/tp/dp heads d_head", "batch/dp seq d_model/tp", "batch/dp seq heads/tp d_head"),
+    "two_axes": ("d_model/dp d_ff/tp/pp", "batch/dp seq d_model", "batch/dp seq d_ff/tp/pp"),
+    "from_heads": ("heads/tp d_head d_model/dp", "batch/dp seq heads/tp d_head", "batch/dp seq d_model/tp"),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dense_is_a_matrix_product_whatever_its_form(form, bias):
+    weight, x_layout, y_layout = FORMS[form]
+    layer = Dense(weight, x_layout, y_layout, SIZES, bias=bias)
+    shape = [SIZES[word.split("/")[0]] for word in x_layout.split()]
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    _, *rest = windows()
+    rng, kernel_shape = np.random.default_rng(2), [SIZES[word.split("/")[0]] for word in weight.split()]
+    params = {"kernel": rng.normal(size=kernel_shape).astype(np.float32)}
+    layouts = {"kernel": Layout.parse(weight)}
+    contracted = 2 if form == "from_heads" else 1
+    expected = np.tensordot(x, params["kernel"], contracted)
+    if bias:
+        params["bias"] = rng.normal(size=expected.shape[2:]).astype(np.float32)
+        layouts["bias"] = Layout.parse(" ".join(y_layout.split()[2:]).replace("/dp", ""))
+        expected = expected + params["bias"]
+    function = on_mesh(call(layer, None), layouts, (2, 2, 2), x_layout, y_layout)
+    single = value_and_grads(call(layer, None), params, (x, *rest))
+    check_equal(single[0], expected)
+    check_equal(value_and_grads(function, params, (x, *rest)), single)

@@ -1,0 +1,120 @@
+"""Layers in the order of the ranks, and stored in that of the model, whatever the schedule."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
+from tiny import build, make_batch, mesh_of, optimizer_config
+
+from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+from parallax.pipeline.arrangement import Arrangement
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import AXES
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state, init_state, make_train_step
+
+LOOP, ZIGZAG = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)
+SIZES = {"layers": 11, "d_model": 16, "d_ff": 3}
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.booleans())
+def test_every_layer_has_one_place_on_the_rank_of_its_stage_and_a_rank_runs_them_in_order(ranks, virtual, more, zigzag):
+    turns = [range(ranks) if turn % 2 == 0 or not zigzag else range(ranks)[::-1] for turn in range(virtual)]
+    placement = tuple(rank for turn in turns for rank in turn)
+    arrangement = Arrangement(placement, layers=len(placement) + more)
+    numbers = arrangement.numbers
+    assert sorted(numbers[numbers >= 0]) == list(range(arrangement.layers))
+    start = 0
+    for stage, rank in enumerate(placement):
+        chunk = placement[:stage].count(rank)
+        own = numbers[rank].reshape(virtual, -1)[chunk]
+        size = int((own >= 0).sum())
+        assert own[:size].tolist() == list(range(start, start + size)) and (own[size:] == -1).all()
+        assert 1 <= size <= arrangement.stage_layers
+        start += size
+
+
+@pytest.mark.parametrize("layout", ["layers/pp d_model/dp d_ff", "layers/pp d_ff"])
+@pytest.mark.parametrize(("placement", "layers"), [(LOOP, 8), (ZIGZAG, 8), (LOOP, 11), ((0, 1, 2, 3), 6)], ids=str)
+def test_layers_come_to_their_ranks_and_their_gradients_back(placement, layers, layout):
+    arrangement, layout = Arrangement(placement, layers), Layout.parse(layout)
+    sizes, axis_sizes = SIZES | {"layers": layers}, {"pp": 4, "dp": 2, "tp": 1}
+    stored = arrangement.stored(layout, sizes, axis_sizes)
+    # d_ff=3 divides over nothing: then every rank stores all layers.
+    assert stored == Layout.parse("layers d_model/dp/pp d_ff" if "d_model" in layout.names else "layers d_ff")
+    whole = np.random.default_rng(0).normal(size=[sizes[name] for name in layout.names]).astype(np.float32)
+
+    def there_and_back(x):
+        staged = arrangement.to_stages([stored], [as_varying(x)])[0]
+        back = arrangement.to_model([stored], [2 * staged])[0]
+        return staged[None], back[None], as_varying(2 * x)[None]
+
+    mapped = jax.shard_map(
+        there_and_back, mesh=mesh_of(4, 2, 1), in_specs=stored.spec(), out_specs=P(AXES), check_vma=True
+    )
+    staged, back, doubled = (np.asarray(out).reshape(4, 2, *out.shape[1:]) for out in jax.jit(mapped)(whole))
+    for pp, numbers in enumerate(arrangement.numbers):
+        there = (numbers >= 0).reshape(-1, *[1] * (whole.ndim - 1))
+        own = np.where(there, whole[numbers], 0)
+        pieces = np.split(own, 2, axis=1) if "dp" in layout.used_axes() else [own, own]
+        np.testing.assert_array_equal(staged[pp], pieces)
+    # Where nothing is cut over pp, the way back leaves shares of a sum.
+    back = back if "pp" in stored.used_axes() else back.sum(axis=0, keepdims=True).repeat(4, axis=0)
+    np.testing.assert_array_equal(back, doubled)
+
+
+SCHEDULES = [
+    ((4, 1, 2), dict(schedule="interleaved", virtual=2, layers=8)),
+    ((4, 2, 1), dict(schedule="zero_bubble_v", layers=11)),
+    ((2, 2, 2), dict(schedule="zero_bubble", layers=7)),
+]
+
+
+@functools.cache
+def initial_on_one_device(layers):
+    return initial((1, 1, 1), layers=layers)
+
+
+@pytest.mark.parametrize(("mesh", "changes"), SCHEDULES, ids=str)
+def test_initial_values_do_not_depend_on_the_schedule(mesh, changes):
+    expected = initial_on_one_device(changes["layers"])
+    jax.tree.map(np.testing.assert_array_equal, initial(mesh, **changes), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "changes"), SCHEDULES, ids=str)
+def test_a_run_with_dropout_has_the_losses_of_one_device(mesh, changes):
+    expected = losses_on_one_device(6, layers=changes["layers"], dropout=0.1)
+    np.testing.assert_allclose(losses_of_run(mesh, 6, dropout=0.1, **changes), expected, rtol=0, atol=RUN_ERROR)
+
+
+def parts_of(mesh, **changes):
+    model = build(mesh, **changes)
+    return model, make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.layouts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [SCHEDULES[0], pytest.param(*SCHEDULES[1], marks=pytest.mark.slow)], ids=str
+)
+def test_what_one_schedule_trained_another_takes_up_bit_for_bit(tmp_path, mesh, changes):
+    model, tx = parts_of(mesh, **changes)
+    state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
+    state, _ = step(state, jax.device_put(make_batch(rows=16), model.batch_sharding))
+    with Checkpoints(tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings={}) as checkpoints:
+        checkpoints.save(1, {"state": state._asdict()})
+    other, other_tx = parts_of((2, 2, 2), schedule="gpipe", layers=changes["layers"])
+    wanted = abstract_state(other, other_tx)
+    found = restore(tmp_path, 1, {"state": wanted._asdict()})["state"]
+    assert jax.tree.structure(found) == jax.tree.structure(state._asdict())
+    for got, had, want in zip(*map(jax.tree.leaves, (found, state._asdict(), wanted._asdict())), strict=True):
+        assert got.sharding == want.sharding
+        assert np.asarray(got).tobytes() == np.asarray(had).tobytes()
+    batch = make_batch(rows=16, seed=1)
+    losses = [jax.jit(m.loss)(p, batch)["loss"] for m, p in ((model, state.params), (other, found["params"]))]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)

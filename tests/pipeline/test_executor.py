@@ -1,0 +1,186 @@
+"""What the executor of schedule tables computes, sends and leaves out; any legal table will do."""
+
+import functools
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jaxprs import equations, inside
+from random_schedules import PLACEMENTS, random_schedule
+from reference import plain_losses_and_grad, plain_parts
+from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
+
+from parallax.analysis.report.executed import flops_by_direction
+from parallax.model.context import training_context
+from parallax.model.loss import LossConfig
+from parallax.model.transformer import LayoutConfig
+from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.pipeline.config import REMAT
+from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.jaxprs import loop
+from parallax.schedules.files import save_csv
+from parallax.sharding.mesh import AXES
+
+
+def flops_by_rank(mesh, **changes):
+    """Matmul FLOPs of each pipeline rank, its data and tensor ranks together."""
+    model, batch = build(mesh, microbatches=8, chunk_tokens=32, **changes), make_batch()
+    program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+    ranks = [flops_by_direction(program, at=dict(pp=pp, dp=0, tp=0)) for pp in range(mesh[0])]
+    return [mesh[1] * mesh[2] * sum(rank.values()) for rank in ranks]
+
+
+@functools.cache
+def flops_of_one_device(remat):
+    return flops_by_rank((1, 1, 1), remat=remat)[0]
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenly(schedule, remat):
+    """F + B (+ recomputation), the head too; 2 % are allowed, for pieces that do not divide."""
+    ranks = flops_by_rank((4, 1, 1), remat=remat, schedule=schedule, **SCHEDULES[schedule])
+    assert sum(ranks) <= 1.02 * flops_of_one_device(remat)
+    assert max(ranks) <= 1.02 * min(ranks)
+
+
+def test_masked_branches_compute_the_bubble_too():
+    skipped, masked = (
+        sum(flops_by_rank((4, 1, 1), schedule="one_f_one_b", remat="none", branches=b)) for b in ("skip", "mask")
+    )
+    # 8 microbatches take 14 ticks; the head's work is done in 8 of them in both forms.
+    assert 1.5 * skipped < masked < 14 / 8 * skipped
+
+
+def layer_alone():
+    """A layer of the tiny model on one device: its vjp, the weights, saved arrays, context, and a gradient."""
+    model = model_config(attention="mla")
+    block = plain_parts(model).block
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(rng.normal(size=(4, 16, model.d_model)), jnp.float32) for _ in range(2))
+    ids = jnp.zeros((4, 16), jnp.int32)
+    context = training_context(model.rope, ids, ids, jnp.arange(4), None)
+    weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
+                           is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
+    vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))
+    _, saved = vjp.forward(weights, x, context)
+    vjp.plan_division(weights, saved, context, dy, saved_is_kept=True)
+    return vjp, weights, saved, context, dy
+
+
+def test_b_and_w_cost_together_what_the_backward_pass_cost():
+    """FLOPs as XLA counts them in the compiled programs."""
+    vjp, weights, saved, context, dy = layer_alone()
+    handed = vjp.input_backward(weights, saved, context, dy)[2]
+    flops = lambda f, *args: jax.jit(f).lower(*args).compile().cost_analysis()["flops"]  # noqa: E731
+    whole = flops(lambda saved, dy: vjp.backward(weights, saved, context, dy), saved, dy)
+    first = flops(lambda saved, dy: vjp.input_backward(weights, saved, context, dy), saved, dy)
+    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
+    assert first + second == pytest.approx(whole, rel=0.01)
+    assert 0.3 * whole < second < 0.5 * whole, "attention's products have no weights, so B is the larger part"
+
+
+def abstract_model(**changes):
+    """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
+    mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
+    sections = (kind(**section(name, **changes)) for name, kind in kinds.items())
+    return ShardedModel(model_config(), *sections, mesh)
+
+
+def ticks_of(model):
+    """The body of the loop over ticks."""
+    scans = (e for e in equations(model.loss_and_grad, model.shapes, make_batch()) if e.primitive.name == "scan")
+    return next(loop(e).body.jaxpr for e in scans if e.params["length"] == model.schedule.ticks)
+
+
+def ancestors(jaxpr, equation):
+    needed, found = set(map(id, equation.invars)), []
+    for earlier in reversed(jaxpr.eqns):
+        if any(id(out) in needed for out in earlier.outvars):
+            found.append(earlier)
+            needed |= set(map(id, earlier.invars))
+    return found
+
+
+def has_loop(equation):
+    """Whether an equation is a branch with a loop in it, over layers or over chunks of the loss."""
+    branches = equation.params["branches"] if equation.primitive.name == "cond" else ()
+    return any(e.primitive.name == "scan" for branch in branches for e in inside(branch))
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
+    jaxpr = ticks_of(abstract_model(schedule=schedule))
+    passes = [e for e in jaxpr.eqns if has_loop(e)]  # F, the head, B and W, in this order
+    sends = [e for e in jaxpr.eqns if e.primitive.name == "ppermute"]
+    needs = [[passes.index(e) for e in ancestors(jaxpr, send) if e in passes] for send in sends]
+    assert len(sends) == 2
+    forward, backward = sorted(needs, key=len)
+    assert forward == [0], "F alone"
+    assert sorted(backward) == [0, 1, 2], "B and what it reads, not W"
+    assert len(passes) == (4 if schedule == "zero_bubble" else 3)
+
+
+@pytest.mark.parametrize("layers", [4, 6], ids=["even", "uneven"])
+def test_masked_branches_leave_no_branch_that_differs_along_the_pipeline(layers):
+    def differing(branches):
+        model = build((4, 1, 1), schedule="one_f_one_b", branches=branches, layers=layers)
+        found = equations(model.loss_and_grad, model.shapes, make_batch())
+        return [e for e in found if e.primitive.name == "cond" and "pp" in e.invars[0].aval.mat.varying]
+
+    assert len(differing("skip")) >= 2 and differing("mask") == []
+
+
+@functools.cache
+def reference(layers):
+    model = build((1, 1, 1), layers=layers)
+    (loss, _), grads = plain_losses_and_grad(model.model, params_of(model), make_batch(), 0.0)
+    return loss, grads
+
+
+def check_table(schedule, layers, remat):
+    """The executor's loss and gradients on a table from a file are those of the plain model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/drawn.csv"
+        save_csv(schedule, path)
+        changes = dict(layers=layers, remat=remat, schedule=path, microbatches=schedule.microbatches)
+        model, batch = build((schedule.ranks, 1, 2), **changes), make_batch()
+        metrics, grads = jax.jit(model.loss_and_grad)(params_of(model), batch)
+    loss, expected = reference(layers)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=0, atol=1e-5 * np.abs(e).max()), grads, expected)
+
+
+drawn = st.builds(
+    random_schedule,
+    ranks=st.sampled_from([2, 4]),
+    virtual=st.sampled_from([1, 2]),
+    microbatches=st.sampled_from([1, 2, 4, 8]),
+    placement=st.sampled_from(PLACEMENTS),
+    split=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+layers, remat = st.sampled_from([8, 12]), st.sampled_from(REMAT)
+
+
+@pytest.mark.slow
+@given(drawn, layers, remat)
+@settings(max_examples=3)
+def test_any_legal_table_gives_the_same_gradients(schedule, layers, remat):
+    check_table(schedule, layers, remat)
+
+
+@pytest.mark.slow
+@given(drawn, layers, remat)
+@settings(max_examples=40)
+def test_any_of_many_legal_tables_gives_the_same_gradients(schedule, layers, remat):
+    check_table(schedule, layers, remat)

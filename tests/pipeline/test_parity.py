@@ -1,0 +1,178 @@
+"""The same parameters and batch give the same loss, gradients and update on every mesh, however a model is cut."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from pairwise import pairs_of, pairwise_cases
+from reference import plain_losses_and_grad
+from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+
+from parallax.training.optimizer import make_optimizer
+
+CUTS = {
+    "mesh": MESHES,
+    "attention": ["mla", "gqa"],
+    "residual": [HIDDEN_CUT, SEQ_CUT],
+    "tensor_parallel": ["column_row", "scatter"],
+    "embedding": ["vocab_parallel", "all_to_all"],
+    "microbatches": [1, 4, 8],
+}
+COSTS = {
+    "remat": ["none", "attention", "layer", "stage"],  # "elementwise" differs from "attention" in names: see below
+    "gather": ["microbatch", "layers", "step"],
+    "prefetch": [0, 1],
+    "reduce": ["float32", "compute"],
+    "tied": [True, False],
+}
+# What models of other projects have besides.
+IMPORTED = dict(qk_norm=True, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_fast_turns=4.0) | dict(
+    rope_original_seq=8, rope_temperature=1.2, rope_magnitude=0.9
+)
+Z_COEFFICIENT = 1e-3
+
+# Adam's first step is learning_rate * g / (|g| + eps), of slope learning_rate / eps at most: with the usual eps it is
+# the sign of g, and where g is nothing but rounding, so is its sign. This eps is of the size of the gradients.
+LEARNING_RATE, EPS = 1e-2, 1e-3
+LOSS_ERROR, GRADIENT_ERROR = 1e-6, 1e-5
+ROUNDING = 2.0**-22  # two last places of a float32
+
+
+def grid(factors):
+    """All combinations that can be; one microbatch only where there is no pipeline, for on several stages it is all
+    bubble, and nothing gathered ahead where nothing is gathered layer by layer."""
+    cases = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
+    return [case for case in cases if not is_empty(case)]
+
+
+def is_empty(case):
+    ahead_of_all = case.get("prefetch") == 1 and case.get("gather", "microbatch") != "microbatch"
+    all_bubble = "mesh" in case and case["microbatches"] == 1 and case["mesh"][0] > 1
+    return ahead_of_all or all_bubble
+
+
+def whole_grid():
+    """Every way to cut, with the settings of cost taking turns."""
+    return [case | cost for case, cost in zip(grid(CUTS), itertools.cycle(grid(COSTS)))]
+
+
+def name_of(case):
+    words = {HIDDEN_CUT: "hidden_cut", SEQ_CUT: "seq_cut"}
+    mesh, *rest = case.values()
+    tied = ["tied" if rest.pop() else "untied"]
+    return "-".join(["x".join(map(str, mesh)), *(words.get(word, str(word)) for word in rest), *tied])
+
+
+FAST = pairwise_cases(grid(CUTS | COSTS))
+
+
+def test_every_pair_of_settings_is_in_a_fast_case():
+    wanted = {pair for case in grid(CUTS | COSTS) for pair in pairs_of(case)}
+    assert wanted == {pair for case in FAST for pair in pairs_of(case)}
+    assert len(FAST) <= 35
+
+
+@functools.cache
+def batch():
+    return make_batch()
+
+
+def optimizer(layouts):
+    changes = dict(learning_rate=LEARNING_RATE, eps=EPS, schedule="constant", warmup_steps=0, clip_norm=1.0)
+    return make_optimizer(optimizer_config(**changes), steps=10, layouts=layouts)
+
+
+def one_update(tx, params, grads):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+OF_MODEL = ("attention", "tied", *IMPORTED)
+
+
+@functools.cache
+def reference(**changes):
+    """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
+    model = build((1, 1, 1), **changes)
+    params = params_of(model)
+    losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
+    update = functools.partial(one_update, optimizer(model.layouts))
+    # Compiled as one program: else each of the optimizer's operations is compiled for itself, two seconds of them.
+    updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
+    return losses, grads, jax.tree.map(np.asarray, updated)
+
+
+def check_parity(case, record_property):
+    model = build(z_coefficient=Z_COEFFICIENT, **case)
+    tx = optimizer(model.layouts)
+
+    def step(params, batch):
+        metrics, grads = model.loss_and_grad(params, batch)
+        return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
+
+    actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
+    expected = reference(layers=model.model.layers, **{key: case[key] for key in OF_MODEL if key in case})
+    np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
+    errors = leaf_errors(actual[1], expected[1])
+    record_property("largest relative gradient error", float(max(errors.values())))
+    assert {name: error for name, error in errors.items() if not error <= GRADIENT_ERROR} == {}
+    check_updated(actual[2], expected[2], expected[1])
+
+
+def leaf_errors(actual, expected):
+    """Of each leaf the largest difference, over the leaf's largest entry."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True)
+    return {jax.tree_util.keystr(path): np.abs(a - e).max() / np.abs(e).max() for (path, e), a in pairs}
+
+
+def check_updated(actual, expected, grads):
+    """As far apart as gradients within GRADIENT_ERROR can bring the parameters."""
+
+    def check(actual, expected, grad):
+        slope = LEARNING_RATE / EPS
+        allowed = slope * GRADIENT_ERROR * np.abs(grad).max() + ROUNDING * (LEARNING_RATE + np.abs(expected))
+        assert (np.abs(actual - expected) <= allowed).all()
+
+    jax.tree.map(check, actual, expected, grads)
+
+
+@pytest.mark.parametrize("case", FAST, ids=name_of)
+def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
+    check_parity(case, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", CUTS["attention"])
+def test_what_stands_between_products_made_again_gives_the_same(attention, record_property):
+    cut = dict(mesh=(2, 2, 2), residual=SEQ_CUT, tensor_parallel="column_row", embedding="vocab_parallel", tied=True)
+    cost = dict(microbatches=4, remat="elementwise", gather="microbatch", prefetch=0, reduce="compute")
+    check_parity(cut | cost | dict(attention=attention, schedule="zero_bubble"), record_property)
+
+
+@pytest.mark.parametrize(("mesh", "family"), [((2, 2, 2), "column_row"), ((1, 1, 8), "scatter")])
+def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, record_property):
+    cut = dict(mesh=mesh, residual=SEQ_CUT, tensor_parallel=family, embedding="vocab_parallel", tied=False)
+    cost = dict(microbatches=4, remat="layer", gather="microbatch", prefetch=0, reduce="float32")
+    check_parity(cut | cost | IMPORTED | dict(attention="gqa"), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", whole_grid(), ids=name_of)
+def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case, record_property):
+    check_parity(case, record_property)
+
+
+@pytest.mark.slow
+def test_layers_gathered_ahead_give_the_same_bits():
+    """What XLA fuses into what differs in the layers that stand before and after the loop, so nothing is fused."""
+
+    def results(prefetch):
+        model = build((2, 2, 1), schedule="one_f_one_b", attention="gqa", prefetch=prefetch)
+        lowered = jax.jit(model.loss_and_grad).lower(params_of(model), batch())
+        step = lowered.compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
+        return jax.tree.map(np.asarray, step(params_of(model), batch()))
+
+    jax.tree.map(np.testing.assert_array_equal, results(0), results(1))

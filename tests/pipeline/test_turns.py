@@ -1,0 +1,69 @@
+"""Simulated devices meet collectives in the same order; where they do not, they wait for each other for ever."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from tiny import SEQ_CUT, build, make_batch
+from turns import out_of_turn
+
+from parallax.pipeline.loops import LayerLoop
+
+ROOT = pathlib.Path(__file__).parents[2]
+# A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
+ONE_LAYER = dict(schedule="one_f_one_b", microbatches=2, layers=2, remat="layer")
+CASES = {
+    "one layer": ((2, 4, 1), ONE_LAYER),
+    "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
+    "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
+}
+
+
+def compiled(mesh, changes):
+    model = build(mesh, **changes)
+    return jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
+
+
+@pytest.mark.parametrize(("mesh", "changes"), CASES.values(), ids=CASES)
+def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
+    assert out_of_turn(compiled(mesh, changes)) == []
+
+
+def test_untied_gathers_are_out_of_turn(monkeypatch):
+    """What the test above would say."""
+    monkeypatch.setattr(LayerLoop, "_after", lambda self, x, earlier: x)
+    found = out_of_turn(compiled(*CASES["one layer"]))
+    assert found and all("/F/" in pair and "all-gather" in pair for pair in found)
+
+
+STEPS = """
+import conftest, jax, numpy, pathlib
+from run_examples import tiny_config
+from parallax.config.load import settings_of
+from parallax.training.build import model_and_optimizer
+from parallax.sharding.mesh import make_mesh
+from parallax.config.settings import with_vocab
+from parallax.training.step import init_state, make_train_step
+
+changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
+settings = with_vocab(settings_of(tiny_config(pathlib.Path(), **changes)), 384)
+model, tx = model_and_optimizer(settings, make_mesh(settings.mesh))
+state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
+ones = jax.device_put(numpy.ones((8, 32), numpy.int32), model.batch_sharding)
+for _ in range(10):
+    state, metrics = step(state, dict.fromkeys(["tokens", "labels", "segments", "positions"], ones))
+    jax.block_until_ready(metrics)
+"""
+
+
+@pytest.mark.slow
+def test_devices_do_not_wait_for_each_other_for_ever():
+    """In a process of its own, for XLA ends one that is stuck."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_collective_call_terminate_timeout_seconds=10"
+    changed = {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
+    command = [sys.executable, "-c", STEPS]
+    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,86 @@
+"""Where libtpu is installed and no TPU is there, nobody hears of it; where a TPU may be, what goes wrong is shown."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from parallax.runtime.accelerators import gpus, leave_out_absent_tpu, tpus, unused
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def machine(folder, *files, **pci):
+    """The files of a machine; of a device on PCI, vendor and device."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for name, (vendor, device) in pci.items():
+        at = folder / "sys" / "bus" / "pci" / "devices" / name
+        at.mkdir(parents=True)
+        (at / "vendor").write_text(f"{vendor}\n")
+        (at / "device").write_text(f"{device}\n")
+    return folder
+
+
+TPU = {"chip": ("0x1ae0", "0x0063")}
+NONE = {"network": ("0x1ae0", "0x0042"), "other": ("0x8086", "0x1237")}
+
+
+@pytest.mark.parametrize(
+    ("files", "pci", "environment", "left_out"),
+    [
+        ([], {}, {}, True),
+        ([], NONE, {"TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_PATH": "x"}, True),
+        ([], TPU, {}, False),
+        (["dev/accel0"], {}, {}, False),
+        (["dev/vfio/0"], {}, {}, False),
+        (["dev/nvidia0"], {}, {}, False),
+        ([], {}, {"TPU_WORKER_HOSTNAMES": "a,b"}, False),
+        ([], {}, {"JAX_PLATFORMS": "tpu,cpu"}, False),
+    ],
+    ids=str,
+)
+def test_libtpu_is_left_out_only_where_nothing_says_that_there_is_a_chip(
+    files, pci, environment, left_out, tmp_path, monkeypatch
+):
+    for name in [name for name in os.environ if name.startswith(("TPU_", "MEGASCALE_", "JAX_PLATFORMS"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "jax")  # whose platform stays what it is
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    root = machine(tmp_path, *files, **pci)
+    before = os.environ.get("JAX_PLATFORMS")
+    monkeypatch.setenv("JAX_PLATFORMS", before or "")
+    leave_out_absent_tpu(root)
+    assert os.environ["JAX_PLATFORMS"] == ("cpu" if left_out else before or "")
+    monkeypatch.setenv("JAX_PLATFORMS", before or "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    leave_out_absent_tpu(root)
+    assert os.environ["JAX_PLATFORMS"] == (before or "")
+
+
+def test_an_accelerator_that_jax_has_not_found_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    root = machine(tmp_path, "dev/nvidia0", "dev/nvidiactl", **TPU, **NONE)
+    assert gpus(root) == [f"{root}/dev/nvidia0", f"{root}/dev/nvidiactl"]
+    assert tpus({}, root) == [f"{root}/sys/bus/pci/devices/chip"]
+    gpu, tpu = unused("cpu", root)
+    assert gpu.startswith(f"warning: this machine has a GPU ({root}/dev/nvidia0), but JAX runs on its CPU; ")
+    assert tpu.startswith(f"warning: this machine has a TPU ({root}/sys/bus/pci/devices/chip), but JAX runs on its CPU")
+    assert unused("gpu", root) == [] == unused("cpu", tmp_path / "empty")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert unused("cpu", root) == []
+
+
+@pytest.mark.skipif(gpus() != [] or tpus() != [], reason="is about machines without accelerators")
+def test_a_command_that_runs_on_the_cpu_says_nothing_of_tpus(tmp_path):
+    """Where libtpu is not installed, it has nothing to say in any case."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_PLATFORMS")}
+    code = "import sys, jax; from parallax.cli.command import run_command; "
+    code += "sys.exit(run_command(lambda argv: print(jax.devices()[0].platform), ['x'], str))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")

@@ -1,0 +1,109 @@
+"""Programs compiled for accelerators are kept for later runs, where nobody else can write."""
+
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs.base import get_config
+from parallax.config.settings import read_settings
+from parallax.runtime import compile_cache
+from parallax.runtime.compile_cache import use_compile_cache
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """A function that has JAX run on a platform, as far as anybody asks, without a cache yet; it gives the user's."""
+    before = jax.config.jax_compilation_cache_dir
+
+    def platform(name):
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setattr(compile_cache, "_ours", None)
+        monkeypatch.setattr(jax, "default_backend", lambda: name)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+        return tmp_path / "caches" / "parallax" / "jax"
+
+    yield platform
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_on_accelerators_programs_are_kept_where_the_user_alone_can_write(on, platform):
+    folder = on(platform)
+    use_compile_cache(read_settings(get_config()).train.compile_cache)
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    use_compile_cache("off")
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_relative_cache_home_counts_as_none():
+    assert compile_cache.users_folder({"XDG_CACHE_HOME": "here"}) == pathlib.Path.home() / ".cache/parallax/jax"
+
+
+def test_on_cpu_nothing_is_kept_and_a_folder_for_several_devices_is_a_line(on, tmp_path, capsys):
+    folder = on("cpu")
+    use_compile_cache("auto")
+    assert jax.config.jax_compilation_cache_dir is None and not folder.exists() and not capsys.readouterr().err
+    use_compile_cache(str(tmp_path / "mine"))
+    assert jax.config.jax_compilation_cache_dir is None and not (tmp_path / "mine").exists()
+    assert capsys.readouterr().err.startswith("compiled programs are not kept: those of several CPU devices can hang")
+
+
+def test_what_the_user_told_jax_stays(on, tmp_path):
+    on("gpu")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    for setting in ("auto", "off", str(tmp_path / "mine")):
+        use_compile_cache(setting)
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("setting", ["auto", "named"])
+def test_a_folder_that_cannot_be_made_is_one_line(on, tmp_path, capsys, setting):
+    on("tpu")
+    (tmp_path / "caches").write_text("a file")
+    use_compile_cache("auto" if setting == "auto" else str(tmp_path / "caches" / "mine"))
+    error = capsys.readouterr().err
+    assert jax.config.jax_compilation_cache_dir is None
+    assert error.count("\n") == 1 and error.startswith("compiled programs are not kept: ") and "/caches" in error
+
+
+def test_a_folder_in_which_others_can_write_is_not_taken_unasked(on, capsys):
+    folder = on("gpu")
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    use_compile_cache("auto")
+    assert jax.config.jax_compilation_cache_dir is None and "others than this user can write" in capsys.readouterr().err
+    use_compile_cache(str(folder))  # whoever names it knows who shares it
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+
+
+def test_processes_that_do_not_share_the_folder_keep_nothing(on, monkeypatch, capsys):
+    on("gpu")
+    monkeypatch.setattr(compile_cache, "is_shared", lambda folder: False)
+    use_compile_cache("auto")
+    assert jax.config.jax_compilation_cache_dir is None and "processes do not share" in capsys.readouterr().err
+
+
+PROGRAM = """
+import sys, jax
+from parallax.runtime.compile_cache import use_compile_cache
+use_compile_cache(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x * 2)(1.0)
+"""
+
+
+def test_programs_are_kept_in_a_folder_that_is_named(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "mine")]
+    subprocess.run(command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert any(path.name.startswith("jit_") for path in (tmp_path / "mine").iterdir())

@@ -1,0 +1,490 @@
+"""What processes say to each other, with threads in place of processes: who is missing, who differs, who is late."""
+
+import errno
+import functools
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax.runtime.errors import ConfigError, LostError
+from parallax.runtime.multihost import DistributedConfig, Place, gloo, read_place
+from parallax.runtime.multihost import job as job_module
+from parallax.runtime.multihost.cluster import started_by_scheduler
+from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost.job import listen
+from parallax.runtime.multihost.peers import Peers, end_now
+from parallax.training.watchdog import Watchdog
+
+PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num-processes": "4", "distributed.process-id": "3"}
+
+
+# ---- places
+
+
+def test_a_place_comes_from_flags_or_else_from_the_environment():
+    assert read_place(PLACE, {}) == Place("10.0.0.2", 8476, 4, 3, "")
+    own = {"PARALLAX_COORDINATOR": "localhost:1", "PARALLAX_NUM_PROCESSES": "2", "PARALLAX_PROCESS_ID": "0"}
+    assert read_place({}, own) == Place("localhost", 1, 2, 0, "") and read_place({}, own).is_loopback
+    assert read_place(PLACE | {"distributed.process-id": None}, own).process == 0
+    assert read_place({name: None for name in PLACE}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distributed.coordinator": None}, "=4, .*=3 without --distributed.coordinator (or PARALLAX_COORDINATOR)"),
+        (
+            {"distributed.coordinator": "host"},
+            "'host' is no address; write host:port of process 0, as in 10.0.0.2:8476",
+        ),
+        ({"distributed.coordinator": "host:99999"}, "'host:99999' is no address"),
+        ({"distributed.num-processes": "0"}, "--distributed.num-processes='0' must be a whole number of 1 or more"),
+        ({"distributed.process-id": "-1"}, "--distributed.process-id='-1' must be a whole number of 0 or more"),
+        ({"distributed.process-id": "4"}, "--distributed.process-id=4 is none of 4 processes; use 0 to 3"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
+        read_place(PLACE | changes, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            ValueError("coordinator_address should be defined."),
+            ConfigError,
+            "JAX cannot tell which process of the job this is (coordinator_address should be defined.); "
+            "set PARALLAX_COORDINATOR, PARALLAX_NUM_PROCESSES, PARALLAX_PROCESS_ID",
+        ),
+        (RuntimeError("no route\nto it"), LostError, "JAX could not connect the processes: no route"),
+    ],
+)
+def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, kind, message):
+    """Open MPI 5 says how many processes there are, and not what JAX needs to know."""
+
+    def initialize(**_):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(kind, match=re.escape(message)):
+        job_module._initialize(DistributedConfig(1, 1, 1, 1, 1, 1))
+
+
+def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
+    """The collective after the connection too; JAX's own limit, at which it aborts, lies behind ours."""
+    limits, statuses = {}, []
+    monkeypatch.setattr("parallax.runtime.multihost.job.end_within", lambda secs, status: None)
+    monkeypatch.setattr("parallax.runtime.multihost.job.end_now", statuses.append)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: limits.update(given))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    def wait_in_vain(_):
+        while not statuses:
+            time.sleep(0.02)
+        raise TimeoutError
+
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
+    with pytest.raises(TimeoutError):
+        job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1))
+    assert statuses == [75] and limits["initialization_timeout"] > 1
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_an_address_or_an_error_of_ours(text):
+    try:
+        place = read_place(PLACE | {"distributed.coordinator": text}, {})
+        assert place.host and 0 < place.port < 65536
+    except ConfigError as error:
+        assert repr(text) in str(error)
+
+
+def test_schedulers_count_only_where_they_have_started_the_process():
+    assert started_by_scheduler({"SLURM_NTASKS": "4"}) == 1  # in the batch script
+    assert started_by_scheduler({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}) == 3
+
+
+def test_limits_below_a_second_are_refused():
+    with pytest.raises(ConfigError, match="distributed.wait_secs=0 is too short; use a number of seconds of 1 or more"):
+        DistributedConfig(1, 1, 0, 1, 1, 1)
+
+
+# ---- collectives of old jaxlibs
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("groups", [None, [[0, 2, 4, 6], [1, 3, 5, 7]]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_detour_is_a_reduce_scatter(tiled, groups, dim):
+    ranks = len(groups[0]) if groups else 8
+    shape = [3, 3]
+    shape[dim] = 2 * ranks if tiled else ranks
+    x = np.random.default_rng(0).integers(0, 100, (8, *shape)).astype(np.float32)
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    how = dict(scatter_dimension=dim, axis_index_groups=groups, tiled=tiled)
+
+    def both(x):
+        around = gloo._exchanged_and_added(x[0], axis_name="i", axis_size=ranks, **how)
+        return around[None], jax.lax.psum_scatter(x[0], "i", **how)[None]
+
+    spec = jax.sharding.PartitionSpec("i")
+    around, straight = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    assert np.array_equal(around, straight) and around.any()
+
+
+def test_the_detour_is_taken_in_what_is_compiled_for_cpu():
+    """In a process of its own: it holds for all that is compiled after it."""
+    program = """
+import jax
+from parallax.runtime.multihost.gloo import avoid_reduce_scatter
+avoid_reduce_scatter()
+jax.config.update("jax_num_cpu_devices", 2)
+auto = (jax.sharding.AxisType.Auto,)
+mesh, spec = jax.make_mesh((2,), ("i",), axis_types=auto), jax.sharding.PartitionSpec("i")
+act = jax.shard_map(lambda x: jax.lax.psum_scatter(x, "i", tiled=True), mesh=mesh, in_specs=spec, out_specs=spec)
+text = jax.jit(act).lower(jax.numpy.ones(8)).as_text()
+assert "all_to_all" in text and "reduce_scatter" not in text, text
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- meeting
+
+
+JOINED = []
+
+
+@pytest.fixture(autouse=True)
+def all_leave(monkeypatch):
+    """Nobody is left to be lost, which would end the process of the tests once the patches are undone."""
+    yield
+    at_once(*(functools.partial(peers.leave, 0, "") for peers in JOINED))
+    JOINED.clear()
+
+
+class Meeting:
+    """A hub, and peers that join it from threads of this process."""
+
+    def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0, clock_secs=60.0, clock=time.time):
+        self.processes, self.start_secs, self.silence_secs = processes, start_secs, silence_secs
+        listener = listen("127.0.0.1", 0, processes)
+        self.address = listener.getsockname()
+        limits = {"start_secs": start_secs, "silence_secs": silence_secs, "clock_secs": clock_secs, "clock": clock}
+        self.hub = Hub(listener, processes, "token", **limits)
+
+    def join(self, rank, **changes):
+        hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
+        limits = {"start_secs": self.start_secs, "silence_secs": self.silence_secs}
+        peers = Peers(self.address, hello, hub=None if rank else self.hub, **limits)
+        JOINED.append(peers)
+        return peers
+
+    def join_all(self, *ranks, **changes):
+        return at_once(*(functools.partial(self.join, rank, **changes) for rank in ranks))
+
+
+def at_once(*acts):
+    """What each of them returns or raises, run side by side."""
+    results = [None] * len(acts)
+
+    def run(at, act):
+        try:
+            results[at] = act()
+        except Exception as error:
+            results[at] = error
+
+    threads = [threading.Thread(target=run, args=(at, act)) for at, act in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Instead of ending, a process notes its status."""
+    statuses = []
+    monkeypatch.setattr("parallax.runtime.multihost.peers.end_now", statuses.append)
+    monkeypatch.setattr("parallax.runtime.multihost.peers.end_within", lambda secs, status: None)
+    monkeypatch.setattr("parallax.runtime.multihost.peers.GRACE_SECS", 0.1)
+    return statuses
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_hear_the_values_of_the_first_and_each_difference():
+    first, second, third = Meeting(3).join_all(0, 1, 2)
+    values = [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 0, "more": True}]
+    meet = [
+        functools.partial(peers.meet, "config", value, 20, "distributed.wait_secs")
+        for peers, value in zip((first, second, third), values)
+    ]
+    answers = at_once(*meet)
+    assert all(answer["values"] == values[0] for answer in answers)
+    assert answers[2]["differences"] == [["lr", 1, 1, 2], ["more", None, 2, True]]
+
+
+def test_differences_are_refused_with_both_values(monkeypatch):
+    class Differing:
+        def meet(self, *_):
+            return {"differences": [["mesh.tp", 2, 3, 4]], "more": 7}
+
+    monkeypatch.setattr(job_module, "_peers", Differing())
+    monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 1, 1, 1))
+    expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
+    with pytest.raises(ConfigError, match=expected):
+        job_module.compare("config", {"mesh.tp": 2})
+
+
+def test_who_is_missing_at_the_start_is_named():
+    (first, third) = Meeting(4, start_secs=0.5).join_all(0, 2)
+    assert isinstance(first, LostError) and str(first) == str(third)
+    assert str(first) == "2 of 4 processes are there after 0 s (distributed.start_secs); missing: 1, 3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hello": 0}, "distributed.process-id=0 was given twice: on host0 and on host1"),
+        ({"of": 3}, "distributed.num-processes is 2 in process 0, 3 in process 1"),
+        ({"token": "guessed"}, "this coordinator port belongs to another job; give each job a port of its own"),
+    ],
+)
+def test_who_does_not_belong_is_refused(changes, message):
+    meeting = Meeting(2, start_secs=1.0)
+    first, second = at_once(functools.partial(meeting.join, 0), lambda: time.sleep(0.3) or meeting.join(1, **changes))
+    assert isinstance(second, ConfigError) and message in str(second)
+    # To a stranger the job owes nothing: it goes on waiting for its own.
+    assert isinstance(first, LostError if "token" in changes else ConfigError)
+
+
+def test_clocks_that_differ_are_refused_with_both_times():
+    wrong = lambda: 1e9  # noqa: E731
+    refused = Meeting(1, clock=wrong).join_all(0)[0]
+    assert isinstance(refused, ConfigError)
+    assert "the clocks disagree: 2001-09-09 01:46:40 UTC in process 0, 20" in str(refused)
+    assert "distributed.clock_secs=60 allows; set the clocks" in str(refused)
+
+
+def test_a_stranger_who_talks_nonsense_does_no_harm():
+    meeting = Meeting(1)
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * (1 << 21), b'{"hello": "x", "token": "token"}\n'):
+        with socket.create_connection(meeting.address) as stranger:
+            try:
+                stranger.sendall(nonsense)
+            except OSError:
+                continue
+    assert isinstance(meeting.join(0), Peers)
+
+
+# ---- ending
+
+
+def test_a_lost_process_ends_the_others_with_75(ended, capsys):
+    first, second, third = Meeting(3).join_all(0, 1, 2)
+    for peers in (first, second, third):
+        peers.at("step 7", 20, "distributed.wait_secs")
+    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(ended) >= 3)
+    assert set(ended) == {75}
+    message = "process 1 on host1 is gone: its connection was closed. It was at 'step 7'; this process was at 'step 7'"
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_that_says_nothing_is_lost(ended, capsys):
+    meeting = Meeting(2, silence_secs=1.0)
+    first, second = meeting.join_all(0, 1)
+    second._wire.send = lambda message: True
+    wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
+    assert (
+        "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
+        in capsys.readouterr().err
+    )
+    assert first is not second
+
+
+def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
+    """Its hub stands still, and answers nothing, as where its host has vanished."""
+    meeting = Meeting(2, silence_secs=1.0)
+    _, second = meeting.join_all(0, 1)
+    second.at("step 7", 20, "distributed.wait_secs")
+    time.sleep(2)
+    assert ended == []
+    meeting.hub._look_at_the_clock = lambda: time.sleep(20)
+    wait_until(lambda: ended)
+    said = capsys.readouterr().err
+    assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
+
+
+def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
+    first, second = Meeting(2).join_all(0, 1)
+    for peers in (first, second):
+        peers.at("step 3", 1.5, "distributed.wait_secs")
+    meet = functools.partial(first.meet, "the folder", {}, 20, "distributed.wait_secs")
+    begun = time.monotonic()
+    second.at("a slow disk", 20, "distributed.wait_secs")
+    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
+    assert ended == []
+    wait_until(lambda: len(ended) >= 2)
+    assert time.monotonic() - begun > 3
+    said = "waited 2 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'a slow disk' for"
+    assert said in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
+    meeting = Meeting(2)
+    _, second = meeting.join_all(0, 1)
+    meeting.hub._places = lambda: time.sleep(3) or {}
+    second.at("step 3", 0.5, "distributed.wait_secs")
+    wait_until(lambda: len(ended) >= 2)
+    assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "expected"), [(5, 5), (1, 75)])
+def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expected):
+    _, second = Meeting(2).join_all(0, 1)
+    second.leave(status, "DataError: a shard is damaged")
+    wait_until(lambda: ended)
+    assert ended == [expected]
+    said = (
+        f"process 1 on host1 ended with status {status}: DataError: a shard is damaged; this process was at 'starting'"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
+    first, second = Meeting(2).join_all(0, 1)
+    second.at("reading a slow disk", 100, "distributed.wait_secs")
+    first.at("step 3", 0.5, "distributed.wait_secs")
+    wait_until(lambda: len(ended) >= 2)
+    said = capsys.readouterr().err
+    assert (
+        ended[0] == 75
+        and "waited 0 s (distributed.wait_secs) for 'step 3'; missing: process 1 (at 'reading a s" in said
+    )
+
+
+def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
+    monkeypatch.setattr("parallax.runtime.multihost.peers.GRACE_SECS", 5.0)
+    first, second = Meeting(2).join_all(0, 1)
+    second._end = lambda *_: time.sleep(1) or second._wire.socket.shutdown(socket.SHUT_RDWR)
+    begun = time.monotonic()
+    first.leave(5, "DataError: a shard is damaged")
+    assert 1 < time.monotonic() - begun < 5
+
+
+def test_process_0_waits_for_the_others_only_so_long(ended):
+    first, _ = Meeting(2).join_all(0, 1)
+    begun = time.monotonic()
+    first._go_last()
+    assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
+
+
+def test_who_has_said_goodbye_waits_for_nobody(ended, monkeypatch):
+    """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
+    first, _ = Meeting(2).join_all(0, 1)
+    statuses = []
+    monkeypatch.setattr(job_module, "_peers", first)
+    monkeypatch.setattr(job_module, "wait_for_all", lambda what: pytest.fail("it waits"))
+    monkeypatch.setattr(job_module, "end_now", lambda status: statuses.append(status) or sys.exit(status))
+    with pytest.raises(SystemExit):
+        job_module.leave(lambda: first.leave(0, "BrokenPipeError") or 0)
+    assert statuses == [0]
+
+
+class Full:
+    """A stream on a disk that is full."""
+
+    def write(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = write
+
+
+def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatch):
+    first, second = Meeting(2).join_all(0, 1)
+    first.log_with(Full().write)
+    monkeypatch.setattr(sys, "stderr", Full())
+    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(ended) >= 2)
+    assert ended == [75, 75]
+
+
+STALLED = """
+import socket, sys, threading
+from parallax.runtime.multihost import peers
+from parallax.runtime.multihost.cluster import started_by_scheduler
+from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost.job import listen
+peers.LAST_WORDS_SECS = 0.5
+listener = listen("127.0.0.1", 0, 1)
+address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
+Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
+first = peers.Peers(address, hello, start_secs=20, silence_secs=20)
+first.log_with(lambda text: threading.Event().wait())
+first._wire.socket.shutdown(socket.SHUT_RDWR)
+threading.Event().wait(60)
+"""
+
+
+def test_a_process_ends_where_its_last_words_stand_still():
+    """A disk that does not answer; in a process of its own, which ends."""
+    assert subprocess.run([sys.executable, "-c", STALLED], timeout=50).returncode == 75
+
+
+def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(sys, "stderr", Full())
+    end_now(75)
+    assert statuses == [75]
+
+
+def test_processes_that_leave_together_are_not_lost(ended):
+    first, second = Meeting(2).join_all(0, 1)
+    second.leave(0, "")
+    first.leave(0, "")
+    time.sleep(0.5)
+    assert ended == []
+
+
+# ---- the watchdog
+
+
+def test_a_step_of_ten_medians_has_its_stacks_printed_once(capfd):
+    with Watchdog(10.0, least_secs=0.2) as watchdog:
+        watchdog.begin(1, compiles=True)
+        for step in range(2, 10):
+            watchdog.begin(step)
+            time.sleep(0.02)
+        time.sleep(1.2)
+    said = capfd.readouterr().err
+    assert said.count("step 9 has taken") == 1 and "(train.stall_factor=10); all threads:" in said
+    assert "test_distributed.py" in said and "Current thread" in said
+
+
+def test_what_is_no_step_is_not_watched(capfd):
+    with Watchdog(2.0, least_secs=0.05) as watchdog:
+        for step in range(1, 10):
+            watchdog.begin(step)
+            time.sleep(0.02)
+        watchdog.pause()
+        time.sleep(0.8)
+    assert capfd.readouterr().err == ""

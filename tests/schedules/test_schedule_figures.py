@@ -1,0 +1,223 @@
+"""What the named schedules cost: the closed forms of their papers, and our own for what papers leave out."""
+
+import json
+import pathlib
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax.schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Schedule,
+    accumulate,
+    by_name,
+    figures,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+    zero_bubble_v,
+)
+from parallax.schedules.pricing import asynchronous_starts
+
+ROOT = pathlib.Path(__file__).parents[2]
+GRID = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 21)]
+RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 21), range(1, 5)
+EQUAL = Costs(forward=1, backward=2, weights=1)  # F, B and W take 1 each
+
+
+def idle(bubble: float, microbatches: int) -> float:
+    """Time in which a rank does nothing; its work is 3 for each microbatch."""
+    return 3 * microbatches * bubble / (1 - bubble)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_exists_for_any_sizes(name):
+    for ranks in RANKS:
+        for microbatches in MICROBATCHES:
+            for virtual in VIRTUAL if name == "interleaved" else (1,):
+                schedule = by_name(name, ranks, microbatches, virtual)
+                assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
+                assert len(schedule.tick_of) == len(schedule.kinds) * schedule.stages * microbatches
+
+
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b])
+def test_gpipe_and_1f1b_have_the_bubble_of_the_papers_in_lockstep_too(build):
+    for ranks, microbatches in GRID:
+        priced = figures(build(ranks, microbatches))
+        assert priced.asynchronous_bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+        assert priced.lockstep_bubble == pytest.approx(priced.asynchronous_bubble)
+
+
+@pytest.mark.parametrize("virtual", VIRTUAL)
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(virtual):
+    for ranks, microbatches in GRID:
+        priced = figures(interleaved(ranks, microbatches, virtual))
+        if microbatches >= ranks:
+            expected = (ranks - 1) / (virtual * microbatches + ranks - 1)
+        else:  # a stage waits until its rank's last one has been reached: P rounds, whatever M
+            expected = 1 - microbatches / (ranks + (microbatches - 1) / virtual)
+        assert priced.asynchronous_bubble == pytest.approx(expected)
+        assert priced.lockstep_bubble == pytest.approx(expected)
+
+
+def test_zero_bubble_idles_a_third_of_1f1b_and_twice_that_in_lockstep():
+    for ranks, microbatches in GRID:
+        priced = figures(zero_bubble(ranks, microbatches), EQUAL)
+        too_few = max(ranks - microbatches, 0)
+        assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks - 1 + too_few)
+        assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(2 * (ranks - 1) + too_few)
+        if microbatches >= ranks:
+            assert priced.asynchronous_bubble == pytest.approx((ranks - 1) / (3 * microbatches + ranks - 1))
+            alternating = figures(one_f_one_b(ranks, microbatches), EQUAL).asynchronous_bubble
+            assert 3 * idle(priced.asynchronous_bubble, microbatches) == pytest.approx(idle(alternating, microbatches))
+
+
+def test_the_v_idles_as_zero_bubble_does_and_a_quarter_more_in_lockstep():
+    for ranks, microbatches in GRID:
+        priced = figures(zero_bubble_v(ranks, microbatches), EQUAL)
+        if microbatches >= ranks:
+            assert idle(priced.asynchronous_bubble, microbatches) == pytest.approx(ranks - 1)
+            assert idle(priced.lockstep_bubble, microbatches) == pytest.approx(2.5 * (ranks - 1))
+
+
+def test_the_v_has_its_first_and_last_stage_on_rank_0_and_holds_as_much_on_every_rank():
+    for ranks, microbatches in GRID:
+        schedule = zero_bubble_v(ranks, microbatches)
+        assert schedule.rank_of(0) == schedule.rank_of(2 * ranks - 1) == 0
+        assert [schedule.placement.count(rank) for rank in range(ranks)] == [2] * ranks
+        held = figures(schedule).activations
+        assert max(held) == min(microbatches, 1.5 * ranks)
+        if microbatches <= ranks or microbatches >= 2 * ranks:
+            assert len(set(held)) == 1
+
+
+def test_gpipe_keeps_every_microbatch_and_runs_its_head_between():
+    for ranks, microbatches in GRID:
+        schedule, each_way = gpipe(ranks, microbatches), microbatches + ranks - 1
+        assert schedule.segments == [(0, each_way, "F"), (each_way, 2 * each_way, "B")]
+        assert (schedule.slots, schedule.message_slots) == ({"FB": microbatches}, {"F": 1, "B": 1})
+        assert schedule.head == "between"
+        assert figures(schedule).activations == (microbatches,) * ranks
+
+
+def test_1f1b_keeps_no_more_than_the_pipeline_is_long():
+    for ranks, microbatches in GRID:
+        schedule = one_f_one_b(ranks, microbatches)
+        assert schedule.slots == {"FB": min(microbatches, 2 * (ranks - 1) + 1)}
+        most = tuple(min(microbatches, 2 * (ranks - 1 - rank) + 1) for rank in range(ranks))
+        assert figures(schedule).activations == most
+
+
+def test_zero_bubble_keeps_for_w_what_1f1b_keeps_for_later_microbatches():
+    for ranks, microbatches in GRID:
+        most = tuple(min(microbatches, 2 * ranks - 1 - rank) for rank in range(ranks))
+        assert figures(zero_bubble(ranks, microbatches)).activations == most
+
+
+def test_each_stage_sends_what_it_made_to_its_neighbours():
+    assert figures(one_f_one_b(4, 8)).sends == (8, 16, 16, 8)
+    assert figures(interleaved(4, 8, 2)).sends == (24, 32, 32, 24)
+    assert figures(zero_bubble_v(4, 8)).sends == (16, 32, 32, 16), "the V turns round inside the last rank"
+    assert figures(accumulate(8)).sends == (0,)
+
+
+@given(st.integers(1, 8))
+def test_accumulation_keeps_one_microbatch_and_never_waits(microbatches):
+    schedule = accumulate(microbatches)
+    rows = [[m] for m in range(microbatches)]
+    assert {kind: table.tolist() for kind, table in schedule.microbatch.items()} == {"F": rows, "B": rows}
+    assert schedule.segments == [(0, microbatches, "FB")]
+    assert (schedule.slots, schedule.head, schedule.arrival) == ({"FB": 1}, "inside", {})
+    assert (schedule.message["F"] == -1).all() and (schedule.message["B"] == -1).all()
+    assert figures(schedule, Costs(send=5)).lockstep_bubble == 0
+
+
+# ---- against the order of the paper
+
+
+def zb_v_as_published(ranks: int, microbatches: int) -> Schedule:
+    """ZB-V (Qi et al. 2023, section 6): forwards until each rank has work of every kind, then F, B and W of its first
+    and its second stage in turn; at the end B alone until nobody waits, then every W that is left."""
+    orders = []
+    for rank in range(ranks):
+        stages, done, order = (rank, 2 * ranks - 1 - rank), dict.fromkeys(("F0", "F1", "B0", "B1", "W0", "W1"), 0), []
+
+        def run(*passes, own=stages, done=done, order=order):
+            for one in passes:
+                order.append(Action(own[int(one[1])], one[0], done[one]))
+                done[one] += 1
+
+        last = max(microbatches, 2 * ranks - 1)  # fewer microbatches run as the first of so many
+        run(*["F0"] * (2 * (ranks - rank) - 1), *["F1", "F0"] * rank, *["F1", "B1", "W1"] * (ranks - rank))
+        while done["F1"] < last:
+            run(*["F0"] * (done["F0"] < last), "B0", "W0", "F1", "B1", "W1")
+        run(*["B0", "B1"] * rank, *["B0", "W0"] * (ranks - rank))
+        run(*["W1"] * (last - done["W1"]), *["W0"] * (last - done["W0"]))
+        orders.append(tuple(action for action in order if action.microbatch < microbatches))
+    placement = (*range(ranks), *reversed(range(ranks)))
+    return Schedule("zb_v", placement, microbatches, tuple(orders))
+
+
+def test_zb_v_as_published_holds_less_than_ours_and_idles_less_asynchronous_but_more_as_executed():
+    for ranks in range(2, 9):
+        for microbatches in range(2 * ranks - 1, 21):
+            published, ours = (
+                figures(build(ranks, microbatches), EQUAL) for build in (zb_v_as_published, zero_bubble_v)
+            )
+            assert published.activations == (ranks,) * ranks and max(ours.activations) == min(microbatches, 1.5 * ranks)
+            for bubble, theirs, own in (("asynchronous_bubble", 0.5, 1), ("lockstep_bubble", 3.5, 2.5)):
+                assert idle(getattr(published, bubble), microbatches) == pytest.approx(theirs * (ranks - 1))
+                assert idle(getattr(ours, bubble), microbatches) == pytest.approx(own * (ranks - 1))
+
+
+def test_zb_v_as_published_never_idles_between_a_ranks_first_action_and_its_last():
+    """The property that gives it its name, and that makes the order above the paper's."""
+    schedule = zb_v_as_published(4, 8)
+    starts = asynchronous_starts(schedule, EQUAL)
+    for rank in range(4):
+        own = [start for action, start in starts.items() if schedule.rank_of(action.stage) == rank]
+        assert max(own) + 0.5 - min(own) == 3 * 8  # two stages, each of half the cost
+
+
+def test_where_both_schedules_of_the_v_are_quoted_the_figures_are_these():
+    shown = []
+    for build in (zero_bubble_v, zb_v_as_published):
+        priced = figures(build(4, 8), EQUAL)
+        bubbles = priced.lockstep_bubble, priced.asynchronous_bubble
+        shown.append([f"{100 * bubble:.1f} %" for bubble in bubbles] + [f"{max(priced.activations):g}"])
+    assert shown == [["23.8 %", "11.1 %", "6"], ["30.4 %", "5.9 %", "4"]]
+    page = (ROOT / "docs" / "pipeline.md").read_text()
+    for lockstep, free, held in shown:
+        assert f"| {lockstep} | {free} | {held} |" in page
+
+
+# ---- what pages lead with
+
+
+def texts() -> dict[str, str]:
+    """All pages, and the notebooks' cells with what they print."""
+    found = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    found["benchmarks/README.md"] = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        printed = [output.get("text", "") for cell in cells for output in cell.get("outputs", ())]
+        markdown = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+        found[path.name] = "\n\n".join("".join(text) for text in markdown + printed)
+    return found
+
+
+def test_pages_lead_with_the_bubble_that_is_executed():
+    """A row or paragraph that speaks of asynchronous schedules, as papers count, speaks of lockstep before."""
+    looked_at = 0
+    for name, text in texts().items():
+        for unit in re.split(r"\n\s*\n|\n(?=\|)", text):
+            words = unit.lower()
+            if "asynchronous" in words and re.search(r"bubble|lockstep", words):
+                looked_at += 1
+                assert "lockstep" in words.partition("asynchronous")[0], (name, unit)
+    assert looked_at >= 8

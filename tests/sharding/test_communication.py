@@ -1,0 +1,304 @@
+"""A layer sends what its docstring says: its trace holds those collectives, and no other."""
+
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from cut_layers import SIZES, call, declared, residual_layers, windows
+from jax.sharding import PartitionSpec as P
+from sections import Item, expected, sections
+from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
+
+from parallax import model as layers
+from parallax.analysis.report.traced import collectives, step_collectives
+from parallax.model.context import training_context
+from parallax.model.dense import Dense
+from parallax.model.dropout import Dropout
+from parallax.model.families import FAMILIES
+from parallax.model.loss import cross_entropy
+from parallax.model.mla import MLA, Reshard, Up
+from parallax.model.transformer import Parts
+from parallax.pipeline.inside import InsideEnds
+from parallax.pipeline.packing import layers_from_ranks, layers_to_ranks
+from parallax.pipeline.spread import SpreadEnds
+from parallax.sharding import collectives as moves
+from parallax.sharding import einsum as contraction
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import AXES
+
+MESH = (2, 2, 2)
+
+
+def sent(local, arrays, layouts, *, vary=True):
+    """What a device calls forward and backward, as {(kind, axis): count}, when it runs `local` on pieces of arrays and
+    takes the gradient in those of floats. They vary over every axis: the sum of a whole one's gradient is not counted.
+    """
+    varying = lambda x: as_varying(x) if vary else x  # noqa: E731
+
+    def passes(*pieces):
+        y, pull = jax.vjp(local, *jax.tree.map(varying, pieces))
+        gradients = [leaf for leaf in jax.tree.leaves(pull(y)) if leaf.dtype != jax.dtypes.float0]
+        return as_varying(sum(leaf.sum() for leaf in gradients)[None])
+
+    specs = jax.tree.map(lambda layout: Layout.parse(str(layout)).spec(), layouts, is_leaf=_is_layout)
+    mapped = jax.shard_map(passes, mesh=mesh_of(*MESH), in_specs=specs, out_specs=P(AXES))
+    found = {"forward": Counter(), "backward": Counter()}
+    for one in collectives(mapped, *arrays, at=dict.fromkeys(AXES, 0), sizes=dict(zip(AXES, MESH))):
+        found[one.direction][one.kind.replace("-", "_"), "/".join(one.axes)] += one.count
+    return found["forward"], found["backward"]
+
+
+def _is_layout(leaf):
+    return isinstance(leaf, str | Layout)
+
+
+def promised(thing, variant, facts, **others):
+    """What the section says for a case in which these conditions hold."""
+    section = sections(thing, **others)[variant]
+    return expected(section.forward, facts), expected(section.backward, facts)
+
+
+# ---- layers of the residual stream
+
+LAYERS = {
+    "norm": "",
+    **dict.fromkeys(["mlp", "gqa", "gqa_bias", "gqa kv_heads", "mla", "mla_latent_queries"], "family"),
+    **dict.fromkeys(["gqa_qk_norm", "gqa_qk_norm kv_heads"], "family"),
+}
+LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in ("vocab_parallel", "all_to_all")}
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_sends_what_it_says(name, family, residual):
+    name, _, kv = name.partition(" ")
+    layer = residual_layers(residual, FAMILIES[family].gathered(), kv=kv or "kv_heads/tp")[name]
+    rope = model_config(attention="gqa" if "gqa" in name else "mla").rope
+    layouts, params = declared(layer, rope)
+    facts = {
+        "it is cut over seq": residual == SEQ_CUT,
+        "the residual is cut over d_model": residual == HIDDEN_CUT,
+        "the last dim is cut over tp": residual == HIDDEN_CUT,
+        "kv_heads are cut": not kv,
+        "kv_heads are whole": bool(kv),
+        "d_latent_q > 0": name == "mla_latent_queries",
+        "it is cut over dp": True,  # of the embedding's table; kernels were gathered before
+    }
+    found = sent(call(layer, rope), (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
+    variant = family if LAYERS[name] == "family" else LAYERS[name]
+    assert found == promised(type(layer), variant, facts)
+
+
+def test_a_block_sends_what_its_parts_send():
+    model = model_config(attention="gqa")
+    family, residual = FAMILIES["column_row"].gathered(), HIDDEN_CUT
+    block = Parts.build(model, residual, family, None, "kv_heads/tp", "batch/dp").block
+    parts = residual_layers(residual, family)
+
+    def run(params, x, ids, positions, segments):
+        context = training_context(model.rope, positions, segments, np.arange(len(ids)), None)
+        return block.apply({"params": params}, x, context)
+
+    layouts, params = {}, {}
+    for name, part in {"attention_norm": "norm", "attention": "gqa", "mlp_norm": "norm", "mlp": "mlp"}.items():
+        layouts[name], params[name] = declared(parts[part], model.rope)
+    found = sent(run, (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
+    facts = {"the last dim is cut over tp": True}
+    whole = [promised(type(parts[part]), name, facts) for part, name in (("gqa", "column_row"), ("mlp", "column_row"))]
+    whole += 2 * [promised(type(parts["norm"]), "", facts)]
+    assert found == tuple(sum(counters, Counter()) for counters in zip(*whole))
+
+
+# ---- layers that are what their strings say
+
+X_IN = "batch/dp seq d_model"
+DENSE = {
+    "column": ("d_model/dp d_ff/tp", X_IN, "batch/dp seq d_ff/tp"),
+    "column, gathered before": ("d_model d_ff/tp", X_IN, "batch/dp seq d_ff/tp"),
+    "row": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
+    "scatter": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
+    "reduced": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff"),
+}
+
+
+def dense_facts(weight, x, y):
+    contracted = "tp" in {axis for name in set(x.names) & set(weight.names) for axis in x.cut_of(name)}
+    return {
+        "it is cut over dp": "dp" in weight.used_axes(),
+        "a contracted dim and `y` are cut over tp": contracted and "tp" in y.used_axes(),
+        "a contracted dim is cut over tp and `y` is not": contracted and "tp" not in y.used_axes(),
+    }
+
+
+def ones(*layouts):
+    return [np.ones([SIZES[dim] for dim in Layout.parse(text).names], np.float32) for text in layouts]
+
+
+@pytest.mark.parametrize("module", [Dense, Up])
+@pytest.mark.parametrize("form", DENSE)
+def test_a_dense_sends_what_its_strings_say(form, module):
+    weight, x_layout, y_layout = DENSE[form]
+    dense = module(weight, x_layout, y_layout, SIZES)
+    run = lambda kernel, x: dense.apply({"params": {"kernel": kernel}}, x)  # noqa: E731
+    found = sent(run, ones(weight, x_layout), (weight, x_layout))
+    assert found == promised(module, "", dense_facts(*map(Layout.parse, DENSE[form])), Dense=Dense)
+
+
+@pytest.mark.parametrize("method", ["absorb_query", "expand"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absorbed_kernel_is_all_that_is_sent(family, method):
+    weight = FAMILIES[family].into("d_latent", "heads/tp d_head")
+    narrow = "batch/dp seq heads/tp " + {"absorb_query": "d_head", "expand": "d_latent"}[method]
+    up = Up(weight, FAMILIES[family].input("d_latent"), "batch/dp seq heads/tp d_head", SIZES)
+    run = lambda kernel, x: up.apply({"params": {"kernel": kernel}}, x, method=method)  # noqa: E731
+    facts = {"it is cut over dp": True, "it is cut over d_latent": family == "scatter"}
+    assert sent(run, ones(weight, narrow), (weight, narrow)) == promised(Up, "absorbed", facts, Dense=Dense)
+
+
+@pytest.mark.parametrize("after", ["batch/dp seq d_latent", "batch/dp seq d_latent/tp"])
+def test_a_reshard_sends_what_its_layouts_say(after):
+    before = "batch/dp seq d_latent/tp"
+    found = sent(lambda x: Reshard(before, after).apply({}, x), ones(before), (before,))
+    assert found == promised(Reshard, "", {"only `before` is cut over it": "tp" not in after})
+
+
+def test_dropout_sends_nothing():
+    dropout = Dropout(HIDDEN_CUT, SIZES, rate=0.5, site=0)
+    run = lambda x, key: dropout.apply({}, x, np.arange(len(x)), jax.random.wrap_key_data(key))  # noqa: E731
+    found = sent(run, [*ones(HIDDEN_CUT), np.zeros(2, np.uint32)], (HIDDEN_CUT, "entries"))
+    assert found == promised(Dropout, "", {}) == (Counter(), Counter())
+
+
+# ---- the loss, the pipeline's ends and the collectives themselves
+
+
+@pytest.mark.parametrize("table", ["vocab/tp d_model", "vocab d_model"])
+def test_cross_entropy_sends_what_it_says(table):
+    cut, labels = "/tp" if "/tp" in table else "", np.zeros(4, np.int32)  # the same on all ranks of tp
+    run = lambda logits: cross_entropy(logits, labels, Layout.parse(table), 1e-4)  # noqa: E731
+    found = sent(run, [np.ones((8, 64), np.float32)], (f"batch/dp vocab{cut}",))
+    assert found == promised(cross_entropy, "", {"the vocab is cut over tp": bool(cut)})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends", "variant", "times"),
+    [("one_f_one_b", InsideEnds, "a microbatch", 4), ("gpipe", SpreadEnds, "a step", 1)],
+)
+def test_the_pipelines_ends_send_what_they_say(schedule, ends, variant, times):
+    model = build(MESH, schedule=schedule, microbatches=4)
+    section, found = sections(ends)[variant], Counter()
+    for one in step_collectives(model, 64, 16):
+        if one.source.startswith(inspect.getmodule(ends).__name__.replace(".", "/")):
+            found[one.direction, one.kind.replace("-", "_"), *one.axes] += one.count
+    both = ((way, expected(getattr(section, way), {})) for way in ("forward", "backward"))
+    said = {(way, *key): count * times for way, counts in both for key, count in counts.items()}
+    assert found == said
+
+
+def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
+    model = build((4, 1, 2), schedule="zero_bubble_v", microbatches=4)
+    both = [expected(getattr(sections(way)["a step"], direction), {})
+            for way, direction in ((layers_to_ranks, "forward"), (layers_from_ranks, "backward"))]  # fmt: skip
+    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/packing"]
+    assert both == [Counter([("all_to_all", "pp")])] * 2
+    assert {(one.direction, one.kind, one.axes): one.count for one in moved} == {
+        ("forward", "all-to-all", ("pp",)): 1,
+        ("backward", "all-to-all", ("pp",)): 1,
+    }
+
+
+CUT, WHOLE = "batch/dp seq d_model/tp", "batch/dp seq d_model"
+OVER_SEQ = "batch/dp seq/tp d_model"
+RESHARD = dict.fromkeys(
+    [
+        "`after` cuts over it",
+        "`after` does not",
+        "it changes its dim",
+        "it goes",
+        "it comes and x does not vary over it",
+    ],
+    False,
+)
+COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x varies over every axis
+    ("all_gather", lambda x: moves.all_gather(f"{CUT} -> {WHOLE}", x), CUT, {}, True),
+    ("reduce_scatter", lambda x: moves.reduce_scatter(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
+    ("exchange_and_add", lambda x: moves.exchange_and_add(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
+    ("all_reduce", lambda x: moves.all_reduce(f"{WHOLE} +tp -> {WHOLE}", x), WHOLE, {}, True),
+    ("sum_over", lambda x: moves.sum_over(x, ["tp"]), WHOLE, {}, True),
+    ("max_over", lambda x: moves.max_over(jax.lax.stop_gradient(x), ["tp"]) * x, WHOLE, {}, True),
+    ("all_to_all", lambda x: moves.all_to_all(f"{CUT} -> {OVER_SEQ}", x), CUT, {}, True),
+    ("permute", lambda x: moves.permute(WHOLE, x, axis="tp"), WHOLE, {}, True),
+    ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": False}, True),
+    ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": True}, False),
+    ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": False}, True),
+    ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": True}, False),
+    ("einsum", lambda x: contraction.einsum(f"{CUT}, {CUT} -> batch/dp seq +tp", x, x), CUT, {}, True),
+    ("reshard", lambda x: moves.reshard(f"{WHOLE} +tp -> {CUT}", x), WHOLE, {"`after` cuts over it": True}, True),
+    ("reshard", lambda x: moves.reshard(f"{WHOLE} +tp -> {WHOLE}", x), WHOLE, {"`after` does not": True}, True),
+    ("reshard", lambda x: moves.reshard(f"{CUT} -> {OVER_SEQ}", x), CUT, {"it changes its dim": True}, True),
+    ("reshard", lambda x: moves.reshard(f"{CUT} -> {WHOLE}", x), CUT, {"it goes": True}, True),
+    ("reshard", lambda x: moves.reshard(f"{WHOLE} -> {CUT}", x), WHOLE, {}, True),
+    ("reshard", lambda x: moves.reshard(f"{WHOLE} -> {CUT}", x), WHOLE, {"it comes and x does not vary over it": True},
+     False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "layout", "facts", "vary"), COLLECTIVES, ids=[f"{c[0]}-{at}" for at, c in enumerate(COLLECTIVES)]
+)
+def test_a_collective_sends_what_it_says(name, run, layout, facts, vary):
+    def kinds(counter):
+        return Counter({kind: sum(n for (k, _), n in counter.items() if k == kind) for kind, _ in counter})
+
+    function = getattr(contraction if name == "einsum" else moves, name)
+    said = promised(function, "", RESHARD | facts if name == "reshard" else facts)
+    assert tuple(map(kinds, sent(run, ones(layout), (layout,), vary=vary))) == tuple(map(kinds, said))
+
+
+# ---- nothing is left out
+
+
+def modules_of(package):
+    """Every Flax module that is written in a package."""
+    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for _, thing in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):
+            if issubclass(thing, nn.Module) and thing.__module__ == found.name:
+                yield thing
+
+
+def silent(modules):
+    """Those that do not say what they send, inherited words not counted."""
+    return [module.__name__ for module in modules if not (module.__doc__ and sections(module, Dense=Dense))]
+
+
+def test_every_layer_says_what_it_sends():
+    Silent = type("Silent", (nn.Module,), {"__doc__": "It sends something."})
+    Heir = type("Heir", (Dense,), {})
+    assert silent([Silent, Heir, MLA]) == ["Silent", "Heir"]
+    assert len(list(modules_of(layers))) >= 10 and silent(modules_of(layers)) == []
+
+
+def test_every_collective_has_a_case_here():
+    functions = {name: thing for module in (moves, contraction)
+                 for name, thing in inspect.getmembers(module, inspect.isfunction)
+                 if thing.__module__ == module.__name__ and not name.startswith("_")}  # fmt: skip
+    public = {name for name, f in functions.items() if inspect.signature(f).return_annotation is jax.Array}
+    assert public == {case[0] for case in COLLECTIVES}
+
+
+def test_sections_are_read_as_they_are_written():
+    section = sections(type(residual_layers(SEQ_CUT, FAMILIES["scatter"])["mlp"]))["scatter"]
+    first, second = section.forward
+    assert first == Item("all_to_all", 1, "tp", "it is cut over seq") and second == Item(
+        "reduce_scatter", 3, "tp", None
+    )
+    assert [item.kind for item in section.backward] == ["all_to_all", "all_gather"]
+    with pytest.raises(KeyError, match="cut over seq"):
+        expected(section.forward, {})

@@ -1,0 +1,122 @@
+"""What XLA is told for each kind of chip, and where a gather takes two steps."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from tiny import build, mesh_of
+
+from parallax.analysis.report.traced import step_collectives
+from parallax.sharding import compiler
+from parallax.sharding.compiler import compiler_options, first_group
+
+AXES = ("pp", "dp", "tp")
+
+
+def mesh_on(shape, torus, kind="TPU v5p"):
+    """A mesh of stand-ins for the chips of a torus, in the order of their places."""
+    places = list(itertools.product(*map(range, torus)))
+    chips = np.empty(len(places), object)
+    chips[:] = [Chip(kind, list(place)) for place in places]
+    return Stand(chips.reshape(shape))
+
+
+class Chip(SimpleNamespace):
+    """A stand-in for a TPU, which XLA does not compile for; equal to itself alone, as a device is."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __init__(self, kind, coords):
+        super().__init__(platform="tpu", device_kind=kind, coords=coords, process_index=0)
+
+
+class Stand(Mesh):
+    """A mesh whose devices JAX has never seen."""
+
+    def __new__(cls, devices):
+        return object.__new__(cls)
+
+    def __init__(self, devices):
+        self.__dict__.update(devices=devices, axis_names=AXES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("TPU v5 lite", {"xla_tpu_enable_async_all_to_all"}),
+        ("TPU v5p", {"xla_tpu_enable_async_all_to_all", "xla_tpu_enable_sparse_core_collective_offload_all_gather"}),
+        ("TPU v6 lite", set()),  # of which nothing was measured
+        ("TPU v99", set()),
+    ],
+)
+def test_each_chip_is_told_what_was_measured_on_it(kind, said, monkeypatch):
+    monkeypatch.setattr(compiler, "refusal", lambda mesh, options: "")
+    options = compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))
+    assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
+
+
+def test_other_devices_are_told_nothing():
+    assert compiler_options(mesh_of(2, 2, 2)) == {}
+
+
+def test_gathers_are_fused_into_compute_on_v5e_alone():
+    """The compiler's own words: elsewhere it "might lead to … incorrect results, hang, SDC"."""
+    for chip, options in compiler.OPTIONS.items():
+        fused = {name for name, value in options.items() if "async_collective_fusion" in name and value}
+        assert chip == "TPU v5e" or not fused, (chip, fused)
+
+
+def test_what_the_installed_compiler_does_not_take_is_left_out_with_a_line(monkeypatch, capsys):
+    def refusal(mesh, options):
+        return "No such compile option: 'new'" if "new" in options else ""
+
+    monkeypatch.setattr(compiler, "refusal", refusal)
+    monkeypatch.setattr(compiler, "OPTIONS", {"TPU v5p": {"old": True, "new": True, "last": False}})
+    mesh = mesh_on((1, 16, 1), (4, 4, 1))
+    assert compiler_options(mesh) == compiler_options(mesh) == {"old": True, "last": False}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "new=True for TPU v5p, left out: No such compile option: 'new'" in lines[0]
+
+
+def test_a_compiler_that_takes_nothing_at_all_is_not_told_less(monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "refusal", lambda mesh, options: "UNAVAILABLE: the TPU is in use")
+    assert compiler_options(mesh_on((1, 16, 1), (4, 4, 1))) == compiler.OPTIONS["TPU v5p"]
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "torus", "group"),
+    [
+        ((1, 64, 1), (4, 4, 4), 4),  # a whole cube: along its last dim, then along the others
+        ((1, 32, 1), (2, 4, 4), 4),
+        ((1, 16, 4), (4, 4, 4), 1),  # tp takes the last dim, dp fills two
+        ((4, 16, 1), (4, 4, 4), 1),
+        ((1, 16, 1), (4, 4, 1), 1),
+        ((1, 1, 8), (2, 2, 2), 1),
+    ],
+)
+def test_a_gather_takes_two_steps_where_its_ranks_fill_three_dims(shape, torus, group):
+    assert first_group(mesh_on(shape, torus), "dp") == group
+
+
+def test_devices_that_are_nowhere_gather_at_once():
+    assert first_group(mesh_of(1, 8, 1), "dp") == 1
+    assert first_group(jax.sharding.AbstractMesh((1, 8, 1), AXES), "dp") == 1
+
+
+def test_two_steps_send_what_one_sends(monkeypatch):
+    """Of `whole` bytes over 8 = 2 x 4 ranks: an eighth of them to one other, then a quarter to three."""
+    at_once = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
+    monkeypatch.setattr("parallax.pipeline.sharded_model.first_group", lambda mesh, axis: 2)
+    in_steps = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
+    assert sum(one.total_bytes for one in at_once) == sum(one.total_bytes for one in in_steps) > 0
+    assert sum(one.count for one in in_steps) == 2 * sum(one.count for one in at_once)
+
+
+def gathers_of(model):
+    sent = step_collectives(model, 16, 32)
+    return [one for one in sent if one.kind == "all-gather" and one.axes == ("dp",)]

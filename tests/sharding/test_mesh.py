@@ -1,0 +1,167 @@
+"""The mesh holds every device exactly once, and says which sizes would fit when they do not."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.mesh import (
+    AXES,
+    MeshConfig,
+    factorisations,
+    make_mesh,
+    place_devices,
+    resolve_sizes,
+    simulate_devices,
+)
+
+
+def config(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"):
+    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, across_slices=across_slices)
+
+
+def eight_devices():
+    simulate_devices(8)
+    return jax.devices()[:8]
+
+
+@pytest.mark.parametrize("sizes", factorisations(8), ids=str)
+def test_every_factorisation_of_the_devices_makes_a_mesh(sizes):
+    mesh = make_mesh(config(*sizes), eight_devices())
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, sizes, strict=True))
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in eight_devices()}
+
+
+def test_neighbours_along_tp_are_neighbours_in_the_list_of_devices():
+    devices = eight_devices()
+    assert list(make_mesh(config(2, 2, 2), devices).devices[0, 0]) == devices[:2]
+
+
+@given(devices=st.integers(1, 200), unknown=st.sampled_from(AXES), data=st.data())
+def test_the_inferred_axis_takes_all_devices_that_are_left(devices, unknown, data):
+    sizes = dict(zip(AXES, data.draw(st.sampled_from(factorisations(devices))), strict=True))
+    assert resolve_sizes(config(**{**sizes, unknown: -1}), devices) == sizes
+
+
+@given(devices=st.integers(1, 200))
+def test_factorisations_are_all_there_are(devices):
+    found = factorisations(devices)
+    assert len(found) == len(set(found)) and all(math.prod(f) == devices for f in found)
+    pairs = [(a, b) for a in range(1, devices + 1) for b in range(1, devices // a + 1) if devices % (a * b) == 0]
+    assert len(found) == len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 1, 1), "mesh.pp=3 mesh.dp=1 mesh.tp=1 wants 3 devices, but there are 8; legal pp·dp·tp for 8: "),
+        ((4, 4, 1), "wants 16 devices, but there are 8"),
+        ((1, 1, 4), "wants 4 devices, but there are 8; legal pp·dp·tp for 8: 1·1·8, 1·2·4, 2·1·4, 1·4·2"),
+        ((3, -1, 1), "mesh.dp=-1 mesh.tp=1 wants a multiple of 3 devices, but there are 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_refused_with_those_that_do(sizes, message):
+    with pytest.raises(ConfigError) as error:
+        make_mesh(config(*sizes), eight_devices())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "mesh.tp=0 is no number of devices"),
+        ({"pp": -2}, "mesh.pp=-2 is no number of devices"),
+        ({"dp": 2.0}, "mesh.dp=2.0 is no number of devices"),
+        ({"dp": True}, "mesh.dp=True is no number of devices"),
+        ({"pp": -1, "dp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
+        ({"simulate": -1}, "mesh.simulate=-1 is no number of devices"),
+        ({"across_slices": "tp"}, "mesh.across_slices='tp' is no axis for the network between slices; use one of 'dp'"),
+    ],
+)
+def test_wrong_sizes_are_named(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**fields)
+
+
+def test_long_lists_of_legal_sizes_are_cut_with_the_nearest_first():
+    with pytest.raises(ConfigError, match=r"legal pp·dp·tp for 256: 1·8·32, 1·64·4, 8·8·4, .* and 33 more"):
+        resolve_sizes(config(1, 8, 4), 256)
+
+
+def test_simulating_after_jax_has_started_is_an_error_unless_nothing_changes():
+    eight_devices()
+    simulate_devices(8)
+    with pytest.raises(ConfigError, match=r"mesh.simulate=4 comes too late: JAX already runs with 8 cpu device"):
+        simulate_devices(4)
+
+
+def test_simulated_devices_must_be_the_ones_that_are_there():
+    with pytest.raises(ConfigError, match=r"mesh.simulate=4 but JAX runs with 8 device"):
+        make_mesh(config(dp=4, simulate=4), eight_devices())
+
+
+def test_devices_that_do_not_divide_over_the_processes_are_refused():
+    with pytest.raises(ConfigError, match="mesh.simulate=8 does not divide over 3 processes"):
+        simulate_devices(8, 3)
+
+
+# ---- several slices
+
+
+def chips_of(slices, rows=2, columns=4):
+    """Chips as libtpu describes them: slices of v5e, one core a chip, four chips a host."""
+    places = [(number, x, y) for number in range(slices) for y in range(columns) for x in range(rows)]
+    return [
+        SimpleNamespace(
+            id=at,
+            platform="tpu",
+            device_kind="TPU v5 lite",
+            coords=(x, y, 0),
+            core_on_chip=0,
+            slice_index=number,
+            process_index=at // 4,
+        )
+        for at, (number, x, y) in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes"), [("dp", (1, 16, 1)), ("dp", (2, 4, 2)), ("pp", (2, 4, 2)), ("pp", (4, 1, 4)), ("pp", (2, 8, 1))]
+)
+def test_the_chosen_axis_alone_goes_from_slice_to_slice(axis, sizes):
+    chips = chips_of(slices=2)
+    grid = place_devices(config(*sizes, across_slices=axis), chips)
+    assert grid.shape == sizes and {chip.id for chip in grid.flat} == {chip.id for chip in chips}
+    slice_of = np.vectorize(lambda chip: chip.slice_index)(grid)
+    along = AXES.index(axis)
+    for other in {0, 1, 2} - {along}:
+        assert (slice_of == slice_of.take([0], other)).all()
+    # The first half of the axis is in one slice, the second in the other: one step of it crosses the network.
+    assert (np.diff(slice_of, axis=along) != 0).sum(along).max() == 1
+
+
+def test_one_slice_needs_no_axis():
+    grid = place_devices(config(1, 4, 2, across_slices="pp"), chips_of(slices=1))
+    assert grid.shape == (1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "sizes", "message"),
+    [
+        (
+            "dp",
+            (2, 1, 8),
+            "mesh.dp=1 does not divide over 2 slices of 8 chips, .*='dp' puts it; use a multiple of 2, or",
+        ),
+        ("dp", (1, 1, 16), "use a multiple of 2$"),
+        ("pp", (1, 16, 1), "mesh.pp=1 does not divide over 2 slices .*, or mesh.across_slices='dp'"),
+    ],
+)
+def test_an_axis_that_does_not_divide_over_the_slices_is_refused(axis, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        place_devices(config(*sizes, across_slices=axis), chips_of(slices=2))

@@ -1,0 +1,530 @@
+"""A run stops, goes on, moves to another mesh and ends, and its losses are those of a run that never stopped."""
+
+import errno
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from run_examples import stop_at, tiny_config, write_corpus
+
+from parallax.checkpoint import latest_step
+from parallax.config.load import load_config, settings_of
+from parallax.config.settings import load_settings
+from parallax.runtime import progress
+from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.runtime.progress import Speaker, speaking, waiting
+from parallax.training.folder import RunFolder
+from parallax.training.journal import Journal, drop_after, read_metrics
+from parallax.training.meter import Meter
+from parallax.training.resume import step_to_resume
+from parallax.training.run import train
+from parallax.training.skips import Skips
+from parallax.training.steps import Ended, Steps
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+@pytest.fixture(scope="module")
+def never_stopped(corpus, tmp_path_factory):
+    """The folder of a whole run; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(tiny_config(corpus), folder).reason == "finished"
+    return folder
+
+
+def losses(folder):
+    """Loss of each step in hex: equal strings are equal bits."""
+    return [(row["step"], row["train/loss"].hex()) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture
+def halfway(never_stopped, tmp_path):
+    """What a kill after step 6 leaves: the checkpoint of step 4, lines beyond it, and the last of them torn."""
+    folder = tmp_path / "halfway"
+    shutil.copytree(never_stopped, folder)
+    shutil.rmtree(folder / "checkpoints" / "8")
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
+    return folder
+
+
+def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped(
+    corpus, tmp_path, never_stopped, monkeypatch
+):
+    stop_at(monkeypatch, 2)
+    outcome = train(tiny_config(corpus), tmp_path)
+    monkeypatch.undo()
+    assert outcome.reason == "stopped" and 2 <= outcome.step < 8
+    assert latest_step(tmp_path / "checkpoints") == outcome.step
+    assert train(tiny_config(corpus), tmp_path).reason == "finished"
+    assert losses(tmp_path) == losses(never_stopped)
+    assert [step for step, _ in losses(tmp_path)] == list(range(1, 9))
+
+
+def test_a_run_goes_on_on_another_mesh(corpus, halfway, never_stopped, capsys):
+    other = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
+    train(tiny_config(corpus, **other), halfway)
+    assert (
+        "going on with changed settings: mesh.dp=-1 there, 2 here, mesh.pp=1 there, 2 here" in capsys.readouterr().out
+    )
+    there, here = (np.array([float.fromhex(loss) for _, loss in losses(f)]) for f in (never_stopped, halfway))
+    # The same sums in another order: some units in the last place of float32, over 4 steps.
+    np.testing.assert_allclose(here, there, rtol=1e-5)
+
+
+def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpus, halfway, never_stopped):
+    assert train(tiny_config(corpus), halfway).reason == "finished"
+    assert losses(halfway) == losses(never_stopped)
+
+
+def test_a_fresh_run_can_start_from_the_weights_of_another(corpus, never_stopped, tmp_path):
+    config = tiny_config(corpus, **{"train.init_from": str(never_stopped), "model.dropout": 0.0})
+    config.optimizer.learning_rate = 0.0
+    train(config, tmp_path)
+    here, there = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, never_stopped))
+    assert [row["step"] for row in here] == list(range(1, 9))
+    assert here[-1]["eval/loss"] == pytest.approx(there[-1]["eval/loss"], rel=1e-6)
+
+
+def test_weights_of_a_folder_without_checkpoints_are_refused(corpus, tmp_path):
+    with pytest.raises(
+        CheckpointError, match="train.init_from='nowhere' holds no checkpoint; name the folder of a run"
+    ):
+        train(tiny_config(corpus, **{"train.init_from": "nowhere"}), tmp_path)
+
+
+def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, never_stopped, tmp_path, monkeypatch):
+    config = json.loads((never_stopped / "config.json").read_text())
+    del config["train"]["compile_cache"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
+    settings, said = load_settings(tmp_path), []
+    assert settings == load_settings(never_stopped)
+    monkeypatch.setattr("parallax.training.resume.read_manifest", lambda *_: {"settings": config})
+    assert step_to_resume(RunFolder(never_stopped), settings.to_dict(), "auto", said.append) == 8 and not said
+
+
+def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
+    before = losses(never_stopped)
+    outcome = train(tiny_config(corpus), never_stopped)
+    assert outcome.reason == "nothing to do" and outcome.step == 8
+    assert "nothing to do" in capsys.readouterr().out and losses(never_stopped) == before
+
+
+def test_the_run_folder_says_what_the_run_is(corpus, never_stopped):
+    wanted = {"config.json", "metadata.json", "metrics.jsonl", "log.txt", "checkpoints", "tokenizer.json", "lock"}
+    assert wanted == {path.name for path in never_stopped.iterdir()}
+    settings = settings_of(load_config(never_stopped / "config.json"))
+    assert settings == load_settings(never_stopped) and settings.model.vocab == 384
+    about = json.loads((never_stopped / "metadata.json").read_text())
+    assert about["starts"][0]["ended"]["reason"] == "finished"
+    assert about["starts"][0]["versions"]["jax"] and about["starts"][0]["mesh"] == {"pp": 1, "dp": 8, "tp": 1}
+
+
+def test_metrics_have_the_agreed_names_and_losses_fall(never_stopped):
+    rows = read_metrics(never_stopped / "metrics.jsonl")
+    wanted = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second"}
+    assert all(wanted | {"perf/mfu", "perf/data_wait_secs"} <= set(row) for row in rows)
+    assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+    assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
+
+
+def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
+    log = (never_stopped / "log.txt").read_text()
+    for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
+        assert words in log
+    assert re.search(r"^\d\d:\d\d:\d\d step 8/8 +loss", log, re.M) and "step 8/8  eval loss" in log
+    assert "mfu" in log and "tok/s" in log and "finished: step 8" in log
+    assert "8 x cpu as pp=1, dp=8, tp=1; accumulate" in log and "nats a token" in log and "a byte" in log
+
+
+def test_the_best_checkpoint_is_kept_with_the_last(corpus, tmp_path, monkeypatch):
+    changes = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1, "train.eval_every_steps": 0}
+    judged = iter([3.0, 1.0, 2.0, 2.5])
+    monkeypatch.setattr("parallax.training.run.evaluation", lambda parts: lambda params: next(judged))
+    train(tiny_config(corpus, **changes), tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
+
+
+def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(
+        CheckpointError, match=r"cannot lock .*/lock \(No locks available\); mount its file system with"
+    ):
+        with RunFolder(tmp_path / "run").locked():
+            pass
+
+
+def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as console, Journal(RunFolder(tmp_path)) as journal:
+        monkeypatch.setattr(sys, "stdout", console)
+        journal.say("step 1")
+        journal.say("step 2")
+    date, *lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date)
+    assert [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line)[1] for line in lines] == ["step 1", "step 2"]
+
+
+def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeypatch, capsys):
+    times = iter(["2026-11-22 23:59:58", "2026-11-22 23:59:59", "2026-11-23 00:00:00", "2026-11-23 00:00:01"])
+    monkeypatch.setattr(
+        "parallax.training.journal.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S")
+    )
+    with pytest.raises(ZeroDivisionError), Journal(RunFolder(tmp_path)) as journal:
+        journal.begin(0)
+        journal.say("run here\n\na table")
+        journal.say("step 1")
+        journal.say_last("step 2")
+        _ = 1 / 0
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [lines[0][:10], *lines[1:5]] == ["2026-11-22", "23:59:58 run here", "", "a table", "23:59:59 step 1"]
+    assert [lines[5][:10], *lines[6:]] == [
+        "2026-11-23",
+        "00:00:00 step 2",
+        "00:00:01 ZeroDivisionError: division by zero",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines[:5]
+
+
+def test_the_console_has_the_date_too_where_the_log_had_a_line_before_it(tmp_path, capsys):
+    with Journal(RunFolder(tmp_path)) as journal:
+        journal.say_last("a line for the log alone")
+        journal.say("step 1")
+    date, line = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date) and line.endswith(" step 1")
+    assert (tmp_path / "log.txt").read_text().splitlines()[0] == date
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.d_ff": 128}, "model.d_ff=64 there, 128 here"),
+        ({"model.layers": 4}, "model.layers=2 there, 4 here"),
+        ({"data.seed": 1}, "data.seed=0 there, 1 here"),
+        ({"data.global_batch": 16}, "data.global_batch=8 there, 16 here"),
+        ({"data.seq": 16}, "data.seq=32 there, 16 here"),
+        ({"optimizer.name": "muon"}, "optimizer.name='adamw' there, 'muon' here"),
+        ({"train.seed": 3}, "train.seed=0 there, 3 here"),
+    ],
+    ids=str,
+)
+def test_another_model_or_other_data_is_refused_with_both_values(corpus, never_stopped, changes, message):
+    with pytest.raises(CheckpointError) as error:
+        train(tiny_config(corpus, **{**changes, "train.steps": 20}), never_stopped)
+    assert "cannot go on from step 8" in str(error.value) and message in str(error.value)
+
+
+def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, never_stopped, tmp_path):
+    texts = write_corpus(tmp_path / "corpus")
+    train(tiny_config(texts), halfway)
+    assert losses(halfway) == losses(never_stopped)
+    (texts / "01.txt").write_text("Another text altogether. " * 20)
+    with pytest.raises(CheckpointError, match=r"or other data: corpus.fingerprint=.* there, .* here; set them back"):
+        train(tiny_config(texts, **{"train.steps": 20}), halfway)
+
+
+def test_resume_must_and_never_mean_it(corpus, tmp_path, never_stopped):
+    with pytest.raises(CheckpointError, match="--resume=must, but .* has no checkpoint"):
+        train(tiny_config(corpus), tmp_path, resume="must")
+    with pytest.raises(CheckpointError, match="--resume=never, but .* holds a run at step 8"):
+        train(tiny_config(corpus), never_stopped, resume="never")
+    with pytest.raises(ConfigError, match="--resume='maybe' is unknown"):
+        train(tiny_config(corpus), tmp_path, resume="maybe")
+
+
+def test_a_refused_run_leaves_no_folder_behind(corpus, tmp_path):
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_leaves_a_folder_that_was_there(corpus, tmp_path):
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "log.txt").touch()
+    with pytest.raises(ConfigError):
+        train(tiny_config(corpus, **{"model.d_ff": 63, "mesh.tp": 4}), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+def test_an_error_on_the_way_is_in_the_log(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("parallax.training.run.evaluation", lambda parts: lambda params: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tiny_config(corpus), tmp_path)
+    assert (tmp_path / "log.txt").read_text().endswith("ZeroDivisionError: division by zero\n")
+    (start,) = json.loads((tmp_path / "metadata.json").read_text())["starts"]
+    assert start["ended"]["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_two_runs_cannot_share_a_folder(corpus, tmp_path):
+    with RunFolder(tmp_path).locked():
+        with pytest.raises(CheckpointError, match=r"another run is training in .* \(process \d+ on .*\)"):
+            train(tiny_config(corpus), tmp_path)
+
+
+def test_curves_are_written_for_tensorboard(corpus, tmp_path):
+    pytest.importorskip("tensorboardX")
+    train(tiny_config(corpus, **{"train.tensorboard": True}), tmp_path)
+    assert [path for path in (tmp_path / "tensorboard").iterdir() if "tfevents" in path.name]
+
+
+def test_an_evaluation_on_less_than_was_asked_for_is_said(corpus, tmp_path, capsys):
+    train(tiny_config(corpus, **{"train.steps": 3, "train.eval_batches": 1000}), tmp_path)
+    assert "all that are held out; train.eval_batches=1000 is more" in capsys.readouterr().out
+
+
+def test_a_finished_run_writes_a_sample(corpus, tmp_path, capsys):
+    changes = {"sample.prompt": "Document", "sample.tokens": 5}
+    train(tiny_config(corpus, **changes), tmp_path)
+    assert "sample of 5 tokens:\n\nDocument" in capsys.readouterr().out
+
+
+class Late:
+    """A metric that says when it is read."""
+
+    def __init__(self, events, step):
+        self.events, self.step = events, step
+
+    def __array__(self, *_, **__):
+        self.events.append(f"read {self.step}")
+        return np.float32(1)
+
+
+class Stub:
+    """Stands for what the loop only passes through or tells something."""
+
+    signal = None
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+class NoSkips(Skips):
+    def __init__(self):
+        pass
+
+    def note(self, step, metrics):
+        return {}
+
+    def too_many(self, metrics):
+        return False
+
+
+COUNTS = {name: np.float32(0) for name in ("grad_norm", "skipped", "skipped_steps", "in_a_row")}
+
+
+def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but_for_the_first(corpus):
+    events = []
+    settings = settings_of(
+        tiny_config(corpus, **{"train.steps": 4, "train.eval_every_steps": 0, "checkpoint.every_steps": 0})
+    )
+
+    def step(state, batch):
+        events.append(f"dispatch {state.at}")
+        return SimpleNamespace(params=None, at=state.at + 1), {**COUNTS, "loss": Late(events, state.at)}
+
+    stub, batches = Stub(), Stub()
+    batches.get = lambda at: (None, 0.0)
+    meter = Meter(4, 1, 1.0, None, 1)
+    steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
+    steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
+    steps.run(SimpleNamespace(params=None, at=0), 0)
+    assert events == [
+        "dispatch 0", "read 0", "dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
+    ]  # fmt: skip
+
+
+def take_steps(settings, step, say=lambda line: None):
+    """The steps of `settings` by a function of (state, batch), without a model; lines go to `say`."""
+    stub, batches = Stub(), Stub()
+    batches.get = lambda at: (None, 0.0)
+    journal = SimpleNamespace(record=lambda *_: None, say=say)
+    meter = Meter(settings.train.steps, 1, 1.0, None, 1)
+    steps = Steps(settings, step, None, batches, Stub(), journal, meter, stub, stub, np.zeros(99), NoSkips(), stub)
+    steps._save = lambda *_: None
+    steps.run(SimpleNamespace(params={}), 0)
+
+
+def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus, monkeypatch):
+    changes = {"train.steps": 9, "train.log_every_steps": 100, "train.eval_every_steps": 0, "checkpoint.every_steps": 0}
+    lines, now = [], iter(np.arange(0.0, 1e6, 12.0))  # a look at the clock each 12 s
+    monkeypatch.setattr("parallax.training.steps.time", SimpleNamespace(monotonic=lambda: next(now)))
+    step = lambda state, batch: (state, {**COUNTS, "loss": np.float32(1)})  # noqa: E731
+    take_steps(settings_of(tiny_config(corpus, **changes)), step, lines.append)
+    assert [line.split()[1] for line in lines] == ["1/9", "4/9", "7/9", "9/9"]
+
+
+def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
+    now, out = [0.0], io.StringIO()
+    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+
+    def step(state, batch):
+        for _ in range(12 if now[0] == 0 else 0):
+            now[0] += 1
+            speaker.tick()
+        return state, {**COUNTS, "loss": np.float32(1)}
+
+    with speaking(speaker):
+        take_steps(settings_of(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
+    assert out.getvalue().splitlines() == [
+        "compiling the training step: 1s so far",
+        "compiling the training step: 5s so far",
+        "compiling the training step: 9s so far",
+        "compiling the training step: done in 12.0 s",
+    ]
+
+
+def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("PARALLAX_PROGRESS")
+
+    def wait(what):
+        with waiting(what, patience_secs=0):
+            progress._speaker.tick()
+
+    with Journal(RunFolder(tmp_path)) as journal:
+        wait("preparing the data")
+        assert (tmp_path / "log.txt").read_text() == ""  # a run that is refused now leaves nothing behind
+        journal.say("run")
+        wait("compiling the training step")
+    lines = ["preparing the data ...", "run", "compiling the training step ..."]
+    kept, printed = (tmp_path / "log.txt").read_text().splitlines(), capsys.readouterr().out.splitlines()
+    assert [line[9:] for line in kept[1:]] == lines  # behind the date, and each behind its time
+    printed.remove(kept[0])  # the date stands before the first line of the console that has a time, too
+    assert [line[9:] if line.endswith("run") else line for line in printed] == lines
+
+
+def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("parallax.training.journal.is_first", lambda: False)
+    now, out = [0.0], io.StringIO()
+    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+    with speaking(speaker), Journal(RunFolder(tmp_path)), waiting("compiling"):
+        now[0] += 100
+        speaker.tick()
+    assert out.getvalue() == capsys.readouterr().out == ""
+
+
+class Device:
+    """Takes STEP_SECS for a step, one after the other, while the host goes on."""
+
+    def __init__(self):
+        self.free = 0.0
+
+    def run(self, metrics):
+        self.free = max(self.free, time.perf_counter()) + STEP_SECS
+        return {name: Running(value, self.free) for name, value in metrics.items()}
+
+    def wait(self):
+        time.sleep(max(self.free - time.perf_counter(), 0))
+
+
+class Running:
+    """A metric of a step that is at work until `until`."""
+
+    def __init__(self, value, until):
+        self.value, self.until = value, until
+
+    def block_until_ready(self):
+        time.sleep(max(self.until - time.perf_counter(), 0))
+
+    def __array__(self, *_, **__):
+        self.block_until_ready()
+        return self.value
+
+
+class SlowRates:
+    """Computed on the device, after the step that it works on."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getitem__(self, update):
+        self.device.wait()
+        return 1e-3
+
+
+STEP_SECS, LATE_SECS, START = 0.15, 0.4, 100
+# What keeps the host besides the learning rate, and the seconds of that step.
+KEEPS_THE_HOST = {
+    104: ("its batch comes late", LATE_SECS + STEP_SECS),
+    106: ("it is taken twice", 2 * STEP_SECS),
+    108: ("it is skipped, which takes words", STEP_SECS),
+    109: ("an evaluation follows", STEP_SECS),
+    111: ("its dispatch waits for the device", STEP_SECS),
+}
+
+
+def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
+    """Each step of a run that goes on has its own time, also one after an evaluation, and the one after it."""
+    device, rows, batches, skips, last = Device(), {}, Stub(), NoSkips(), START + 12
+    at_step = {what: step for step, (what, _) in KEEPS_THE_HOST.items()}
+    changes = {"train.steps": last, "train.check_every": at_step["it is taken twice"]}
+    settings = settings_of(tiny_config(corpus, **changes))
+
+    def step(state, batch):
+        state.step += 1
+        if state.step == at_step["its dispatch waits for the device"]:
+            device.wait()
+        return state, device.run({**COUNTS, "loss": np.float32(1)})
+
+    def twice(train_step, state, batch, done):
+        device.wait()
+        train_step(state, batch)
+        state.step -= 1
+        device.wait()
+        return train_step(state, batch)
+
+    def batch(at):
+        secs = LATE_SECS if at + 1 == at_step["its batch comes late"] else 0.0
+        time.sleep(secs)
+        return None, secs
+
+    batches.get = batch
+    skips.note = lambda at, _: (at == at_step["it is skipped, which takes words"] and time.sleep(STEP_SECS)) or {}
+    journal = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
+    meter, recheck = Meter(last, 1, 1.0, None, 1), SimpleNamespace(take=twice)
+    others = journal, meter, Stub(), Stub(), SlowRates(device), skips, recheck
+    steps = Steps(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
+    steps._evaluates_after = lambda done: done == at_step["an evaluation follows"]
+    steps._saves_after = lambda done: False
+    steps.run(SimpleNamespace(params={}, step=START), START)
+    expected = {at: KEEPS_THE_HOST.get(at, ("", STEP_SECS))[1] for at in range(START + 1, last)}
+    found = {at: rows[at]["perf/step_secs"] for at in expected}
+    np.testing.assert_allclose([*found.values()], [*expected.values()], atol=STEP_SECS / 2, rtol=0, err_msg=str(found))
+    assert all(row["perf/data_wait_secs"] <= row["perf/step_secs"] for row in rows.values())
+
+
+@pytest.mark.parametrize("metrics", [{}, {"z_loss": np.float32(0.5)}], ids=str)
+def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
+    stub = Stub()
+    meter = Meter(4, 1, 1.0, None, 1)
+    steps = Steps(
+        settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, stub, np.zeros(4), NoSkips(), stub
+    )
+    metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
+    ended = Ended(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
+    assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
+        f"train/{k}": v for k, v in metrics.items()
+    }
+
+
+def test_metrics_beyond_a_step_are_dropped_and_torn_lines_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5}\n{"step": 3, "tr')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    drop_after(path, 1)
+    assert path.read_text() == '{"step": 1, "train/loss": 2.0}\n'
+    drop_after(tmp_path / "absent", 1)

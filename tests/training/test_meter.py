@@ -1,0 +1,102 @@
+"""The numbers on the line of a step, and what they are a share of."""
+
+import math
+import re
+
+import pytest
+
+from parallax.runtime.chips import CHIPS
+from parallax.training.meter import Meter
+from parallax.training.peak import measure_matmul, most_memory, peak_flops
+
+FIXED = {"clock": lambda: 0.0, "memory": lambda: int(1.3 * 2**30)}
+VALUES = {"train/loss": 4.12344, "train/grad_norm": 1.234, "train/learning_rate": 3e-4}
+
+
+def test_the_line_of_a_step_has_what_people_look_for():
+    meter = Meter(steps=1000, step_tokens=16_000, step_flops=4.92e13, peak_flops=4.92e14, devices=8, **FIXED)
+    values = dict(VALUES)
+    meter.measure(10.0, 5.0, compiled=True)
+    for ended in (10.5, 11.0):
+        values |= meter.measure(ended, 0.02, compiled=False)
+    assert meter.line(10, values) == (
+        "step 10/1000  loss 4.1234  gnorm 1.23  lr 3.0e-4  32k tok/s  mfu 20%  1.3 GiB  wait 4%  left 8m15s"
+    ).replace("  ", " ")
+    assert values["perf/flops_per_second_per_device"] == 1.23e13 and values["perf/memory_bytes"] == int(1.3 * 2**30)
+    values |= meter.measure(11.5, 0.0, compiled=False)
+    assert meter.line(11, values) == (
+        "step 11/1000  loss 4.1234  gnorm 1.23  lr 3.0e-4  32k tok/s  mfu 20%  1.3 GiB  left 8m14s"
+    )
+    assert meter.eval_line(10, 3.97211) == "step 10/1000  eval loss 3.9721"
+
+
+def test_a_step_whose_end_was_seen_late_gives_the_next_one_no_speed_beyond_the_peak():
+    meter = Meter(steps=10, step_tokens=100, step_flops=1e12, peak_flops=1e12, devices=1, **FIXED)
+    meter.measure(10.0, 0.0, compiled=True)
+    late = meter.measure(18.0, 0.0, compiled=False)
+    assert late["perf/mfu"] == 0.125 and "mfu 12%" in meter.line(2, VALUES | late)
+    values = meter.measure(18.001, 0.0, compiled=False)
+    assert values["perf/step_secs"] == pytest.approx(0.001)
+    assert all(math.isnan(values[f"perf/{name}"]) for name in ("mfu", "tokens_per_second"))
+    assert "tok/s" not in meter.line(3, VALUES | values)
+    assert meter.measure(22.001, 0.0, compiled=False)["perf/mfu"] == pytest.approx(0.25)
+
+
+LARGE = {"train/loss": 3.4e38, "train/grad_norm": 3.4e38, "train/learning_rate": 3.4e38}
+SMALL = {"train/loss": -1e-30, "train/grad_norm": 1e-38, "train/learning_rate": 1e-38}
+ODD = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/learning_rate": 0.0}
+
+
+@pytest.mark.parametrize("values", [VALUES, LARGE, SMALL, ODD], ids=["usual", "large", "small", "odd"])
+@pytest.mark.parametrize("steps", [1, 240, 500_000, 2**31 - 1])
+@pytest.mark.parametrize("secs", [1e-6, 1e-3, 1.77, 86_400.0])
+@pytest.mark.parametrize("peak", [None, 1.01e27], ids=str)
+def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, steps, secs, peak):
+    """Whatever the counts and the speeds; beyond them stand eight letters of the time of day and a blank."""
+    fixed = FIXED | {"memory": lambda: 1023 * 2**30}
+    meter = Meter(steps=steps, step_tokens=2**31, step_flops=1e21, peak_flops=peak, devices=3, **fixed)
+    values = values | meter.measure(secs, secs, compiled=False)
+    meter.measure(3 * secs, secs / 2, compiled=False)
+    for step in {1, steps}:
+        meter._window.append((secs, secs))
+        line = meter.line(step, values)
+        assert len(f"23:59:59 {line}") <= 100 and "\n" not in line
+        assert re.match(rf"step {step}/{steps} +loss \S+ ", line) and " tok/s" in line and " left " in line
+        assert ("FLOP/s" in line) == (peak is None) == ("mfu" not in line)
+        assert len(f"23:59:59 {meter.eval_line(step, values['train/loss'])}") <= 100
+
+
+def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
+    class Chip:
+        platform, device_kind = "tpu", "TPU v5 lite"
+
+    monkeypatch.setattr("parallax.training.peak.jax.devices", lambda: [Chip] * 8)
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5e"].flops["bfloat16"]
+    Chip.device_kind = "TPU v5p"
+    assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"].flops["bfloat16"]
+    Chip.device_kind = "Abacus"
+    assert peak_flops("bfloat16") == (None, "unknown for Abacus")
+    meter = Meter(
+        steps=2, step_tokens=1, step_flops=1.0, peak_flops=None, devices=1, clock=lambda: 0.0, memory=lambda: None
+    )
+    values = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/learning_rate": 1.0}
+    line = meter.line(1, values | meter.measure(1.0, 0.0, compiled=False))
+    assert line.endswith("  1 tok/s  1 FLOP/s/dev  left 1s")
+
+
+def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(monkeypatch):
+    assert 2**26 < most_memory() < 2**40
+
+    class Chip:
+        platform = "gpu"
+
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    for stats, most in (([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}], 7), ([None, {}], None)):
+        monkeypatch.setattr("parallax.training.peak.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
+        assert most_memory() == most
+
+
+def test_the_peak_of_a_cpu_is_measured_in_under_two_seconds():
+    assert measure_matmul("float32") > 1e8

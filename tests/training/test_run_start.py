@@ -1,0 +1,133 @@
+"""What a run says of its settings when it starts; what of a config file goes with fewer steps on the command line."""
+
+import json
+import pathlib
+
+import pytest
+from run_examples import as_flags, stop_at, tiny_config
+
+import train as command_line
+from configs.base import get_config
+from parallax.cli.command import read_command, read_line
+from parallax.config.load import WIDTH, base_settings, lines_of, settings_of
+from parallax.config.settings import load_settings, read_settings
+from parallax.runtime.errors import ConfigError
+from parallax.training.journal import read_metrics
+from parallax.training.optimizer import learning_rate
+from parallax.training.run import train
+
+ROOT = pathlib.Path(command_line.__file__).parent
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+
+
+def read(*words):
+    line = read_line(["train.py", *words], {})
+    return settings_of(line.config), line.warnings
+
+
+def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once(monkeypatch):
+    assert base_settings() == read_settings(get_config()) and lines_of(base_settings()) == []
+    changed = read_settings(get_config(), mesh={"tp": 4}, sample={"prompt": "a  b"}, train={"wandb": "x" * 200})
+    assert lines_of(changed) == [
+        "mesh         tp=4",
+        f"train        wandb={'x' * 200!r}",
+        "sample       prompt='a  b'",
+    ]
+    every = lines_of(settings_of(tiny_config(ROOT)))
+    assert max(map(len, every)) <= WIDTH and len(every) < 12
+    text = " ".join(every)
+    assert text.count(" layers=2") == 1 and "rope_theta" not in text and "d_model=32" in text
+    monkeypatch.setattr("parallax.config.load.BASE", ROOT / "nowhere")
+    assert "rope_theta" in " ".join(lines_of(read_settings(get_config())))
+
+
+# ---- fewer steps
+
+
+def test_a_warm_up_of_the_file_is_cut_where_the_command_line_takes_fewer_steps():
+    settings, (warning,) = read(QUICKSTART, "--config.train.steps=20")
+    assert (settings.train.steps, settings.optimizer.warmup_steps) == (20, 2)
+    learning_rate(settings.optimizer, settings.train.steps)
+    assert warning.startswith("warning: optimizer.warmup_steps=20 of ") and "quickstart.py is not below" in warning
+    assert "--config.train.steps=20; this run warms up for 2, or as --config.optimizer.warmup_steps says" in warning
+    assert read(QUICKSTART, "--config.train.steps", "1")[0].optimizer.warmup_steps == 0
+    assert read(QUICKSTART, "--config.train.steps=21") == (read(QUICKSTART, "--config.train.steps=21")[0], ())
+    assert read(QUICKSTART, "--config.train.steps=21")[0].optimizer.warmup_steps == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config.train.steps=20", "--config.optimizer.warmup_steps=20"],
+        ["--config.optimizer.warmup_steps=240"],
+        ["--config.train.steps=20", "--config.optimizer.warmup_steps", "30"],
+    ],
+    ids=str,
+)
+def test_a_warm_up_that_was_written_beside_the_steps_is_refused(words):
+    settings, warnings = read(QUICKSTART, *words)
+    assert not warnings
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps=.* must be below train.steps="):
+        learning_rate(settings.optimizer, settings.train.steps)
+
+
+def test_a_file_that_is_wrong_by_itself_is_refused(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs.quickstart import get_config as base\n"
+        "def get_config():\n    config = base()\n    config.train.steps = 20\n    return config\n"
+    )
+    settings, warnings = read(f"--config={path}")
+    assert not warnings
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps=20 must be below train.steps=20"):
+        learning_rate(settings.optimizer, settings.train.steps)
+
+
+@pytest.mark.parametrize(("written", "left"), [("50:52", ""), ("15:40", "15:20"), ("20:21", "20:20"), ("3:20", "3:20")])
+def test_steps_to_trace_of_the_file_are_cut_too(written, left, tmp_path):
+    config = get_config().to_dict()
+    config["train"]["profile_steps"], config["optimizer"]["warmup_steps"] = written, 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings, warnings = read(f"--config={tmp_path / 'config.json'}", "--config.train.steps=20")
+    assert settings.train.profile_steps == left and len(warnings) == (written != left)
+    assert not warnings or f"train.profile_steps='{written}' of " in warnings[0]
+    with pytest.raises(ConfigError, match="ends at step 52, but train.steps=20; use steps of the run"):
+        read(QUICKSTART, "--config.train.steps=20", "--config.train.profile_steps=50:52")
+
+
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_steps_that_are_none_are_refused_as_before(value):
+    with pytest.raises(ConfigError, match=f"train.steps={value} is too small; use 1 or more"):
+        read(QUICKSTART, f"--config.train.steps={value}")
+
+
+def test_other_commands_say_it_on_stderr(capsys):
+    settings, _ = read_command(["plan", QUICKSTART, "--config.train.steps=20"], {})
+    captured = capsys.readouterr()
+    assert settings.optimizer.warmup_steps == 2 and not captured.out
+    assert captured.err.startswith("warning: optimizer.warmup_steps=20 of ") and captured.err.count("\n") == 1
+
+
+def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
+    changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}
+    (tmp_path / "long.json").write_text(json.dumps(settings_of(tiny_config(corpus, **changes)).to_dict()))
+
+    def run(folder, *words):
+        command = command_line.parse(["train.py", f"--workdir={tmp_path / folder}", *words])
+        return train(command.config, command.workdir, resume=command.resume, warnings=command.warnings)
+
+    short = [f"--config={tmp_path / 'long.json'}", *as_flags({"train.steps": 8, "checkpoint.every_steps": 0})]
+    assert run("whole", *short).step == 8
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        done = run("parts", *short).step
+    assert 2 <= done < 8
+    saved = load_settings(tmp_path / "parts")
+    assert (saved.train.steps, saved.optimizer.warmup_steps, saved.train.profile_steps) == (8, 0, "")
+    assert run("parts").step == 8  # its own config.json says all
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
+    assert [row["train/learning_rate"] for row in whole] == [row["train/learning_rate"] for row in parts]
+    log = (tmp_path / "parts" / "log.txt").read_text()
+    assert log.count("warning: optimizer.warmup_steps=100 of") == 1 == log.count("warning: train.profile_steps='50:52'")
+    assert "what differs from configs/base.py (all settings are in" in log and "changed settings" not in log
