@@ -5,7 +5,7 @@
     python benchmarks/predictions.py --tpu
 
 Of one device and step, predicted / compiled, and the error, which is predicted over compiled less 1. *Memory* is the
-peak that parallax.analysis predicts, and what the compiler reserves: arguments, results that do not take their place, and
+peak that parallax.analysis predicts, and what the compiler reserves: arguments, results that take no other place, and
 temporaries. *FLOPs* are of matrix products, *sent* are the bytes of collectives: of the traced loss and gradients, and
 of the compiled program, its loops turned and its branches taken as the schedule says. What the *update* of the
 parameters takes, by its scope's name, is in the compiled program alone and counts in no error.

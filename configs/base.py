@@ -113,7 +113,7 @@ def get_config() -> ConfigDict:
     config.data.seed = 0  # of the order of windows
     config.data.synthetic_tokens = 1_000_000  # synthetic: bytes of text, tokens of the bytes tokenizer
 
-    # parallax.training.TrainConfig
+    # parallax.config.settings.TrainConfig
     config.train = ConfigDict()
     config.train.steps = 1000  # of the whole run, those before a resume too
     config.train.seed = 0  # of initial values and dropout
@@ -144,7 +144,7 @@ def get_config() -> ConfigDict:
     config.distributed.prepare_secs = 86_400  # for process 0 to prepare the data
     config.distributed.clock_secs = 60  # clocks may differ by so much
 
-    # parallax.generate.SampleConfig: the text that a finished run writes.
+    # parallax.inference.sample.SampleConfig: the text that a finished run writes.
     config.sample = ConfigDict()
     config.sample.prompt = ""  # empty: no sample
     config.sample.tokens = 200  # behind the prompt

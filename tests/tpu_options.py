@@ -1,4 +1,4 @@
-"""What `parallax/sharding/compiler.py` says for each chip, tried against the installed compiler, in a process of its own."""
+"""What `parallax/sharding/compiler.py` says for each chip, tried against the installed compiler; run as a process."""
 
 import contextlib
 import io

@@ -21,10 +21,10 @@ from ml_collections import ConfigDict, config_flags
 from parallax.cli.arguments import dashed, help_text
 from parallax.config.defaults import CONFIGS
 from parallax.config.settings import KINDS, SECTIONS, STEP_RANGE, Settings, read_settings, with_vocab
-from parallax.data.vocabulary import with_vocab_of_source
 from parallax.data import DataConfig
 from parallax.data.config import AUTO
 from parallax.data.tokenizer import SMALLEST_BPE_VOCAB, load
+from parallax.data.vocabulary import with_vocab_of_source
 from parallax.runtime.accelerators import leave_out_absent_tpu
 from parallax.runtime.errors import (
     QUOTED_LETTERS,

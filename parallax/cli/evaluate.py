@@ -26,12 +26,12 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import usage as usage_of
     from parallax.config.load import settings_of
     from parallax.config.settings import Settings
-    from parallax.data.vocabulary import with_tokenizer
     from parallax.data import DataConfig, Reader, open_reader
     from parallax.data.manifest import FILE_NAME as MANIFEST
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import FILE_NAME as TOKENIZER
     from parallax.data.tokenizer import Bytes
+    from parallax.data.vocabulary import with_tokenizer
     from parallax.inference.trained import Trained, load_trained, mesh_config, sizes_of
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles

@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def defaults_of(section: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from parallax.config.settings import Settings
-from parallax.data.vocabulary import with_tokenizer
 from parallax.data import Reader, open_reader
+from parallax.data.vocabulary import with_tokenizer
 from parallax.runtime.errors import ConfigError
 from parallax.training.folder import RunFolder
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_modules import command
+from command_modules import command as module_of
 from run_examples import tiny_config
 
 import train as command_line
@@ -155,7 +155,7 @@ PATHS = {
 @pytest.mark.parametrize(("program", "words"), [(name, words) for name, lines in PATHS.items() for words in lines])
 def test_a_url_is_refused_at_once_where_a_path_is_asked_for(program, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main = command_line.main if program == "train" else command(program.removeprefix("parallax.")).main
+    main = command_line.main if program == "train" else module_of(program.removeprefix("parallax.")).main
     reads_its_name = program in ("train", "parallax.report", "parallax.plan", "parallax.evaluate", "parallax.replay")
     try:
         status = main([program, *words] if reads_its_name else words)

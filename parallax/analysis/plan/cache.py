@@ -11,7 +11,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
-SOURCES = Path(__file__).parents[1]
+SOURCES = Path(__file__).parents[2]
 
 
 class Cache:

@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-PACKAGE = pathlib.Path(__file__).parents[1]
+import parallax
+from parallax.pipeline import simulated
+from parallax.runtime import jaxprs
+from parallax.sharding import collectives, layout
+
+PACKAGE = pathlib.Path(parallax.__file__).parent
 # They ask on behalf of others.
-PLUMBING = tuple(str(PACKAGE / name) for name in ("collectives.py", "jaxprs.py", "notation.py"))
+PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
 SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
-WAITING = "parallax/pipeline/simulated.py"  # holds an array back until a gradient is there
+# Holds an array back until a gradient is there.
+WAITING = pathlib.Path(simulated.__file__).relative_to(PACKAGE.parent).as_posix()
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 
 
