@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
-    config.mesh.across_slices = "dp"  # the axis over the network between slices of TPUs, if there are several: | "pp"
+    config.mesh.replica = 1  # data axis over which no parameter is cut: for the network between slices (hybrid sharding)
 
     # parallax.model.transformer.ModelConfig: the model as one device sees it.
     config.model = ConfigDict()

@@ -11,6 +11,7 @@ from parallax.model.loss import LossConfig
 from parallax.model.transformer import LayoutConfig, ModelConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.activations import RESIDUALS
 from parallax.sharding.mesh import MeshConfig, make_mesh
 from parallax.training.optimizer import OptimizerConfig
 
@@ -28,13 +29,15 @@ SCHEDULES = {
     "zero_bubble": {},
     "zero_bubble_v": {},
 }
-SEQ_CUT, HIDDEN_CUT = "batch/dp seq/tp d_model", "batch/dp seq d_model/tp"
+HIDDEN_CUT, SEQ_CUT = RESIDUALS.values()
+RESIDUAL_VALUES = {layout: value for value, layout in RESIDUALS.items()}  # of layout.residual
 
 
 def section(name, **changes):
     """One section of the base config, with those of `changes` that are its keys."""
     fields = dict(get_config()[name])
-    return fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
+    found = fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
+    return found | ({"residual": RESIDUAL_VALUES.get(found["residual"], found["residual"])} if name == "layout" else {})
 
 
 def mesh_of(pp, dp, tp):

@@ -19,11 +19,11 @@ from parallax.model.context import training_context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.loss import token_losses
-from parallax.model.transformer import RESIDUALS, ModelConfig, Parts
+from parallax.model.transformer import ModelConfig, Parts
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.activations import ROWS, activation
 from parallax.sharding.layout import Layout
 
-ROWS = "batch/dp"
 FORM = EMBEDDINGS["vocab_parallel"]
 
 
@@ -86,7 +86,7 @@ def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[s
 
 def _run(model: ModelConfig):
     family = FAMILIES["column_row"]
-    parts = Parts.build(model, RESIDUALS[0], family, FORM, model.kv(1), ROWS)
+    parts = Parts.build(model, activation("d_model/tp"), family, FORM, model.kv(1), ROWS)
 
     def run(params: Any, batch: Mapping[str, Array]) -> Inside:
         rows = jnp.arange(len(batch["tokens"]))

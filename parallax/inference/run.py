@@ -17,7 +17,7 @@ from parallax.inference.trained import load_trained
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest
 from parallax.runtime.run_files import number_of
-from parallax.sharding.mesh import AXES, MeshConfig
+from parallax.sharding.mesh import MeshConfig
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
 from parallax.training.journal import read_metrics
@@ -141,4 +141,4 @@ def _written(value: float) -> str:
 
 
 def _sizes(settings: Settings) -> str:
-    return " ".join(f"{axis}={settings.mesh.sizes[axis]}" for axis in AXES)
+    return " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())

@@ -71,8 +71,8 @@ def build(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     """The run's mesh with what was given in its place; simulated devices become as many as it takes.
 
-    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8, across_slices="dp"), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, across_slices='dp')
+    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
+    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1)
     """
     mesh = dataclasses.replace(saved, **given)
     sizes = mesh.sizes.values()

@@ -19,13 +19,12 @@ from parallax.model.kernels import KERNELS
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.parameter import Declared
 from parallax.model.remat import keep
 from parallax.model.rope import Rope
 from parallax.runtime.errors import ConfigError, NotationError, check_choice, check_whole, divisors, listed, quoted
+from parallax.sharding.activations import RESIDUALS
 from parallax.sharding.layout import Layout
-
-RESIDUALS = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
+from parallax.sharding.parameter import Declared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +177,11 @@ class LayoutConfig:
             raise ConfigError(
                 f"layout.residual={quoted(self.residual)} is no layout of the residual stream; use {legal}."
             )
+
+    @property
+    def stream(self) -> str:
+        """The layout of the residual stream, with all axes that cut the batch."""
+        return RESIDUALS[str(Layout.parse(self.residual))]
 
     @property
     def family(self) -> Family:

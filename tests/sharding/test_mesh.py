@@ -21,8 +21,8 @@ from parallax.sharding.mesh import (
 )
 
 
-def config(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"):
-    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, across_slices=across_slices)
+def config(pp=1, dp=1, tp=1, simulate=0, replica=1):
+    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, replica=replica)
 
 
 def eight_devices():

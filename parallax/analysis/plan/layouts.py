@@ -82,7 +82,7 @@ def placed(settings: Settings, place: Place) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
     simulate = place.devices if place.shared else 0
     sizes = sizes_on(settings.mesh, place)
-    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, across_slices="dp")
+    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, replica=1)
     return dataclasses.replace(settings, mesh=mesh)
 
 

@@ -79,7 +79,11 @@ def _countable(model: ShardedModel) -> ShardedModel:
     """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
     if model.model.kernel != "cudnn":
         return model
-    mesh = AbstractMesh(tuple(model.axis_sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = AbstractMesh(
+        tuple(model.axis_sizes.values()),
+        tuple(model.axis_sizes),
+        axis_types=(AxisType.Auto,) * len(model.axis_sizes),
+    )
     return ShardedModel(model.model, model.layout, model.pipeline, model.fsdp, model.loss_config, mesh)
 
 

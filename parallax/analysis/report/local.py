@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.report.traced import Sent, collectives
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 
 def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh: Any) -> list[Sent]:
@@ -33,5 +32,5 @@ def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh
         return as_varying(sum(as_varying(leaf.sum()) for leaf in gradients)[None])
 
     specs = tuple(Layout.parse(layout).spec() for layout in layouts)
-    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=True)
-    return collectives(mapped, *arrays, at=dict.fromkeys(AXES, 0), sizes=dict(mesh.shape))
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True)
+    return collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape))
