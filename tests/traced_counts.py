@@ -86,8 +86,8 @@ def _of_rank(sent):
     calls, size = Counter(), Counter()
     for one in sent:
         if one.bytes:
-            file = one.source.rpartition(":")[0].removesuffix(".py")
-            site = "-" if file.endswith(one.module) else one.module
+            file = one.source.rpartition(":")[0].removeprefix("parallax/").removesuffix(".py")
+            site = "-" if one.module == file else one.module  # a report names the file where no module asked
             key = one.axes, one.kind, one.direction, site
             calls[key] += one.count
             size[key] += one.total_bytes
