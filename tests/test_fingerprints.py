@@ -30,6 +30,7 @@ def test_a_step_lowered_again_is_equal_and_a_changed_one_is_found(tmp_path, monk
     assert fingerprints.main([f"--against={file}"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{ROW} train: ")  # an evaluation has no optimizer
+    assert fingerprints.main([f"--against={file}", "--only", "dp"]) == 1  # nothing was compared
 
 
 def lowered_and_compiled(function):
