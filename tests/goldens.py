@@ -1,4 +1,5 @@
-"""The reports in tests/golden, one for each config, and what docs/ has of the code: `make golden` writes them anew.
+"""The reports in tests/golden, one for each config, what steps of a tiny model send, and what docs/ has of the code:
+`make golden` writes them anew.
 
 They are of traced programs, but for the end of the docs' second one, which shows what the compiler made: nothing in
 them depends on a machine, and no line number changes with an edit.
@@ -12,6 +13,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import traced_counts
 
 from docs import config_keys, step_picture
 from parallax.analysis.report.text import text
@@ -65,6 +68,8 @@ if __name__ == "__main__":
     for name in NAMES:
         (FOLDER / f"{name}.txt").write_text(golden(name))
         print(f"tests/golden/{name}.txt")
+    traced_counts.GOLDEN.write_text(traced_counts.golden())
+    print("tests/golden/collectives.txt")
     DOCS.write_text(documented())
     print("docs/report.md")
     config_keys.main()

@@ -25,8 +25,8 @@ def inside(jaxpr):
     """Every equation of a jaxpr and of those in it."""
     for equation in (jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr).eqns:
         yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
                 yield from inside(value)
 
 
@@ -38,5 +38,6 @@ def sent(equations):
             yield " ".join([kind, *([axes] if isinstance(axes, str) else axes)])
 
 
-def _is_jaxpr(value):
+def is_jaxpr(value):
+    """Whether a parameter of an equation is a program."""
     return isinstance(value, Jaxpr | ClosedJaxpr)
