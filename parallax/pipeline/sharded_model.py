@@ -201,8 +201,8 @@ class ShardedModel(Overview):
         ends, state = executor.ends, executor.run(ends_state)
         ended = ends.finish(state.ends)
         block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
-        grads = self.plan.store(ended.grads | {"blocks": block_grads})
-        return self._metrics(ended.loss, ends.work, ends.tokens), grads
+        metrics = self._metrics(ended.loss, ends.work, ends.tokens)
+        return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
     def ready(self, params, batch, noise):
         """The executor of a training step, the first state of its ends, and the weights of this rank's layers."""

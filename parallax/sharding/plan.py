@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from parallax.runtime.errors import ConfigError, nearest
-from parallax.sharding.collectives import all_gather, as_varying, exchange_and_add, reduce_scatter, sum_over
+from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, exchange_and_add, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.mesh import ALL_AXES
 from parallax.sharding.parameter import Declared, layouts_of
 
 DATA_AXES = ("dp",)  # axes that may cut a parameter at rest; `replica` never does
@@ -213,7 +212,7 @@ class ShardingPlan:
         leaves, structure = jax.tree.flatten(grads)
         messages: dict[Any, list[int]] = {}
         for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
-            axes = tuple(axis for axis in ALL_AXES if axis not in layout.used_axes())
+            axes = tuple(axis for axis in bound_axis_sizes() if axis not in layout.used_axes())
             alone = at if leaves[at].size > SMALL else None
             messages.setdefault((axes, alone), []).append(at)
         for (axes, _), members in messages.items():
