@@ -1,9 +1,9 @@
 """A transformer and its training step in bare JAX for one device: what benchmarks/bare.py compares Parallax with.
 
 `PLAIN` is what one writes first. `BEST` is the fastest form known on CPUs: one product for queries, keys and values,
-one for gate and up, heads before tokens in attention, and fewer arrays stored for the backward pass: of attention's scores
-one, of gate and up those two. Both have the model, the loss and the update of a Parallax config with GQA and AdamW; a
-setting that is not read here, such as `model.qkv_bias`, shows as a different loss.
+one for gate and up, heads before tokens in attention, and fewer arrays stored for the backward pass. Both have the
+model, the loss and the update of a Parallax config with GQA and AdamW; a setting that is not read here, such as
+`model.qkv_bias`, shows as a different loss.
 """
 
 from collections.abc import Callable

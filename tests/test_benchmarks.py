@@ -13,12 +13,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-# All but what they share, so that none is forgotten.
-NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "arguments.py")
+# All but what they import, so that none is forgotten.
+NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in ("arguments.py", "bare_model.py"))
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
 RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
+    "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "compile_time.py": r" +1 +\d+\.\d",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
@@ -153,6 +154,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
     ("line", "message"),
     [
         ("account.py --mesh 2,2", "argument --mesh: '2,2' is no mesh; write PP,DP,TP such as 2,2,2"),
+        ("bare.py --rounds 2", "--rounds=2 is too few to compare losses after three steps; use 3 or more"),
         ("checkpoints.py nowhere", "'nowhere' is no folder; name one on the disk that is to be measured"),
         ("checkpoints.py --every 99", "--every=99 is more than --steps=48: nothing would be saved"),
         ("compile_time.py --counts 4 x", "argument --counts: 'x' must be a whole number of 1 or more"),
