@@ -70,10 +70,10 @@ def train_step(form: Form, settings: Any, state: State, batch: dict) -> tuple[St
 def loss_sum(form: Form, settings: Any, params: dict, batch: dict) -> Array:
     """Cross-entropy, added over all tokens that have a label."""
     model, labels_BS = settings.model, batch["labels"]
-    order_S, segments_BS = jnp.arange(labels_BS.shape[1]), batch["segments"]
-    mask_BST = (order_S[:, None] >= order_S) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    segments_BS, causal_ST = batch["segments"], jnp.tri(labels_BS.shape[1], dtype=bool)
+    mask_BST = causal_ST[None] & (segments_BS[:, :, None] == segments_BS[:, None, :])
     frequencies_P = model.rope_theta ** (-jnp.arange(0, model.d_head, 2) / model.d_head)
-    angles_BSP = batch["positions"][..., None] * frequencies_P
+    angles_BSP = batch["positions"][..., None] * frequencies_P[None, None]
 
     def block(x_BSD: Array, w: dict) -> tuple[Array, None]:
         normed = form.norm(x_BSD, w["attention_norm"], model.norm_eps)
@@ -91,9 +91,10 @@ def loss_sum(form: Form, settings: Any, params: dict, batch: dict) -> Array:
     return jnp.where(labels_BS >= 0, losses_BS, 0).sum()
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+def rms_norm(x_BSD: Array, scale_D: Array, eps: float) -> Array:
+    wide = x_BSD.astype(jnp.float32)
+    inverse_BS1 = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    return (wide * inverse_BS1 * scale_D[None, None]).astype(x_BSD.dtype)
 
 
 def rotate(x: Array, angles: Array) -> Array:
