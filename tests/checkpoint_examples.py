@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint import CheckpointConfig, Checkpoints
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.checkpoint import Checkpoints
+from parallax.config.sections import CheckpointConfig, MeshConfig
+from parallax.sharding.mesh import make_mesh
 
 SETTINGS = {"model": {"d_model": 16, "layers": 4}}
 SPECS = {"embedding": P("tp", "dp"), "blocks": {"mlp": P("pp", "dp", "tp")}}

@@ -170,6 +170,7 @@ PARSED = {
         f"python benchmarks/{words}": LONG
         for words in (
             "step.py --gather step --steps 3",
+            "bare.py",
             "guard.py",
             "compile_time.py",
             "schedules.py memory",
@@ -180,6 +181,7 @@ PARSED = {
             "predictions.py --tpu",
             "plan.py --rounds 3",
             "overlap.py --config llama_1b_16 --topology v5e:4x4",
+            "gspmd.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
             "tpu_compile.py --branches mask",

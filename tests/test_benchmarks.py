@@ -13,15 +13,17 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-# All but what they share, so that none is forgotten.
-NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "arguments.py")
+# All but what they share and the models that they compare with, so that none is forgotten.
+NAMES = sorted(path.name for path in FOLDER.glob("*.py") if path.stem != "arguments" and "_model" not in path.stem)
 PAIRS = r"( [\d.,]+ / [\d.,]+ \| [+−]\d+\.\d % \|){3}"  # predicted, compiled and the error
 # What is run of each, --smoke apart, and a line of figures that it must print.
 RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
+    "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "compile_time.py": r" +1 +\d+\.\d",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
+    "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|",
@@ -153,10 +155,13 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
     ("line", "message"),
     [
         ("account.py --mesh 2,2", "argument --mesh: '2,2' is no mesh; write PP,DP,TP such as 2,2,2"),
+        ("bare.py --rounds 2", "--rounds=2 is too few to compare losses after three steps; use 3 or more"),
         ("checkpoints.py nowhere", "'nowhere' is no folder; name one on the disk that is to be measured"),
         ("checkpoints.py --every 99", "--every=99 is more than --steps=48: nothing would be saved"),
         ("compile_time.py --counts 4 x", "argument --counts: 'x' must be a whole number of 1 or more"),
         ("data.py --tokens 5", "--tokens=5 is less than two batches of 32 x 256; use 16384"),
+        ("gspmd.py --topology v5e:4x", "--topology=v5e:4x is no topology"),
+        ("gspmd.py --set mesh.tp", "argument --set: 'mesh.tp' is no KEY=VALUE"),
         ("guard.py --rows 0", "argument --rows: '0' must be a whole number of 1 or more"),
         ("hf_table.py --smoke --write", "--smoke measures nothing that docs/convert.md should have; leave out --write"),
         ("overlap.py --rows 0 99", "--rows 99: llama_1b_16 has rows 0 to "),

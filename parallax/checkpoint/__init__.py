@@ -10,7 +10,6 @@ from typing import Any
 
 # Imported when first asked for: who only looks at a folder of checkpoints needs no JAX.
 HOME = {
-    "CheckpointConfig": "config",
     "Checkpoints": "writer",
     "DamagedError": "manifest",
     "Loaded": "reader",

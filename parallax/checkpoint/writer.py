@@ -14,7 +14,6 @@ import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.manifest import describe, flatten, read_manifest, sync, write_manifest
 from parallax.checkpoint.steps import (
@@ -24,6 +23,7 @@ from parallax.checkpoint.steps import (
     remove_step,
     remove_unfinished,
 )
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError, writing
 from parallax.runtime.units import in_bytes
 

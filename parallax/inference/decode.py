@@ -18,10 +18,12 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
-from parallax.model.transformer import ModelConfig, Parts
+from parallax.model.rope import rope_of
+from parallax.model.transformer import Parts
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.executor import at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
@@ -157,7 +159,7 @@ class Decoder:
         filled_BT = slot_T[None, :] >= new.empty_B[:, None]
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables = self.model.rope.tables(positions_BS)
+        tables = rope_of(self.model).tables(positions_BS)
         return Context(tables, mask_BST[:, None], jnp.arange(len(new.ids_BS)), None, cursor=cursor)
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:

@@ -1,5 +1,6 @@
 """ShardedModel: a model, cut over a mesh as its strings say; the mathematics is the model's, on every mesh."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +12,14 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import (
+    DataParallelConfig,
+    FsdpConfig,
+    LayoutConfig,
+    LossConfig,
+    ModelConfig,
+    PipelineConfig,
+)
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.checks import (
     check_divides,
@@ -21,9 +30,11 @@ from parallax.model.checks import (
     check_window,
 )
 from parallax.model.context import Context, training_context
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig, ModelConfig, Parts
-from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
+from parallax.model.embedding import EMBEDDINGS
+from parallax.model.families import FAMILIES
+from parallax.model.rope import rope_of
+from parallax.model.transformer import Parts
+from parallax.pipeline import Executor, Stage
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
@@ -33,12 +44,12 @@ from parallax.pipeline.overview import Overview
 from parallax.pipeline.spread import SpreadEnds
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Schedule, by_name, in_turn
-from parallax.sharding.activations import BATCH, ROWS, SHARED_ROWS
+from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.plan import ShardingPlan, rows_of
+from parallax.sharding.plan import Policies, ShardingPlan, rows_of
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
@@ -55,13 +66,13 @@ class ShardedModel(Overview):
         model: ModelConfig,
         layout: LayoutConfig,
         pipeline: PipelineConfig,
+        data_parallel: DataParallelConfig,
         fsdp: FsdpConfig,
         loss: LossConfig,
         mesh: Any,
     ):
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
-        self.mesh, self.fsdp = mesh, fsdp
-        fsdp.check_gather(pipeline.gather)
+        self.mesh, self.fsdp, self.data_parallel = mesh, fsdp, data_parallel
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         check_divides(model, self.axis_sizes)
         check_kernel(model, mesh)
@@ -71,17 +82,16 @@ class ShardedModel(Overview):
         self.parts = self._parts(ROWS)
         declared = jax.eval_shape(self.parts.declare, jax.random.key(0))
         self.shapes = nn.meta.unbox(declared)
-        policy = {"microbatch": "zero3", "layers": "zero1", "step": "zero1"}[pipeline.gather]
-        exceptions = {"embedding": "zero3", "head": "zero3"} if pipeline.gather == "layers" else {}
-        rows = rows_of(declared, policy, exceptions, self.arrangement, model.sizes, self.axis_sizes, model.dtype)
+        policies = Policies(data_parallel.policy, data_parallel.by_name)
         self.plan = ShardingPlan(
-            rows,
+            rows_of(declared, policies, self.arrangement, model.sizes, self.axis_sizes, model.dtype),
             self.shapes,
             self.axis_sizes,
             self.arrangement,
             reduce=fsdp.reduce,
             gather_first=first_group(mesh, "dp"),
         )
+        self._check_prefetch()
         self.layouts = self.plan.at_rest
         check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec(mesh)), self.layouts)
@@ -141,10 +151,11 @@ class ShardedModel(Overview):
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
         """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
         sizes, microbatches = self.axis_sizes, microbatches or self.pipeline.microbatches
-        pieces = sizes["dp"] * microbatches
+        ranks, axes = self._data_ranks
+        pieces = ranks * microbatches
         if global_batch % pieces:
             raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x "
+                f"data.global_batch={global_batch} does not divide over {axes} x "
                 f"pipeline.microbatches={microbatches}; use a multiple of {pieces}."
             )
         if self.schedule.head == "between":
@@ -157,13 +168,29 @@ class ShardedModel(Overview):
         check_kernel_seq(self.model, seq)
         self._check_folds(global_batch // pieces, seq)
 
+    @property
+    def _data_ranks(self) -> tuple[int, str]:
+        """Over how many ranks the batch is cut, and by which keys."""
+        sizes = {axis: self.axis_sizes[axis] for axis in BATCH_AXES if axis in self.axis_sizes}
+        return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+
+    def _check_prefetch(self) -> None:
+        """Weights are gathered ahead only where a layer's are gathered when it runs."""
+        per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
+        if self.fsdp.prefetch and not per_use:
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
+                f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
+                "data_parallel.policy='zero3'."
+            )
+
     def _check_shared_rows(self, global_batch: int) -> None:
         """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
-        dp, pp = self.axis_sizes["dp"], self.axis_sizes["pp"]
-        if global_batch % (dp * pp):
+        (ranks, axes), pp = self._data_ranks, self.axis_sizes["pp"]
+        if global_batch % (ranks * pp):
             raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over mesh.dp={dp} x mesh.pp={pp}, "
-                f"which share embedding and head by rows; use a multiple of {dp * pp}."
+                f"data.global_batch={global_batch} does not divide over {axes} x mesh.pp={pp}, "
+                f"which share embedding and head by rows; use a multiple of {ranks * pp}."
             )
 
     def _check_folds(self, rows: int, seq: int) -> None:
@@ -179,8 +206,9 @@ class ShardedModel(Overview):
     # ---- parameters
 
     def _parts(self, rows: str) -> Parts:
-        layout, kv = self.layout, self.model.kv(self.axis_sizes["tp"])
-        return Parts.build(self.model, layout.stream, layout.family, layout.form, kv, rows)
+        family, form = FAMILIES[self.layout.tensor_parallel], EMBEDDINGS[self.layout.embedding]
+        kv = self.model.kv(self.axis_sizes["tp"])
+        return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows)
 
     @property
     def _simulated(self) -> bool:
@@ -248,7 +276,7 @@ class ShardedModel(Overview):
             blocks,
             partial(self._context, ends.tokens),
             ends,
-            self.layout.stream,
+            residual_layout(self.layout),
             self.pipeline.branches,
             messages_last=self._simulated,
         )
@@ -267,7 +295,7 @@ class ShardedModel(Overview):
         at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
         positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
         masked = self.model.kernel != "splash"
-        return training_context(self.model.rope, positions, segments, rows, tokens.key, masked=masked)
+        return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
         block = self.parts.block
@@ -303,5 +331,6 @@ class ShardedModel(Overview):
 
     @property
     def _logits_layout(self) -> Layout:
-        form, ids = self.layout.form, self.layout.form.ids(SHARED_ROWS)
+        form = EMBEDDINGS[self.layout.embedding]
+        ids = form.ids(SHARED_ROWS)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))

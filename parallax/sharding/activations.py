@@ -3,6 +3,8 @@
 Strings name every axis that may cut a batch. One that a mesh does not have is not bound: it cuts and sends nothing.
 """
 
+from parallax.config.sections import RESIDUALS as RESIDUAL_VALUES
+from parallax.config.sections import LayoutConfig
 from parallax.sharding.layout import Layout
 
 BATCH_AXES = ("replica", "dp")
@@ -10,10 +12,7 @@ ROWS = "/".join(("batch", *BATCH_AXES))
 TOKENS = f"{ROWS} seq"  # ids; activations of a layer's inside, of which every tp rank has all positions
 SHARED_ROWS = f"{ROWS}/pp"  # where pipeline ranks share embedding and head
 # The residual stream between layers, by the values of layout.residual, which leave the batch's other axes unsaid.
-RESIDUALS = {
-    "batch/dp seq d_model/tp": f"{TOKENS} d_model/tp",
-    "batch/dp seq/tp d_model": f"{TOKENS}/tp d_model",
-}
+RESIDUALS = {value: value.replace("batch/dp", ROWS) for value in RESIDUAL_VALUES}
 BATCH = Layout.parse(TOKENS)
 
 
@@ -24,6 +23,11 @@ def activation(dims: str, *, seq: str = "seq") -> str:
     'batch/replica/dp seq d_ff/tp'
     """
     return f"{ROWS} {seq} {dims}"
+
+
+def residual_layout(layout: LayoutConfig) -> str:
+    """The layout of the residual stream that a config asks for."""
+    return RESIDUALS[" ".join(layout.residual.split())]
 
 
 def with_rows(layout: str, rows: str) -> Layout:

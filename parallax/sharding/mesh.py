@@ -3,55 +3,17 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.runtime.errors import ConfigError, divisors, quoted
+from parallax.config.sections import AXES, INFERRED, MeshConfig
+from parallax.runtime.errors import ConfigError, divisors
 
-# tp goes last: neighbours have the fastest links, and tp sends the most.
-ALL_AXES = ("pp", "replica", "dp", "tp")
-AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
-INFERRED = -1
 SLOW_AXES = ("replica", "pp")  # what may go over the network between slices: dp and tp send too much
 SHOWN_FACTORISATIONS = 12
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each axis. One of the axes may be -1: all devices that are left.
-
-    `simulate` is a number of CPU devices to simulate, in all processes together; 0 takes the devices that are there.
-    `replica` is a data axis over which no parameter is cut (hybrid sharding): it goes over the slow network between
-    slices of chips, where there are several.
-    """
-
-    pp: int
-    dp: int
-    tp: int
-    simulate: int
-    replica: int = 1
-
-    def __post_init__(self):
-        for axis, size in self.sizes.items():
-            if not _is_whole(size) or (size < 1 and size != INFERRED):
-                raise ConfigError(
-                    f"mesh.{axis}={quoted(size)} is no number of devices; use 1 or more, or -1 for all others"
-                )
-        inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
-        if len(inferred) > 1:
-            both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
-            raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
-        if not _is_whole(self.simulate) or self.simulate < 0:
-            raise ConfigError(f"mesh.simulate={quoted(self.simulate)} is no number of devices; use 0 (none) or more")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What was written for each axis that the mesh has, in mesh order."""
-        return {axis: getattr(self, axis) for axis in ALL_AXES if axis in AXES or getattr(self, axis) != 1}
 
 
 def simulate_devices(count: int, processes: int = 1) -> None:
@@ -185,7 +147,3 @@ def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
 
 def _kept(shape: tuple[int, ...], sizes: dict[str, int]) -> int:
     return sum(size == sizes[axis] for axis, size in zip(AXES, shape, strict=True))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,21 +14,29 @@ Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean"
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.runtime.errors import ConfigError, nearest
-from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, exchange_and_add, reduce_scatter, sum_over
+from parallax.config.sections import PARTS
+from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    exchange_and_add,
+    reduce_scatter,
+    sum_over,
+)
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, layouts_of
 
 DATA_AXES = ("dp",)  # axes that may cut a parameter at rest; `replica` never does
 SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
-PARTS = ("embedding", "blocks", "head")
 
 
 class Stay(NamedTuple):
@@ -48,6 +56,34 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
     "lean": lambda c, r: (r, r, c, c),
     "zero3": lambda c, r: (r, r, c, r),
 }
+
+
+class Policies(NamedTuple):
+    """The policy of all parameters, and exceptions: other policies by names of parts, modules or parameters."""
+
+    policy: str
+    exceptions: Mapping[str, str] = MappingProxyType({})
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ConfigError where a policy is unknown, or an exception matches none of these parameters."""
+        check_choice("data_parallel.policy", self.policy, POLICIES)
+        known = {"/".join(name.split("/")[:end]): None for name in names for end in range(1, 9)}
+        for name, policy in self.exceptions.items():
+            check_choice(f"data_parallel.exceptions: {name}", policy, POLICIES)
+            if name not in known:
+                raise ConfigError(
+                    f"data_parallel.exceptions names {name!r}, which is no part, module or parameter of this model; "
+                    f"{nearest(name, known)}"
+                )
+
+    def of(self, name: str) -> str:
+        """The policy of a parameter: that of the longest exception that matches it, else the one of all.
+
+        >>> Policies("zero3", {"blocks": "zero1", "blocks/mlp": "ddp"}).of("blocks/mlp/up/kernel")
+        'ddp'
+        """
+        found = [other for other in self.exceptions if f"{name}/".startswith(f"{other}/")]
+        return self.exceptions[max(found, key=len)] if found else self.policy
 
 
 class LayerOrder(Protocol):
@@ -223,33 +259,23 @@ class ShardingPlan:
 
 def rows_of(
     declared: Any,
-    policy: str,
-    exceptions: Mapping[str, str],
+    policies: Policies,
     order: LayerOrder,
     sizes: Mapping[str, int],
     axis_sizes: Mapping[str, int],
     dtype: str,
 ) -> dict[str, Any]:
-    """The rows of a model's parameters, a tree of `Declared` by part.
+    """The rows of a model's parameters, a tree of `Declared` by part; `dtype` is that of compute.
 
-    `exceptions` maps names of parts, modules or parameters, as "head" or "blocks/mlp", to other policies; the longest
-    that matches counts. Raises ConfigError where one matches nothing.
+    Raises ConfigError where the policies do not fit these parameters.
     """
-    names = ["/".join(name.split("/")[:end]) for name in named_leaves(layouts_of(declared)) for end in range(1, 9)]
-    for name in exceptions:
-        if name not in names:
-            raise ConfigError(
-                f"data_parallel.exceptions names {name!r}, which is no part, module or parameter of this model; "
-                f"{nearest(name, dict.fromkeys(names))}"
-            )
+    policies.check(named_leaves(layouts_of(declared)))
 
     def row(path: Any, leaf: Declared) -> ParameterPlan:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         part, _, module = name.rpartition("/")[0].partition("/")
-        found = [other for other in exceptions if f"{name}/".startswith(f"{other}/")]
-        chosen = POLICIES[exceptions[max(found, key=len)] if found else policy]
         compute = leaf.layout
-        stay = Stay(*chosen(compute, cut_over_data(compute, leaf.at_rest)))
+        stay = Stay(*POLICIES[policies.of(name)](compute, cut_over_data(compute, leaf.at_rest)))
         at_rest, staged = stay.at_rest, stay.at_rest
         if part == "blocks":
             if not order.in_order:

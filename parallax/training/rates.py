@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax.training.optimizer import OptimizerConfig, learning_rate
+from parallax.config.sections import OptimizerConfig
+from parallax.training.optimizer import learning_rate
 
 BLOCK = 1024  # updates
 

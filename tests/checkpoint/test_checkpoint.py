@@ -13,16 +13,10 @@ from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    compare_settings,
-    latest_step,
-    read_manifest,
-    restore,
-)
+from parallax.checkpoint import Checkpoints, compare_settings, latest_step, read_manifest, restore
 from parallax.checkpoint.fingerprint import Running, fingerprint, fingerprints
 from parallax.checkpoint.writer import _is_no_error_of_orbax, say_errors_once
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError, ConfigError
 
 

@@ -17,7 +17,6 @@ from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_o
 
 import parallax
 from parallax.checkpoint import (
-    CheckpointConfig,
     Checkpoints,
     DamagedError,
     check_space,
@@ -30,6 +29,7 @@ from parallax.checkpoint import (
 )
 from parallax.checkpoint import steps as steps_module
 from parallax.checkpoint.manifest import measure
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
@@ -394,7 +394,8 @@ LIMITED = """
 import resource, signal, sys, pathlib
 sys.path.insert(0, "tests")
 import conftest, numpy, jax
-from parallax.checkpoint import CheckpointConfig, Checkpoints, latest_step
+from parallax.config.sections import CheckpointConfig
+from parallax.checkpoint import Checkpoints, latest_step
 from parallax.runtime.errors import exit_status
 folder = pathlib.Path(sys.argv[1])
 def act():

@@ -16,10 +16,11 @@ from tiny import build, make_batch, optimizer_config, params_of
 
 from parallax.checkpoint import latest_step
 from parallax.cli import replay
+from parallax.config.sections import GuardConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.training import run as run_module
 from parallax.training.diagnosis import make_diagnosis, not_finite
-from parallax.training.guard import GuardConfig, init_guard, judge
+from parallax.training.guard import init_guard, judge
 from parallax.training.journal import read_metrics
 from parallax.training.optimizer import make_optimizer
 from parallax.training.recheck import CorruptionError, Recheck

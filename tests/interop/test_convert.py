@@ -16,10 +16,11 @@ import safetensors.numpy
 from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config
 
-from parallax.checkpoint import CheckpointConfig, Checkpoints, read_manifest
+from parallax.checkpoint import Checkpoints, read_manifest
 from parallax.checkpoint.manifest import flatten
 from parallax.checkpoint.stored import Stored
 from parallax.cli.convert import main
+from parallax.config.sections import CheckpointConfig
 from parallax.interop.safetensors import NAMES, Tensor, read_header, read_pieces, read_tensor, write
 from parallax.interop.shards import read_shards, write_shards
 from parallax.runtime.errors import CheckpointError

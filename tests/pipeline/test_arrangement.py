@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from tiny import build, make_batch, mesh_of, optimizer_config
 
-from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+from parallax.checkpoint import Checkpoints, restore
+from parallax.config.sections import CheckpointConfig
 from parallax.pipeline.arrangement import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import ConfigError, LostError
-from parallax.runtime.multihost import DistributedConfig, Place, gloo, read_place
+from parallax.runtime.multihost import Place, gloo, read_place
 from parallax.runtime.multihost import job as job_module
 from parallax.runtime.multihost.cluster import started_by_scheduler
 from parallax.runtime.multihost.hub import Hub

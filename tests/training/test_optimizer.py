@@ -10,8 +10,9 @@ import pytest
 from checkpoint_examples import SETTINGS
 from tiny import build, optimizer_config, params_of
 
-from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+from parallax.checkpoint import Checkpoints, restore
 from parallax.checkpoint.manifest import describe, flatten
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
 from parallax.training.optimizer import clip_by_norm, global_norm, is_matrix, learning_rate, make_optimizer, muon_dims

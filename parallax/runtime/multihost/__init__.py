@@ -5,7 +5,6 @@ the others: over it they compare what must be equal, say where they are, and hea
 one process all of this does nothing.
 """
 
-from parallax.runtime.multihost.config import DistributedConfig
 from parallax.runtime.multihost.job import (
     agree,
     at,
@@ -26,7 +25,6 @@ from parallax.runtime.multihost.place import FLAGS, Place, read_place
 
 __all__ = [
     "FLAGS",
-    "DistributedConfig",
     "Place",
     "agree",
     "at",

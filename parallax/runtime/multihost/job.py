@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError
 from parallax.runtime.files import write_whole
 from parallax.runtime.multihost.cluster import has_tpu, started_by_scheduler
-from parallax.runtime.multihost.config import BEHIND_SECS, DistributedConfig
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
 from parallax.runtime.multihost.hub import Hub
 from parallax.runtime.multihost.lost import lost_process
@@ -30,6 +30,8 @@ from parallax.runtime.multihost.place import VARIABLES, Place
 from parallax.runtime.progress import waiting
 from parallax.sharding.mesh import simulate_devices
 
+# JAX's own limits come after ours, which say more: they end a process only where ours could not.
+BEHIND_SECS = 15
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 
 _peers: Peers | None = None

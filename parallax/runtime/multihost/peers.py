@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from parallax.runtime.errors import EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
-from parallax.runtime.multihost.config import GRACE_SECS
 from parallax.runtime.multihost.hub import Hub
 from parallax.runtime.multihost.wire import Message, Wire
 
@@ -21,6 +20,8 @@ TICK_SECS = 0.2
 CONNECT_SECS = 0.2  # between two attempts
 SIGNS_OF_LIFE = 4  # in the time after which a silent process is lost
 ANSWER_SECS = 2.0
+# How long a process whose work has ended waits for the word of the others, and they for its last words.
+GRACE_SECS = 3.0
 LAST_WORDS_SECS = 10.0  # to write them, and to hear that the others have gone; then the process ends without
 NAMING_SECS = 15.0  # the same, and for the hub to say who is late
 

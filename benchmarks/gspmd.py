@@ -1,0 +1,186 @@
+"""Parallax's training step beside the same model under plain `jit` with sharding annotations, compiled for TPU slices.
+
+    python benchmarks/gspmd.py [--config llama_1b_16] [--topology v5e:4x4] [--set mesh.dp=8 mesh.tp=2] [--rows 0 1]
+
+Needs the TPU compiler: pip install -e '.[tpu]'; no TPU. State, batch, optimizer and guard are the same, the compiler's
+options too but where a row says otherwise, and both steps are priced alike, by parallax.analysis. The annotated model,
+benchmarks/gspmd_model.py, is plain jnp; XLA (GSPMD) makes its collectives. *GiB* are arguments and temporaries of a
+chip; *step*, *compute*, *kernels* and *waits* are milliseconds. Of collectives: calls and GiB that a chip sends in a
+step, and the share of these that is asynchronous, with compute between start and done. The last line compares the
+step times of Parallax and of the fastest annotated row. `--smoke` compiles for no slice: one step of each side on 8
+simulated devices, whose losses and gradients must be the same.
+"""
+
+import argparse
+import ast
+import contextlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from arguments import Arguments, config_of, run_benchmark, tpu_devices
+
+
+class Row(NamedTuple):
+    title: str
+    annotated: bool
+    options: bool = True  # whether the compiler is told what parallax/sharding/compiler.py says
+
+
+ROWS = [
+    Row("ours", False),
+    Row("gspmd", True),
+    Row("gspmd, XLA's defaults", True, options=False),
+]
+COLUMNS = ("step", "compute", "kernels", "waits", "MFU", "GiB")
+CALLS = ("axes", "collective", "calls", "GiB sent", "beside compute")
+SMOKE = {"mesh.dp": 4, "mesh.tp": 2, "mesh.simulate": 8, "pipeline.microbatches": 2, "pipeline.remat": "elementwise"}
+TOLERANCE = 1e-5  # float32, added up in another order
+
+
+def main() -> None:
+    parser = Arguments(description=__doc__)
+    parser.add_argument("--config", default="llama_1b_16", choices=["llama_1b_16", "llama2_7b_64", "tiny_gqa"])
+    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--set", nargs="+", default=[], type=setting, metavar="KEY=VALUE", help="of the config")
+    parser.add_argument("--rows", nargs="+", type=int, default=range(len(ROWS)), choices=range(len(ROWS)))
+    args = parser.parse_args()
+    if args.smoke:
+        compare_numbers()
+        return
+    devices = tpu_devices(args.topology)
+    settings = settings_of(args.config, dict(args.set))
+    print(" ".join([args.config, "on", args.topology, *(f"{key}={value}" for key, value in args.set)]))
+    print(f"| | {' | '.join(COLUMNS)} |\n{'|---' * (1 + len(COLUMNS))}|")
+    found = []
+    for row in map(ROWS.__getitem__, args.rows):
+        started = time.perf_counter()
+        found.append((row, *compiled_and_time(row, settings, devices, args.topology)))
+        print(f"| {row.title} | {' | '.join(figures(*found[-1][1:]))} |", flush=True)
+        print(f"{row.title}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    print(f"\n| | {' | '.join(CALLS)} |\n{'|---' * (1 + len(CALLS))}|")
+    for row, read, times in found:
+        for cells in calls_by_kind(read.collectives):
+            print(f"| {row.title} | {' | '.join(cells)} |")
+        waits = (f"{1e3 * secs:.0f} ms over {axes}" for axes, secs in times.exposed_secs.items())
+        print(f"| {row.title} | waits: {', '.join(waits)} |{' |' * (len(CALLS) - 1)}")
+    secs = {side: [times.total_secs for row, _, times in found if row.annotated == side] for side in (False, True)}
+    if all(secs.values()):
+        print(f"\ngspmd/ours {min(secs[True]) / min(secs[False]):.3f}")
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A key and its value, a number where it reads as one."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE; write one such as mesh.tp=2")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return key, ast.literal_eval(value)
+    return key, value
+
+
+def settings_of(name: str, changes: Mapping[str, Any]) -> Any:
+    import parallax as px
+    from parallax.runtime.errors import ConfigError
+
+    config = config_of(name)
+    try:
+        config.update_from_flattened_dict(changes)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"argument --set: {error.args[0]}") from error
+    return px.read_settings(config.to_dict())
+
+
+def step_of(row: Row, settings: Any, mesh: Any) -> Any:
+    """The training step of one side; loss and gradients are all that differs."""
+    from gspmd_model import Annotated
+
+    from parallax.training.build import model_and_optimizer
+    from parallax.training.step import make_train_step
+
+    model, tx = model_and_optimizer(settings, mesh)
+    if row.annotated:
+        model = Annotated(model.model, model.layout, model.pipeline, model.fsdp, model.loss_config, mesh)
+    return make_train_step(model, tx, settings.train.seed, settings.guard)
+
+
+def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> tuple[Any, Any]:
+    """The compiled program as the report reads it, and its StepTime."""
+    import math
+
+    import parallax as px
+    from parallax.analysis.budget import flops_per_token
+    from parallax.analysis.report.compiled import read_compiled
+    from parallax.analysis.report.shares import branch_shares
+    from parallax.analysis.report.steptime import step_time
+    from parallax.runtime.chips import chip
+    from parallax.sharding import compiler
+
+    mesh = px.make_mesh(settings.mesh, devices)
+    shape = settings.data.global_batch, settings.data.seq
+    with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
+        step = step_of(row, settings, mesh)
+        program = step.lower(*shape).compile()
+    read = read_compiled(program, mesh, branch_shares(step.model))
+    flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
+    return read, step_time(read, chip(topology), flops)
+
+
+def figures(read: Any, times: Any) -> list[str]:
+    secs = times.total_secs, times.compute_secs, times.pallas_secs, sum(times.exposed_secs.values())
+    held = (read.arguments + read.temporaries) / 2**30
+    return [*(f"{1e3 * part:.0f}" for part in secs), f"{100 * times.mfu:.1f} %", f"{held:.2f}"]
+
+
+def calls_by_kind(collectives: Any) -> list[list[str]]:
+    """For each axes and kind the cells of CALLS, those that send most first; what sends nearly nothing is left out."""
+    calls, sent, beside = Counter(), Counter(), Counter()
+    for made in collectives:
+        key, size = ("+".join(made.axes), made.kind), made.count * made.bytes
+        calls[key] += made.count
+        sent[key] += size
+        beside[key] += size * (made.asynchronous and made.cycles_between > 0)
+    return [
+        [*key, f"{calls[key]:.0f}", f"{size / 2**30:.2f}", f"{beside[key] / size:.0%}"]
+        for key, size in sent.most_common()
+        if size >= 2**30 / 200
+    ]
+
+
+def compare_numbers() -> None:
+    """One step of each side on simulated devices, from the same state with the same batch."""
+    import jax
+    import numpy as np
+
+    import parallax as px
+
+    settings = settings_of("tiny_gqa", SMOKE)
+    px.simulate_devices(settings.mesh.simulate)
+    mesh = px.make_mesh(settings.mesh)
+    shape = settings.data.global_batch, settings.data.seq + 1
+    batch = px.as_batch(np.random.default_rng(0).integers(settings.model.vocab, size=shape))
+    found = []
+    for row in ROWS[:2]:
+        model = step_of(row, settings, mesh).model
+        metrics, grads = jax.jit(model.loss_and_grad)(model.init(settings.train.seed), batch)
+        found.append((float(metrics["loss"]), jax.device_get(grads)))
+        print(f"{row.title:6} loss {found[-1][0]:.6f}")
+    (our_loss, our_grads), (loss, grads) = found
+    np.testing.assert_allclose(loss, our_loss, rtol=TOLERANCE)
+    for own, other in zip(jax.tree.leaves(our_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(other, own, rtol=0, atol=TOLERANCE * abs(own).max())
+    print(f"losses, and gradients of {len(jax.tree.leaves(grads))} parameters: gspmd/ours {loss / our_loss:.6f}")
+
+
+if __name__ == "__main__":
+    run_benchmark(main)
