@@ -1,5 +1,6 @@
 """Bytes on each device, by component, from a trace of the step that a device runs."""
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,16 +9,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.budget.constants import without_constants
-from parallax.analysis.budget.counts import bytes_on_device
 from parallax.analysis.budget.flow import DATA, WEIGHTS
 from parallax.analysis.budget.live import Run
 from parallax.analysis.budget.order import with_copies
 from parallax.analysis.budget.program import Op, Program, Value, flat
 from parallax.analysis.budget.written import ACCELERATOR, CPU
+from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.jaxprs import called
 from parallax.sharding.mesh import is_simulated
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state
 
 
 class Memory(NamedTuple):
@@ -117,3 +120,17 @@ def _component(model: ShardedModel, kept: set[tuple], value: Value, made_of: int
     vocab = model.model.padded_vocab
     columns = {vocab, vocab // model.axis_sizes["tp"]}
     return "logits" if len(value.shape) == 2 and value.shape[1] in columns else "working_activations"
+
+
+def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
+    """Bytes on each device, by component."""
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    return memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+
+
+def bytes_on_device(shapes: Any, shardings: Any) -> int:
+    """Bytes of each device's pieces of a tree of arrays."""
+    pieces = jax.tree.map(lambda x, sharding: math.prod(sharding.shard_shape(x.shape)), shapes, shardings)
+    sizes = jax.tree.map(lambda x, piece: piece * x.dtype.itemsize, shapes, pieces)
+    return sum(jax.tree.leaves(sizes))
