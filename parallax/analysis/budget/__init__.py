@@ -1,1 +1,0 @@
-"""Emulates how XLA uses buffers."""
