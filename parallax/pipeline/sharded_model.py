@@ -71,6 +71,10 @@ class ShardedModel(Overview):
         loss: LossConfig,
         mesh: Any,
     ):
+        sections = dict(
+            model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss
+        )
+        self._arguments = {**sections, "mesh": mesh}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
         self.mesh, self.fsdp, self.data_parallel = mesh, fsdp, data_parallel
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
@@ -96,6 +100,10 @@ class ShardedModel(Overview):
         check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec(mesh)), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+
+    def replace(self, **changes: Any) -> "ShardedModel":
+        """The same with other sections or another mesh, by the names of this class's arguments."""
+        return ShardedModel(**{**self._arguments, **changes})
 
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""

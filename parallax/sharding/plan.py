@@ -58,6 +58,15 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
 }
 
 
+def stay_of(policy: str) -> Stay:
+    """Which of the four layouts of a policy are the same: "cut" or "whole" over data axes.
+
+    >>> stay_of("zero3")
+    Stay(at_rest='cut', resident='cut', compute='whole', summed='cut')
+    """
+    return Stay(*POLICIES[policy]("whole", "cut"))
+
+
 class Policies(NamedTuple):
     """The policy of all parameters, and exceptions: other policies by names of parts, modules or parameters."""
 

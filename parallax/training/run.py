@@ -13,7 +13,9 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
+from parallax.analysis.devices import check_fits, peak_flops
+from parallax.analysis.flops import flops_per_token, parameters_by_component
+from parallax.analysis.memory import memory
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
 from parallax.config.load import lines_of, settings_of
 from parallax.config.sections import AUTO
@@ -46,7 +48,6 @@ from parallax.training.evaluation import measure
 from parallax.training.folder import RunFolder
 from parallax.training.journal import Journal
 from parallax.training.meter import Meter
-from parallax.training.peak import check_fits, peak_flops
 from parallax.training.profile import Profile
 from parallax.training.rates import Rates
 from parallax.training.recheck import Recheck

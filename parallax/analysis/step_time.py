@@ -1,0 +1,430 @@
+"""How long a step takes and what it holds, from its traced program: nothing is compiled, no device is needed.
+
+    step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
+
+*Work* is the sum over matrix products of the longer of FLOPs over the chip's peak and bytes of factors and result over
+its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
+over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
+to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
+are the traced collectives over the links of their axes. Gathers of layers over dp, one by one, hide behind the work,
+and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all
+others are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
+bandwidth.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from parallax.analysis.collectives import Sent, program_collectives
+from parallax.analysis.compiled import (
+    Begin,
+    Branch,
+    Call,
+    Compiled,
+    Compute,
+    End,
+    Kernel,
+    Loop,
+    attention_share,
+    branch_shares,
+    costs_of,
+    read_compiled,
+)
+from parallax.analysis.flops import flops_per_token, product_flops
+from parallax.analysis.layouts import build, placed
+from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.topology import Place, Route, one_way, route
+from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
+from parallax.config.sections import MeshConfig
+from parallax.config.settings import Settings
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline.storage import ENDS
+from parallax.runtime.chips import Chip
+from parallax.runtime.errors import ConfigError
+from parallax.schedules import Costs, by_name, figures
+from parallax.sharding.mesh import make_mesh
+from parallax.sharding.plan import stay_of
+from parallax.training.build import model_of, step_of
+
+REDUCTIONS = ("reduce_sum", "reduce_max")
+WRITES = "dynamic_update_slice"
+PRODUCTS = ("dot_general", "pallas_call")
+LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
+
+
+class Product(NamedTuple):
+    """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step."""
+
+    flops: int
+    bytes: int
+    direction: str
+    count: int
+
+    def secs(self, rate: float, bandwidth: float) -> float:
+        """The longer of computing it once, at FLOP/s, and of moving its bytes."""
+        return max(self.flops / rate, self.bytes / bandwidth)
+
+
+class Traced(NamedTuple):
+    """What one device does in a step, before any chip is named."""
+
+    products: list[Product]
+    sent: list[Sent]
+    model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
+
+
+class Message(NamedTuple):
+    """What one collective takes in a step. `hides`: work may run meanwhile. `ticking`: it belongs to the ticks, so
+    that ranks wait for it as they do for work."""
+
+    axes: str
+    secs: float
+    hides: bool
+    ticking: bool
+
+
+class Estimate(NamedTuple):
+    """A predicted step. Bytes and seconds are those of the busiest device; `secs` is the step's time."""
+
+    peak_bytes: int
+    components: dict[str, int]
+    work_secs: float
+    recompute_secs: float  # of the work
+    exposed_secs: dict[str, float]  # by axes, as "dp" or "dp tp"
+    hidden_secs: float
+    update_secs: float
+    bubble: float
+    secs: float
+    mfu: float
+
+    @property
+    def bubble_secs(self) -> float:
+        """Time in which the average device waits for others of the pipeline."""
+        return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
+
+
+def predict(settings: Settings, place: Place) -> Estimate:
+    """The step of these settings on a place; ConfigError where their mesh or layout is not legal there.
+
+    >>> from configs.llama_1b_16 import get_config
+    >>> from parallax.analysis.topology import read_topology
+    >>> from parallax.config.settings import read_settings
+    >>> place = read_topology("v5e:4x4")
+    >>> predict(read_settings(get_config().to_dict()), place).peak_bytes < place.chip.usable_bytes
+    True
+    """
+    settings = placed(settings, place)
+    return predict_of(build(settings, place), settings, place)
+
+
+def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimate:
+    """The same of a model that was built, of settings that were placed."""
+    return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
+
+
+def trace(model: ShardedModel, settings: Settings) -> Traced:
+    """The products and collectives of the first pipeline rank, whose stages are the largest."""
+    shape = (settings.data.global_batch, settings.data.seq)
+    program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
+    found = walk(program, at=first, count=_product)
+    model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
+    return Traced(
+        [product._replace(count=count) for product, count in found.items()],
+        program_collectives(program, at=first, sizes=model.axis_sizes),
+        model_flops / math.prod(model.axis_sizes.values()),
+    )
+
+
+def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> Estimate:
+    """The step of a traced program on these chips."""
+    rate = place.matmul_rate(settings.model.dtype)
+    timed = [(p.direction, p.count * p.secs(rate, place.chip.hbm_bandwidth)) for p in traced.products]
+    work = sum(secs for _, secs in timed)
+    sent = messages(traced.sent, place, settings)
+    hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
+    exposed = exposed_parts(sent, hidden)
+    bubble = 0.0 if place.shared else lockstep_bubble(settings)
+    ticking = sum(message.secs for message in exposed if message.ticking)
+    update = (3 * held.parameters + 2 * held.optimizer) / place.chip.hbm_bandwidth
+    secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
+    return Estimate(
+        peak_bytes=held.peak,
+        components=held._asdict(),
+        work_secs=work,
+        recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
+        exposed_secs=by_axes(exposed),
+        hidden_secs=hidden,
+        update_secs=update,
+        bubble=bubble,
+        secs=secs,
+        mfu=traced.model_flops / place.chip.peak(settings.model.dtype) / secs,
+    )
+
+
+def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Message]:
+    """The traced collectives in seconds; those that send nothing are left out."""
+    sizes, found = settings.mesh.sizes, []
+    for one in sent:
+        if not one.bytes:
+            continue
+        bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
+        spread = place.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
+        can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
+        # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
+        beside = not one.module.startswith(ENDS) and _is_per_use(one, settings)
+        hides = one.axes == ("dp",) and can_hide and beside and not place.shared
+        secs = one.total_bytes * spread / bandwidth
+        found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings)))
+    return found
+
+
+def _is_per_use(one: Sent, settings: Settings) -> bool:
+    """Whether layers' weights, or their gradients, travel over data axes at each use, not once a step."""
+    stay = stay_of(settings.data_parallel.policy)
+    return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
+
+
+def _ticks(one: Sent, settings: Settings) -> bool:
+    """Whether it belongs to the ticks: it is sent for each microbatch. Of a single one the count does not tell, but
+    what layers send is of their passes, weights that are gathered once aside."""
+    if settings.pipeline.microbatches > 1:
+        return one.count >= settings.pipeline.microbatches
+    of_passes = "pp" not in one.axes and ("dp" not in one.axes or _is_per_use(one, settings))
+    return one.module.startswith(LAYER_PARTS) and of_passes
+
+
+def hidden_secs(work: float, sent: float) -> float:
+    """Of so many seconds of messages that can hide behind the work, those that do: the more there are, the oftener one
+    waits for another.
+
+    Fitted to the waits of compiled steps of llama_1b_16, by analysis.step_time: of 166 ms of messages 14 with
+    2 microbatches, of 677 ms 207 with 8.
+
+    >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
+    (0.181..., 0.550..., 0.999...)
+    """
+    return -work * math.expm1(-sent / work) if work else 0.0
+
+
+def exposed_parts(sent: Iterable[Message], hidden: float) -> list[Message]:
+    """Of each message the seconds in which nothing else is done, where so many of what can hide do hide."""
+    hiding = sum(message.secs for message in sent if message.hides)
+    return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
+
+
+def by_axes(sent: Iterable[Message]) -> dict[str, float]:
+    """Their seconds, added up."""
+    found: dict[str, float] = {}
+    for message in sent:
+        found[message.axes] = found.get(message.axes, 0) + message.secs
+    return found
+
+
+def schedule_costs(settings: Settings) -> Costs:
+    """Times of passes over that of a forward one."""
+    alone = dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0))
+    return costs_of(settings.pipeline.remat, _attention_share(alone) if settings.pipeline.remat == "attention" else 0.0)
+
+
+@cache
+def _attention_share(settings: Settings) -> float:
+    return attention_share(model_of(settings, abstract_mesh(settings.mesh.sizes)).shapes)
+
+
+def lockstep_bubble(settings: Settings) -> float:
+    """Share of the ticks in which the average rank has nothing to do."""
+    pipeline = settings.pipeline
+    if pipeline.branches == "mask":
+        return 0.0  # it computes instead, and that is in the work
+    sizes = pipeline.schedule, settings.mesh.pp, pipeline.microbatches, pipeline.virtual
+    return _bubble(*sizes, schedule_costs(settings))
+
+
+@cache
+def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
+    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
+
+
+def _product(equation: JaxprEqn, origin: Origin) -> Counter:
+    name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
+    if name == WRITES:
+        arrays = 2 * equation.invars[1:2]
+    elif name in REDUCTIONS:
+        arrays = 2 * arrays
+    elif name not in PRODUCTS:
+        return Counter()
+    moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
+    # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
+    return Counter({Product(product_flops(equation) or 0, moved, origin.direction, 0): 1})
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on the rank that the others wait for.
+
+    `exposed_secs` are those in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
+    are priced apart and can be left out: see `step_time`. `bubble` is the share of the time in which an average rank
+    waits for others. `mfu` is model FLOPs over what the chip could do in `total_secs`.
+    """
+
+    compute_secs: float
+    exposed_secs: dict[str, float]
+    pallas_secs: float
+    total_secs: float
+    bubble: float
+    mfu: float
+
+
+def step_time(
+    compiled: Compiled,
+    chip: Chip,
+    model_flops: float,
+    *,
+    dtype: str = "bfloat16",
+    kernel_secs: Callable[[Kernel], float] | None = None,
+) -> StepTime:
+    """The time of one step, with `model_flops` a device.
+
+    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
+    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
+    axes follow each other, but messages in two directions travel at once. What compute between its start and its end
+    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take `kernel_secs(kernel)`: by
+    default the longer of their FLOPs at peak and of reading operands and writing results once, which no kernel beats;
+    `lambda kernel: 0.0` leaves them out. Raises ConfigError where the program has no cycles, as on backends other than
+    TPU.
+    """
+    if compiled.cycles is None or chip.clock_hz is None:
+        raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
+    price = kernel_secs or (lambda kernel: roofline_secs(kernel, chip, dtype))
+    critical, own = (Clock(compiled, chip, price, lockstep).run(compiled.timeline) for lockstep in (True, False))
+    total = sum(critical.values())
+    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
+    mfu = model_flops / (chip.peak(dtype) * total)
+    assert mfu < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    return StepTime(
+        critical["compute"],
+        exposed,
+        critical["pallas"],
+        total,
+        1 - sum(own.values()) / total,
+        mfu,
+    )
+
+
+def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
+    """At least so long a kernel takes: FLOPs at peak, or operands and results once through memory."""
+    moved = kernel.operand_bytes + kernel.result_bytes
+    return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
+
+
+class Clock:
+    """Runs through a timeline as a device does, and tells where its time goes."""
+
+    def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
+        self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
+        self._routes: dict[tuple, Route] = {}
+
+    def run(self, events: list) -> Counter:
+        """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
+        spent: Counter = Counter()
+        free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
+        ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
+        for event in events:
+            now = sum(spent.values())
+            if isinstance(event, Begin):
+                links = event.call.axes, event.call.shift
+                free[links] = max(now, free.get(links, 0.0)) + self._secs(event.call)
+                ready[event.call.op] = free[links], "+".join(event.call.axes)
+            elif isinstance(event, End) and event.op in ready:
+                done, axes = ready.pop(event.op)
+                spent[axes] += max(0.0, done - now)
+            else:
+                spent.update(self._local(event))
+        return spent
+
+    def _local(self, event: Compute | Kernel | Loop | Branch | End) -> dict[str, float]:
+        if isinstance(event, Compute):
+            return {"compute": event.cycles / self.chip.clock_hz}
+        if isinstance(event, Kernel):
+            return {"pallas": self.kernel_secs(event)}
+        if isinstance(event, Loop):
+            return {name: event.trips * secs for name, secs in self.run(event.body).items()}
+        if isinstance(event, Branch):
+            spent: Counter = Counter()
+            for share, side in zip(event.lockstep if self.lockstep else event.own, event.sides, strict=True):
+                spent.update({name: share * secs for name, secs in self.run(side).items()} if share else {})
+            return spent
+        return {}
+
+    def _secs(self, call: Call) -> float:
+        """How long one call takes with the links to itself."""
+        if call.pairs:
+            return call.bytes / one_way(self.mesh, call.pairs, self.chip)
+        key = call.axes, call.group
+        if key not in self._routes:
+            self._routes[key] = route(self.mesh, call.axes, self.chip, call.group)
+        found = self._routes[key]
+        return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
+
+
+class Outcome(NamedTuple):
+    """What the compiler says of a step: bytes of a device, seconds where it estimates cycles.
+
+    `refused` is its own word where the step does not fit, and then there is nothing else.
+    """
+
+    refused: str
+    arguments: int
+    temporaries: int
+    peak_bytes: int
+    compute_secs: float | None
+    pallas_secs: float | None
+    exposed_secs: dict[str, float]
+    secs: float | None
+    bubble: float | None
+    mfu: float | None
+
+
+def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
+    """Compile the training step of these settings and read the result."""
+    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
+    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    model, lowered = step.model, step.lower(*shape)
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _refused(str(error))
+    found = read_compiled(program, mesh, branch_shares(model))
+    if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
+        return Outcome("", found.arguments, found.temporaries, found.together, None, None, {}, None, None, None)
+    sizes = found.arguments, found.temporaries, found.peak
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / place.devices
+    time = step_time(found, place.chip, flops, dtype=settings.model.dtype)
+    seconds = time.compute_secs, time.pallas_secs, time.exposed_secs, time.total_secs
+    return Outcome("", *sizes, *seconds, time.bubble, time.mfu)
+
+
+def _refused(message: str) -> Outcome:
+    used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", message)
+    short = used[0].replace("hbm", "HBM") if used else _first_line(message)
+    return Outcome(short, 0, 0, 0, None, None, {}, None, None, None)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).splitlines()[0]
+
+
+def compiled_parts(compute: float, pallas: float, exposed: dict[str, float]) -> dict[str, float]:
+    """Seconds of a compiled step, with their names."""
+    return {"compute": compute, "attention kernel": pallas} | {
+        f"exposed over {axes}": secs for axes, secs in exposed.items()
+    }
