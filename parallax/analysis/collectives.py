@@ -11,10 +11,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.sections import ALL_AXES
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import ALL_AXES
 
 # How JAX calls what the notation calls.
 KINDS = {

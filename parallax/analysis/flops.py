@@ -11,10 +11,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import AXES, ModelConfig
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.sharding.mesh import AXES
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 # Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from parallax.analysis.topology import Place, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import POLICIES, REMAT, ModelConfig
+from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import KERNELS
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
-from parallax.sharding.mesh import AXES, factorisations
+from parallax.sharding.mesh import factorisations
 from parallax.training.build import model_of
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"

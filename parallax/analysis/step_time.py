@@ -46,7 +46,6 @@ from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.pipeline.storage import ENDS
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures
@@ -57,6 +56,7 @@ from parallax.training.build import model_of, step_of
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCTS = ("dot_general", "pallas_call")
+TABLES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
@@ -179,7 +179,7 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         spread = place.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
-        beside = not one.module.startswith(ENDS) and _is_per_use(one, settings)
+        beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)
         hides = one.axes == ("dp",) and can_hide and beside and not place.shared
         secs = one.total_bytes * spread / bandwidth
         found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings)))

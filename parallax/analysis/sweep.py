@@ -29,11 +29,11 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object
 from parallax.runtime.units import in_bytes, percent
 from parallax.schedules import by_name, figures
+from parallax.sharding.plan import stay_of
 
 PARAMETER_BYTES = 4  # float32
 SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
 DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
-from parallax.sharding.plan import stay_of
 
 
 class Bound(NamedTuple):
@@ -417,11 +417,11 @@ def _kind(choice: Choice) -> str:
 def _name(choice: Choice) -> str:
     """A layout in few letters.
 
-    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "step", 0))
-    '4·8·2 M=16 one_f_one_b remat layer gather step'
+    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
+    '4·8·2 M=16 one_f_one_b remat layer zero1'
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
     return (
         f"{choice.pp}·{choice.dp}·{choice.tp} M={choice.microbatches}{schedule} "
-        f"remat {choice.remat} gather {choice.gather}" + " ahead" * choice.prefetch
+        f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
     )

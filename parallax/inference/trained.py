@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 
 from parallax.checkpoint import complete_steps, restore, restore_newest
-from parallax.config.sections import MeshConfig, PipelineConfig
+from parallax.config.sections import INFERRED, MeshConfig, PipelineConfig
 from parallax.config.settings import Settings
 from parallax.data.tokenizer import Tokenizer, load
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
 from parallax.runtime.progress import make_room, waiting
-from parallax.sharding.mesh import INFERRED, make_mesh, simulate_devices
+from parallax.sharding.mesh import make_mesh, simulate_devices
 from parallax.training.build import model_of
 
 

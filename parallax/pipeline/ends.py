@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.config.sections import LossConfig
+from parallax.config.sections import ALL_AXES, LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
@@ -20,7 +20,6 @@ from parallax.model.transformer import Parts
 from parallax.sharding.activations import BATCH_AXES, SHARED_ROWS, with_rows
 from parallax.sharding.collectives import as_varying, cut, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import ALL_AXES
 from parallax.sharding.plan import ShardingPlan
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from parallax.config.sections import ALL_AXES
 from parallax.model.context import Context
 from parallax.pipeline.stage import Place, Stage
 from parallax.sharding.collectives import as_varying, max_over, sum_over
-from parallax.sharding.mesh import ALL_AXES
 
 
 class ObservedStage(Stage):

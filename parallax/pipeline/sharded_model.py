@@ -282,6 +282,7 @@ class ShardedModel(Overview):
             schedule,
             self._stage(kind),
             blocks,
+            partial(self.plan.zero_grads, "blocks", blocks),
             partial(self._context, ends.tokens),
             ends,
             residual_layout(self.layout),

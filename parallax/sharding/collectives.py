@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.config.sections import ALL_AXES
 from parallax.runtime.errors import NotationError
 from parallax.sharding.layout import Layout, check_rank, parse_move
-from parallax.sharding.mesh import ALL_AXES
 
 
 def is_bound(axis: str) -> bool:

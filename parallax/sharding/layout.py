@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from parallax.config.sections import ALL_AXES
 from parallax.runtime.errors import NotationError, divisors, listed, nearest, quoted
-from parallax.sharding.mesh import ALL_AXES
 
 # Every dim that an array may have, with the letter that stands for it in einsums and suffixes.
 DIMS = {

@@ -12,11 +12,10 @@ from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from tiny import build, make_batch, mesh_of, optimizer_config
 
 from parallax.checkpoint import Checkpoints, restore
-from parallax.config.sections import CheckpointConfig
+from parallax.config.sections import AXES, CheckpointConfig
 from parallax.pipeline.arrangement import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, init_state, make_train_step
 

@@ -17,6 +17,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
 from parallax.analysis.collectives import collectives, step_collectives
+from parallax.config.sections import AXES
 from parallax.model.context import training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
@@ -31,7 +32,6 @@ from parallax.pipeline.spread import SpreadEnds
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 MESH = (2, 2, 2)
 
