@@ -24,7 +24,6 @@ from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.activations import ROWS, activation
-from parallax.sharding.layout import Layout
 
 FORM = EMBEDDINGS["vocab_parallel"]
 
@@ -103,9 +102,7 @@ def _run(model: ModelConfig):
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
-        losses, _ = token_losses(
-            logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), Layout.parse(FORM.table), 0.0
-        )
+        losses, _ = token_losses(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Inside(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
 
     return jax.jit(run)

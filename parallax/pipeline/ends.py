@@ -94,7 +94,7 @@ class Work:
         return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
     def _gathered(self, part):
-        return self.plan.use(part, self.weights[part])
+        return self.plan.use(self.weights[part], part)
 
     @property
     def _form(self):

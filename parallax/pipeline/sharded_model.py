@@ -40,7 +40,6 @@ from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
-from parallax.pipeline.overview import Overview
 from parallax.pipeline.spread import SpreadEnds
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Schedule, by_name, in_turn
@@ -49,12 +48,12 @@ from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.plan import Policies, ShardingPlan, rows_of
+from parallax.sharding.plan import Policies, ShardingPlan
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
 
-class ShardedModel(Overview):
+class ShardedModel:
     """Parameters, loss, gradients and logits of a model on a mesh.
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
@@ -85,21 +84,27 @@ class ShardedModel(Overview):
         self.arrangement = Arrangement(self.schedule.placement, model.layers)
         self.parts = self._parts(ROWS)
         declared = jax.eval_shape(self.parts.declare, jax.random.key(0))
-        self.shapes = nn.meta.unbox(declared)
-        policies = Policies(data_parallel.policy, data_parallel.by_name)
         self.plan = ShardingPlan(
-            rows_of(declared, policies, self.arrangement, model.sizes, self.axis_sizes, model.dtype),
-            self.shapes,
+            declared,
+            Policies(data_parallel.policy, data_parallel.by_name),
+            model.sizes,
             self.axis_sizes,
-            self.arrangement,
+            model.dtype,
+            order=self.arrangement,
             reduce=fsdp.reduce,
             gather_first=first_group(mesh, "dp"),
         )
         self._check_prefetch()
-        self.layouts = self.plan.at_rest
+        self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec(mesh)), self.layouts)
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+
+    def __repr__(self) -> str:
+        return repr(self.plan)
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
 
     def replace(self, **changes: Any) -> "ShardedModel":
         """The same with other sections or another mesh, by the names of this class's arguments."""
@@ -309,7 +314,7 @@ class ShardedModel(Overview):
     def _stage(self, kind: type[Stage]) -> Stage:
         block = self.parts.block
         loop = LayerLoop(
-            partial(self.plan.use, "blocks"),
+            partial(self.plan.use, part="blocks"),
             self.plan.add_up("blocks"),
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),

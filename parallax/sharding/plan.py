@@ -15,15 +15,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from parallax.config.sections import PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.runtime.units import in_bytes
 from parallax.sharding.collectives import (
     all_gather,
     as_varying,
@@ -124,6 +128,10 @@ class ParameterPlan:
     memory: str = "device"
 
     @property
+    def stay(self) -> Stay:
+        return Stay(self.at_rest, self.resident, self.compute, self.summed)
+
+    @property
     def is_gathered_per_use(self) -> bool:
         return self.resident != self.compute
 
@@ -138,22 +146,79 @@ class ParameterPlan:
 
 
 class ShardingPlan:
-    """A tree of ParameterPlan, one for each parameter, and the moves, in local view. It prints as a table."""
+    """Where each parameter lies and what moves it: a tree of ParameterPlan, one for each. It prints as a table.
+
+    A module alone has a plan, too: `nn.map_variables(Dense, "params", trans_in_fn=plan.use)` is FSDP as a Flax module,
+    which gathers its kernel wherever it is applied.
+    """
 
     def __init__(
         self,
-        rows: Any,
-        shapes: Any,
+        declared: Any,
+        policies: Policies,
+        sizes: Mapping[str, int],
         axis_sizes: Mapping[str, int],
-        order: LayerOrder | None = None,
+        dtype: str,
         *,
+        order: LayerOrder | None = None,
         reduce: str = "float32",
         gather_first: int = 1,
     ):
-        """`rows` and `shapes` are trees of the same structure; `reduce` is how gradients travel over data axes (see
-        FsdpConfig), `gather_first` see `all_gather`. Without `order` no layer moves over pp."""
-        self.rows, self.shapes, self.axis_sizes = rows, shapes, axis_sizes
+        """
+        Args:
+            declared: parameters as `Declared`, a tree of them.
+            sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
+            dtype: of compute, in which weights travel; `reduce` is how gradients do, see FsdpConfig.
+            order: of layers on pipeline ranks; without it no layer moves over pp.
+            gather_first: see `all_gather`.
+        Raises:
+            ConfigError: the policies do not fit these parameters.
+        """
+        policies.check(named_leaves(layouts_of(declared)))
+        self.policies, self.axis_sizes, self.shapes = policies, axis_sizes, nn.meta.unbox(declared)
         self.order, self.reduce, self.gather_first = order, reduce, gather_first
+        row = partial(_row, policies=policies, order=order, sizes=sizes, axis_sizes=axis_sizes, dtype=dtype)
+        self.rows = jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+
+    def __repr__(self) -> str:
+        """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
+        during a step, in a layer, and its summed gradient."""
+        lines = [("parameter", "at rest", "step layer sum", "on a device")]
+        lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]
+        return "\n".join([self.heading, *text])
+
+    def _repr_html_(self) -> str:
+        lines, left = self._lines(), 'style="text-align:left"'
+        most = max(line.bytes for line in lines)
+        bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
+        body = [
+            f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
+            + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
+            + f"<td>{bar.format(8 * line.bytes / most)}</td></tr>"
+            for line in lines
+        ]
+        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(HEAD))
+        return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
+
+    @property
+    def heading(self) -> str:
+        """How many parameters there are on which mesh, and their bytes on a device, at rest and during a step."""
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.axis_sizes.items())
+        total = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        found = [in_bytes(sum(line.held[at] for line in self._lines())) for at in range(3)]
+        policy = " ".join([self.policies.policy, *(f"{name}={p}" for name, p in self.policies.exceptions.items())])
+        travels = sorted({row.dtype for row in jax.tree.leaves(self.rows) if row.dtype and row.at_rest != row.compute})
+        return (
+            f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
+            f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
+            + "".join(f"; weights travel as {dtype}" for dtype in travels)
+        )
+
+    def _lines(self) -> list["_Line"]:
+        shapes = named_leaves(self.shapes)
+        return [_Line.of(name, row, shapes[name], self.axis_sizes) for name, row in named_leaves(self.rows).items()]
 
     @property
     def at_rest(self) -> Any:
@@ -166,9 +231,10 @@ class ShardingPlan:
         """Weights as they are resident in a step, of parameters at rest, by part of the model."""
         return {part: self._load(part, params[part]) for part in PARTS}
 
-    def use(self, part: str, weights: Any) -> Any:
-        """The weights that a layer computes with, of resident ones: one layer's, or a part's whole tree."""
-        return jax.tree.map(self.use_one, self.rows[part], weights)
+    def use(self, weights: Any, part: str = "") -> Any:
+        """The weights that a layer computes with, of resident ones: those of a part, or of one of its
+        layers; without a part, of all."""
+        return jax.tree.map(self.use_one, self.rows[part] if part else self.rows, weights)
 
     def use_one(self, row: ParameterPlan, weight: Array) -> Array:
         if not row.is_gathered_per_use:
@@ -266,37 +332,63 @@ class ShardingPlan:
         return jax.tree.unflatten(structure, leaves)
 
 
-def rows_of(
-    declared: Any,
+def _row(
+    path: Any,
+    declared: Declared,
+    *,
     policies: Policies,
-    order: LayerOrder,
+    order: LayerOrder | None,
     sizes: Mapping[str, int],
     axis_sizes: Mapping[str, int],
     dtype: str,
-) -> dict[str, Any]:
-    """The rows of a model's parameters, a tree of `Declared` by part; `dtype` is that of compute.
+) -> ParameterPlan:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    part, _, module = name.rpartition("/")[0].partition("/")
+    compute = declared.layout
+    stay = Stay(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest)))
+    at_rest = staged = stay.at_rest
+    if part == "blocks" and order and not order.in_order:
+        at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
+    elif part != "blocks" and order and order.ranks > 1 and len(compute.names) > 1:
+        at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
+    scope = module if part == "blocks" else "/".join(filter(None, [part, module]))
+    travels = dtype if declared.at_rest else None
+    return ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, travels)
 
-    Raises ConfigError where the policies do not fit these parameters.
-    """
-    policies.check(named_leaves(layouts_of(declared)))
 
-    def row(path: Any, leaf: Declared) -> ParameterPlan:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        part, _, module = name.rpartition("/")[0].partition("/")
-        compute = leaf.layout
-        stay = Stay(*POLICIES[policies.of(name)](compute, cut_over_data(compute, leaf.at_rest)))
-        at_rest, staged = stay.at_rest, stay.at_rest
-        if part == "blocks":
-            if not order.in_order:
-                at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
-        elif order.ranks > 1 and len(compute.names) > 1:
-            at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
-        scope = module if part == "blocks" else "/".join(filter(None, [part, module]))
-        return ParameterPlan(
-            scope, at_rest, staged, stay.resident, compute, stay.summed, dtype if leaf.at_rest else None
+# Behind the layout at rest: the data axes that cut the parameter during a step, in a layer, and its summed gradient.
+HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+FLOAT32_BYTES = 4
+LEFT = 7  # columns that are flush left
+
+
+class _Line(NamedTuple):
+    """A row of the table; `held` are bytes on a device: at rest, resident, and of the summed gradient."""
+
+    cells: tuple[str, ...]
+    layout: Layout
+    held: tuple[int, int, int]
+
+    @property
+    def bytes(self) -> int:
+        return self.held[0]
+
+    @staticmethod
+    def of(name: str, row: ParameterPlan, shape: Any, axis_sizes: Mapping[str, int]) -> "_Line":
+        def entries(layout: Layout) -> int:
+            return shape.size // math.prod(axis_sizes.get(axis, 1) for axis in layout.used_axes())
+
+        width = jnp.dtype(row.dtype).itemsize if row.dtype and row.is_cast_at_load else FLOAT32_BYTES
+        held = (
+            entries(row.at_rest) * FLOAT32_BYTES,
+            entries(row.resident) * width,
+            entries(row.summed) * FLOAT32_BYTES,
         )
-
-    return jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+        cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in row.stay[1:])
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
+        travels = row.dtype if row.at_rest != row.compute and row.dtype else "-"
+        sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
+        return _Line((name, str(row.at_rest), *cuts, hop, travels, *sizes), row.at_rest, held)
 
 
 def cut_over_data(layout: Layout, dim: str) -> Layout:
