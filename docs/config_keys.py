@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.config.reference import about, default_of, key_lines
-from parallax.config.settings import SECTIONS
+from parallax.config.reference import about, default_of, key_lines, values_of
+from parallax.config.sections import SECTIONS
 
 PAGE = ROOT / "docs" / "configs.md"
 BASE = ROOT / "configs" / "base.py"
@@ -70,7 +70,7 @@ def page() -> str:
     parts = [HEAD, PRESETS + "".join(presets())]
     for name, section in SECTIONS.items():
         rows = [
-            f"| `{field.name}` | `{default_of(field)}` | {marked(field.metadata['key'].range)} | "
+            f"| `{field.name}` | `{default_of(field)}` | {marked(values_of(field))} | "
             f"{marked(field.metadata['key'].meaning)} |\n"
             for field in fields(section)
         ]

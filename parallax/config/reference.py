@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from parallax.config.keys import Section
+from parallax.config.keys import SMALLEST, Section
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # that come with the repository
 WIDTH = 120
+SHOWN = 10_000  # a larger limit is far from what anybody writes
 
 
 def about(section: type[Section]) -> str:
@@ -30,13 +32,30 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
     indent = " " * (len(prefix) - len(prefix.lstrip())) + "# "
     for field in fields(section):
         key = field.metadata["key"]
-        comment = ": ".join(filter(None, [key.range if key.choices else "", key.meaning]))
+        comment = f"{values_of(field)}: {key.meaning}" if key.choices else key.meaning
         line = f"{prefix}.{section.section}.{field.name} = {default_of(field)}"
         if len(line) + len(f"  # {comment}") <= WIDTH:
             yield f"{line}  # {comment}"
         else:
             yield from textwrap.wrap(comment, WIDTH, initial_indent=indent, subsequent_indent=indent)
             yield line
+
+
+def values_of(field: Field) -> str:
+    """The values that a key takes; "" where any text is, and where they are True and False.
+
+    >>> from parallax.config.sections import MeshConfig
+    >>> values_of(fields(MeshConfig)[0]), values_of(fields(MeshConfig)[-1])
+    ('1 or more, or -1', '"dp" | "pp"')
+    """
+    key = field.metadata["key"]
+    if field.type in (str, bool):
+        return " | ".join([*(f'"{choice}"' for choice in key.choices), *filter(None, [key.other])])
+    least = "above 0" if key.least == SMALLEST else f"{key.least:.7g}"
+    upper = "or more" if key.below == math.inf else f"to below {key.below:g}"
+    if key.most is not None and key.most < SHOWN:
+        upper = f"to {key.most:g}"
+    return f"{least} {upper}" + f", or {key.also}" * (key.also is not None)
 
 
 def default_of(field: Field) -> str:
