@@ -34,6 +34,9 @@ A config is a Python file with `get_config()`: `configs/base.py` has every key, 
 the command line a key is written `--config.SECTION.KEY=VALUE`. A name that is unknown, a value of another type, or one
 that fits nothing else is an error of one line, before anything is compiled. Each section is one frozen dataclass, which
 checks its values; Python makes it as `ModelConfig(layers=8)`, say, with the defaults for all other keys.
+
+Configs and run folders of earlier versions load: a key that was renamed counts as what it is today, a key that came
+later has its default, and one line on stderr says so.
 """
 PRESETS = """## Presets
 

@@ -110,7 +110,8 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     config = values.config.to_dict()
     for name, flag in earlier.items():
         section, _, key = name.partition(".")
-        config.setdefault(section, {})[key] = _literal(values[flag].value)
+        if isinstance(config.setdefault(section, {}), dict):  # what is no section is refused later
+            config[section][key] = _literal(values[flag].value)
     config, said = renamed(config, chosen=overrides)
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(config, overrides, path)]
     return Line(ConfigDict(config), path, own_values, tuple(warnings))

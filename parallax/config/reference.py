@@ -1,14 +1,11 @@
 """Every key of a config as a line, with its default and meaning, for configs/base.py and --help-config."""
 
 import inspect
-import json
 import math
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
 
 from parallax.config.keys import SMALLEST, Section
 
@@ -59,15 +56,5 @@ def values_of(field: Field) -> str:
 
 
 def default_of(field: Field) -> str:
-    """The default of a key as Python writes it."""
-    return json.dumps(field.default) if field.type is str else _number(field.default)
-
-
-def _number(value: Any) -> str:
-    """A number or truth value; many digits are grouped.
-
-    >>> [_number(value) for value in (True, 1000, 86_400, 1e-6)]
-    ['True', '1000', '86_400', '1e-6']
-    """
-    many = not isinstance(value, bool) and abs(value) >= 10_000
-    return f"{value:_}" if many else re.sub("e-0", "e-", repr(value))
+    """The default of a key as Python writes it, with the quotation marks of this project."""
+    return repr(field.default).replace("'", '"')
