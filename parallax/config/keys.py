@@ -32,7 +32,7 @@ class Key:
     added: bool = False  # later than the first runs, which did as the default says
 
     def read(self, name: str, value: Any, kind: type) -> Any:
-        """What was written, as a value of the key's type; ConfigError where it is of another type."""
+        """What was written in a config, as a value of the key's type; ConfigError where it is none."""
         # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
         known = int | float if kind is float else kind
         if not isinstance(value, known) or (kind is bool) != isinstance(value, bool):
@@ -42,15 +42,13 @@ class Key:
             raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
         if kind is float and abs(value) > LARGEST_FLOAT32:  # before a float is made of a whole number
             raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+        if kind is str:
+            _check_letters(name, value)
+        if self.path:
+            _check_path(name, value)
         return kind(value)
 
     def check_text(self, name: str, value: str) -> None:
-        # No file, no terminal and no JSON takes these.
-        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-            wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
-            raise ConfigError(f"{name}={quoted(value)} {wrong}")
-        if self.path:
-            _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
             says = self.says or f"is unknown; {nearest(str(value), self.choices)}"
             raise ConfigError(f"{name}={quoted(value)} {says}")
@@ -107,6 +105,13 @@ class Section:
 
     def check(self) -> None:
         """Raise ConfigError where keys do not go together."""
+
+
+def _check_letters(name: str, value: str) -> None:
+    # No file, no terminal and no JSON takes these.
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
+        raise ConfigError(f"{name}={quoted(value)} {wrong}")
 
 
 def _check_path(name: str, value: str) -> None:
