@@ -25,7 +25,7 @@ with loading(__name__, sys.stdout):
 
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.cli.command import usage as usage_of
-    from parallax.config.load import settings_of
+    from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.multihost import FLAGS as PLACE_FLAGS
     from parallax.runtime.multihost import agree, compare, is_first, join, leave, read_place, reporting, several
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 def join_job(line: Line) -> None:
     """Become one of the processes of a job, all of which must run the same code with the same config."""
-    settings = settings_of(line.config)
+    settings = read_settings(line.config)
     with waiting("connecting the processes of the job"):
         join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
     if several() and not is_first():

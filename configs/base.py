@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     config.model.d_latent = 64  # mla: width of the compressed keys and values
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
-    config.model.rope_theta = 10_000.0  # base of the wavelengths of rotary positions
+    config.model.rope_theta = 10000.0  # base of the wavelengths of rotary positions
     config.model.rope_scaling = "none"  # "none" | "linear" | "yarn" | "llama3": for longer texts than were trained
     config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
     config.model.rope_original_seq = 2048  # tokens; yarn, llama3: the context that was trained before
@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     config.model.qkv_bias = False  # biases on the projections to heads: of q, k and v; in mla of q alone
     config.model.qk_norm = False  # gqa: an RMSNorm over d_head of each query and key head, before it is rotated
     config.model.sliding_window = 0  # tokens that a query sees, itself too; data.seq must not be longer. 0: all
-    config.model.norm_eps = 1e-6  # added to the mean square in RMSNorm
+    config.model.norm_eps = 1e-06  # added to the mean square in RMSNorm
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     config.model.dtype = "float32"  # "float32" | "bfloat16": of compute; parameters are float32
@@ -95,7 +95,7 @@ def get_config() -> ConfigDict:
     config.optimizer.final_ratio = 0.1  # last learning rate / peak
     config.optimizer.b1 = 0.9  # AdamW's decay of the gradient's mean, also for what muon leaves to it
     config.optimizer.b2 = 0.95  # AdamW's decay of the square's mean
-    config.optimizer.eps = 1e-8  # AdamW's, added to the root of that mean
+    config.optimizer.eps = 1e-08  # AdamW's, added to the root of that mean
     config.optimizer.weight_decay = 0.1  # decoupled; norms and biases are left out
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
@@ -122,7 +122,7 @@ def get_config() -> ConfigDict:
     config.data.global_batch = 32  # windows in a step, over all devices
     config.data.eval_fraction = 0.02  # share of documents held out
     config.data.seed = 0  # of the order of windows
-    config.data.synthetic_tokens = 1_000_000  # synthetic: bytes of text, tokens of the bytes tokenizer
+    config.data.synthetic_tokens = 1000000  # synthetic: bytes of text, tokens of the bytes tokenizer
 
     # How long to train, and how often to log and evaluate.
     config.train = ConfigDict()
@@ -153,7 +153,7 @@ def get_config() -> ConfigDict:
     config.distributed.heartbeat_secs = 60  # a process that gives no sign of life for so long is lost
     config.distributed.wait_secs = 900  # in a step, an evaluation, a save
     config.distributed.compile_secs = 7200  # in what is compiled first: the first step, the first evaluation
-    config.distributed.prepare_secs = 86_400  # for process 0 to prepare the data
+    config.distributed.prepare_secs = 86400  # for process 0 to prepare the data
     config.distributed.clock_secs = 60  # clocks may differ by so much
 
     # The text that a finished run writes.

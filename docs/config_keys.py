@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from parallax.config.reference import about, default_of, key_lines
-from parallax.config.settings import SECTIONS
+from parallax.config.reference import about, default_of, key_lines, values_of
+from parallax.config.sections import SECTIONS
 
 PAGE = ROOT / "docs" / "configs.md"
 BASE = ROOT / "configs" / "base.py"
@@ -34,6 +34,9 @@ A config is a Python file with `get_config()`: `configs/base.py` has every key, 
 the command line a key is written `--config.SECTION.KEY=VALUE`. A name that is unknown, a value of another type, or one
 that fits nothing else is an error of one line, before anything is compiled. Each section is one frozen dataclass, which
 checks its values; Python makes it as `ModelConfig(layers=8)`, say, with the defaults for all other keys.
+
+Configs and run folders of earlier versions load: a key that was renamed counts as what it is today, a key that came
+later has its default, and one line on stderr says so.
 """
 PRESETS = """## Presets
 
@@ -70,7 +73,7 @@ def page() -> str:
     parts = [HEAD, PRESETS + "".join(presets())]
     for name, section in SECTIONS.items():
         rows = [
-            f"| `{field.name}` | `{default_of(field)}` | {marked(field.metadata['key'].range)} | "
+            f"| `{field.name}` | `{default_of(field)}` | {marked(values_of(field))} | "
             f"{marked(field.metadata['key'].meaning)} |\n"
             for field in fields(section)
         ]

@@ -3,7 +3,7 @@
 import numpy as np
 from run_examples import tiny_config
 
-from parallax.config.load import settings_of
+from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
 from parallax.interop.folders import as_json, make_run
 
@@ -23,7 +23,7 @@ OWN = {
 
 
 def own_settings(corpus, **changes):
-    return settings_of(tiny_config(corpus, **{f"model.{key}": value for key, value in (SIZES | changes).items()}))
+    return read_settings(tiny_config(corpus, **{f"model.{key}": value for key, value in (SIZES | changes).items()}))
 
 
 def own_run(folder, settings, tokenizer=None):

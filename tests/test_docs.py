@@ -38,7 +38,8 @@ from tiny import mesh_of
 
 from configs.base import get_config
 from docs import config_keys, notebook_pages
-from parallax.config.settings import SECTIONS, default_settings, read_settings
+from parallax.config.sections import SECTIONS
+from parallax.config.settings import default_settings, read_settings
 from parallax.runtime.version import VERSION, code_version
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.layout import Layout

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from run_examples import tiny_config
 
 from parallax.checkpoint.manifest import flatten
-from parallax.config.load import settings_of
+from parallax.config.settings import read_settings
 from parallax.runtime.multihost import is_first, join, leave, read_place
 from parallax.sharding.mesh import make_mesh
 from parallax.training import run as run_module
@@ -63,7 +63,7 @@ def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
     pp, dp, tp, schedule, virtual = topology
     changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "pipeline.schedule": schedule, "pipeline.virtual": virtual}
     changes |= {"model.layers": 8, "data.global_batch": 8, "pipeline.microbatches": 8 // dp if pp > 1 else 1}
-    settings = settings_of(tiny_config(corpus, **changes))
+    settings = read_settings(tiny_config(corpus, **changes))
     first = jax.devices()[: pp * dp * tp]
     with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
         return run_module.build(settings, RunFolder(folder))
@@ -126,7 +126,7 @@ def main() -> int:
     act, root, corpus, *names = sys.argv[1:]
     place = read_place({})
     # Where a launcher says which process this is, how many devices it simulates was said, too.
-    join(place, settings_of(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
+    join(place, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
     found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)
     if is_first():
         print(f"{FOUND}{json.dumps(found)}", flush=True)

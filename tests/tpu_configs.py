@@ -8,9 +8,9 @@ import sys
 
 from parallax.analysis.step_time import compile_step
 from parallax.analysis.topology import devices_of, without_chips
-from parallax.cli.command import with_likely_vocab
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
+from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.chips import chip
 
 # The slices of a chip with so many dims, by their number of chips.

@@ -10,9 +10,9 @@ from parallax.analysis.render import stacked_bar, text_table, time_table
 from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import Row, Sweep, draw, front
 from parallax.analysis.topology import Place, read_topology
-from parallax.cli.command import with_likely_vocab
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
+from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.kernels import KERNELS
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent

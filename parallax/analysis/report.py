@@ -38,9 +38,9 @@ from parallax.analysis.render import (
     wrapped,
 )
 from parallax.analysis.step_time import StepTime, compiled_parts, step_time
-from parallax.cli.command import likely_entries, with_likely_vocab
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
+from parallax.data.vocabulary import likely_entries, with_likely_vocab
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting

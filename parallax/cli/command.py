@@ -3,6 +3,7 @@
 What is wrong with one is a ConfigError of one line, the same for every program.
 """
 
+import ast
 import dataclasses
 import difflib
 import logging
@@ -10,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -19,17 +20,15 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from parallax.cli.arguments import dashed, help_text
+from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
-from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, STEP_RANGE, DataConfig
-from parallax.config.settings import SECTIONS, Settings, read_settings, with_vocab
-from parallax.data.tokenizer import load
-from parallax.data.vocabulary import with_vocab_of_source
+from parallax.config.sections import SECTIONS, STEP_RANGE
+from parallax.config.settings import Settings, read_settings
 from parallax.runtime.accelerators import leave_out_absent_tpu
 from parallax.runtime.errors import (
     QUOTED_LETTERS,
     ConfigError,
-    DataError,
     check_local,
     exit_status,
     nearest,
@@ -90,49 +89,57 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
 def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     """A command line as it is written: its config is not yet checked but for names and types."""
     argv, path = _name_config(dashed(argv, own))
-    for name in _overrides(argv):
-        check_key(name)
+    overrides = [found[1] for word in argv[1:] if (found := re.match(r"--?config\.([^=]*)", word))]
+    earlier = {name: f"config.{name}" for name in overrides if name in RENAMED}
+    for name in overrides:
+        if name not in earlier:
+            check_key(name)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, lock_config=True, flag_values=values, sys_argv=argv)
-    for name, flag in own.items():
+    today = [word for word in argv if word.lstrip("-").partition("=")[0] not in earlier.values()]
+    config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, flag_values=values, sys_argv=today)
+    for name, flag in {**own, **dict.fromkeys(earlier.values(), Flag(""))}.items():
         _define(name, flag, values)
     if (root := str(CONFIGS.parent)) not in sys.path:
         sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
-    rest = _read(values, argv, path, ("config", *own))
-    if rest:
+    if rest := _read(values, argv, path, ("config", *own)):
         raise ConfigError(_stray(rest[0]))
     own_values = {name: values[name].value for name in own}
     for name, value in own_values.items():
         if isinstance(value, str):  # a path, or else no URL either
             check_local(f"--{name}", value)
-    return Line(values.config, path, own_values, fit_to_steps(values.config, _overrides(argv), path))
+    config = values.config.to_dict()
+    for name, flag in earlier.items():
+        section, _, key = name.partition(".")
+        if isinstance(config.setdefault(section, {}), dict):  # what is no section is refused later
+            config[section][key] = _literal(values[flag].value)
+    config, said = renamed(config, chosen=overrides)
+    warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(config, overrides, path)]
+    return Line(ConfigDict(config), path, own_values, tuple(warnings))
 
 
-def fit_to_steps(config: ConfigDict, overrides: Sequence[str], path: str) -> tuple[str, ...]:
-    """Cut what a config file says for more steps than the command line takes; returns a warning for each change.
+def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str], path: str) -> Iterator[str]:
+    """Cut what a config file says for more steps than the command line takes, with a warning for each change.
 
     What is written beside train.steps, in the file or on the command line, is left to be refused.
     """
-    written = config.to_dict()
-    train, optimizer = (written.get(name) for name in ("train", "optimizer"))
+    train, optimizer = (sections.get(name) for name in ("train", "optimizer"))
     if "train.steps" not in overrides or not isinstance(train, dict) or not isinstance(optimizer, dict):
-        return ()
+        return
     steps, warmup, traced = train.get("steps"), optimizer.get("warmup_steps"), train.get("profile_steps")
-    warnings = []
-    if "optimizer.warmup_steps" not in overrides and _are_whole(steps, warmup) and 1 <= steps <= warmup:
-        config.optimizer.warmup_steps = steps // 10
-        warnings.append(
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (steps, warmup))
+    if "optimizer.warmup_steps" not in overrides and whole and 1 <= steps <= warmup:
+        optimizer["warmup_steps"] = steps // 10
+        yield (
             f"warning: optimizer.warmup_steps={warmup} of {path} is not below --config.train.steps={steps}; this run "
             f"warms up for {steps // 10}, or as --config.optimizer.warmup_steps says"
         )
     traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
-    if "train.profile_steps" not in overrides and traces and _are_whole(steps) and 1 <= steps < int(traces[2]):
-        config.train.profile_steps = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
-        warnings.append(
+    if "train.profile_steps" not in overrides and traces and whole and 1 <= steps < int(traces[2]):
+        train["profile_steps"] = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
+        yield (
             f"warning: train.profile_steps={traced!r} of {path} goes beyond --config.train.steps={steps}; this run "
             f"traces {left or 'no steps'}, or as --config.train.profile_steps says"
         )
-    return tuple(warnings)
 
 
 def written(argv: Sequence[str], flag: str) -> str | None:
@@ -170,26 +177,6 @@ def config_keys() -> str:
     """What --help-config prints: every key of a config with its default and meaning."""
     parts = ("\n".join([f"  # {about(section)}", *key_lines(section, "  --config")]) for section in SECTIONS.values())
     return "Keys of a config, with their defaults:\n\n" + "\n\n".join(parts)
-
-
-def with_likely_vocab(settings: Settings) -> Settings:
-    """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
-    settings = with_vocab_of_source(settings)
-    return settings if settings.model.vocab else with_vocab(settings, likely_entries(settings.data))
-
-
-def likely_entries(data: DataConfig) -> int:
-    """The entries of the tokenizer that a run would use: a bpe that is yet to be trained has all that it may have."""
-    if data.source != "prepared" and data.tokenizer in (AUTO, "bytes", "bpe"):
-        return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
-    file = data.path if data.source == "prepared" else data.tokenizer
-    try:
-        return load(file).vocab
-    except DataError as error:
-        raise ConfigError(
-            f"model.vocab=0 takes that of the tokenizer {quoted(file)}, which cannot be read; "
-            "make it readable, or give the number, as in --config.model.vocab=32000"
-        ) from error
 
 
 def check_key(name: str) -> None:
@@ -249,10 +236,6 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     return argv, path
 
 
-def _are_whole(*values: Any) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-
-
 def _instead_of(file: Path) -> str:
     """What is wrong with a config that is no file, and what would be right in the folder that one is in."""
     if file.is_dir():
@@ -265,10 +248,6 @@ def _instead_of(file: Path) -> str:
         return f"does not exist; {lead}: {', '.join(known.values())}"
     where = "" if file.is_absolute() else f" in {Path.cwd()}"
     return f"does not exist{where}; {lead} in {CONFIGS}: {', '.join(known)}"
-
-
-def _overrides(argv: Sequence[str]) -> list[str]:
-    return [m.group(1) for arg in argv[1:] if (m := re.match(r"--?config\.([^=]*)", arg))]
 
 
 def _define(name: str, flag: Flag, values: flags.FlagValues) -> None:
@@ -316,6 +295,14 @@ def _illegal(message: str, path: str) -> str:
         return f"flag --{flag}={shown(value)}: {how}"
     value = re.split(": ", value, maxsplit=1)[0]  # what follows is absl's, and may repeat the value
     return f"--{flag}={shown(value)} must be {KINDS[get_type_hints(SECTIONS[section])[key]]}"
+
+
+def _literal(text: str) -> Any:
+    """A value as it is written on a command line; what is no literal of Python is a text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _stray(argument: str) -> str:

@@ -26,7 +26,8 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import Parser, about_command, local_path
     from parallax.cli.command import HELP, config_keys, read_line, written
     from parallax.config.reference import CONFIGS
-    from parallax.config.settings import VOCAB_MULTIPLE, Settings, read_settings
+    from parallax.config.settings import Settings, read_settings
+    from parallax.data.vocabulary import VOCAB_MULTIPLE
     from parallax.interop.architectures import check_own_keys
     from parallax.interop.huggingface import DTYPES, from_hf, to_hf
     from parallax.interop.move import export_params, import_params

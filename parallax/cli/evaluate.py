@@ -24,9 +24,8 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line, run_command, written
     from parallax.cli.command import usage as usage_of
-    from parallax.config.load import settings_of
     from parallax.config.sections import DataConfig
-    from parallax.config.settings import Settings
+    from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
     from parallax.data.manifest import FILE_NAME as MANIFEST
     from parallax.data.sources import SUFFIXES
@@ -113,7 +112,7 @@ def act(argv: Sequence[str]) -> None:
     step = line.values["step"]
     found = evaluate(
         Path(workdir),
-        settings_of(line.config),
+        read_settings(line.config),
         data=line.values["data"],
         step=None if step < 0 else step,
         given=given,

@@ -40,9 +40,10 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.step_time import Outcome, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Place, devices_of, read_topology, why_not, without_chips
-    from parallax.cli.command import Flag, read_command, run_command, with_likely_vocab, written
+    from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
+    from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.units import percent
     from parallax.sharding.mesh import simulate_devices

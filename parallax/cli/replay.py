@@ -23,8 +23,7 @@ with loading(__name__, sys.stderr):
     from parallax.checkpoint import complete_steps, restore_newest
     from parallax.cli.command import Flag, read_line, run_command, written
     from parallax.cli.command import usage as usage_of
-    from parallax.config.load import settings_of
-    from parallax.config.settings import Settings
+    from parallax.config.settings import Settings, read_settings
     from parallax.runtime.errors import CheckpointError, ConfigError
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.mesh import simulate_devices
@@ -60,7 +59,7 @@ def act(argv: Sequence[str]) -> None:
     if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
-    settings = settings_of(line.config)
+    settings = read_settings(line.config)
     for text in replay(settings, RunFolder(workdir), line.values["step"]):
         print(text)
 

@@ -6,13 +6,12 @@ import os
 import re
 from typing import Any, ClassVar
 
-from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_choice, check_local, quoted
+from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
 
 LARGEST_FLOAT32 = 3.4028234e38
 SMALLEST = math.ulp(0.0)  # the next number above 0
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
-SHOWN = 10_000  # a larger limit of whole numbers is far from what anybody writes
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
 
 
@@ -23,7 +22,7 @@ class Key:
     meaning: str
     choices: tuple[str, ...] = ()
     other: str = ""  # what may be written instead of one of the choices
-    least: float | None = None
+    least: float = 0  # of a number
     most: float | None = None
     below: float = math.inf
     also: int | None = None  # a number out of the range that is allowed, as 0 for "off"
@@ -32,49 +31,27 @@ class Key:
     path: bool = False  # whether it names a file or folder
     added: bool = False  # later than the first runs, which did as the default says
 
-    @property
-    def range(self) -> str:
-        """The values that are allowed, as a page shows them; "" where any text is.
-
-        >>> Key(meaning="", least=1, also=-1).range, Key(meaning="", choices=("mla", "gqa")).range
-        ('1 or more, or -1', '"mla" | "gqa"')
-        """
-        if self.choices:
-            return " | ".join([*(f'"{choice}"' for choice in self.choices), *filter(None, [self.other])])
-        if self.least is None:
-            return ""
-        least = "above 0" if self.least == SMALLEST else f"{self.least:.7g}"
-        upper = "or more" if self.below == math.inf else f"to below {self.below:g}"
-        if self.most is not None and self.most < SHOWN:
-            upper = f"to {self.most:g}"
-        return f"{least} {upper}" + f", or {self.also}" * (self.also is not None)
-
     def read(self, name: str, value: Any, kind: type) -> Any:
-        """What was written, as a value of the key's type; ConfigError where it is of another type."""
+        """What was written in a config, as a value of the key's type; ConfigError where it is none."""
         # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
-        if not (
-            isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(value, bool)
-        ):
+        known = int | float if kind is float else kind
+        if not isinstance(value, known) or (kind is bool) != isinstance(value, bool):
             written = KINDS.get(type(value), type(value).__name__)
             raise ConfigError(f"{name}={quoted(value)} is {written}, but it must be {KINDS[kind]}")
         if kind is float and isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
         if kind is float and abs(value) > LARGEST_FLOAT32:  # before a float is made of a whole number
             raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+        if kind is str:
+            _check_letters(name, value)
+        if self.path:
+            _check_path(name, value)
         return kind(value)
 
     def check_text(self, name: str, value: str) -> None:
-        # No file, no terminal and no JSON takes these.
-        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise ConfigError(
-                f"{name}={quoted(value)} holds a zero byte or half a surrogate pair, no text; leave it out"
-            )
-        if self.path:
-            _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
-            if not self.says:
-                check_choice(name, value, self.choices)
-            raise ConfigError(f"{name}={quoted(value)} {self.says}")
+            says = self.says or f"is unknown; {nearest(str(value), self.choices)}"
+            raise ConfigError(f"{name}={quoted(value)} {says}")
 
     def check_whole(self, name: str, value: Any, section: type["Section"]) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -128,6 +105,13 @@ class Section:
 
     def check(self) -> None:
         """Raise ConfigError where keys do not go together."""
+
+
+def _check_letters(name: str, value: str) -> None:
+    # No file, no terminal and no JSON takes these.
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
+        raise ConfigError(f"{name}={quoted(value)} {wrong}")
 
 
 def _check_path(name: str, value: str) -> None:

@@ -1,18 +1,17 @@
 """Every key of a config as a line, with its default and meaning, for configs/base.py and --help-config."""
 
 import inspect
-import json
-import re
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
 
-from parallax.config.keys import Section
+from parallax.config.keys import SMALLEST, Section
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # that come with the repository
 WIDTH = 120
+SHOWN = 10_000  # a larger limit is far from what anybody writes
 
 
 def about(section: type[Section]) -> str:
@@ -30,7 +29,7 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
     indent = " " * (len(prefix) - len(prefix.lstrip())) + "# "
     for field in fields(section):
         key = field.metadata["key"]
-        comment = ": ".join(filter(None, [key.range if key.choices else "", key.meaning]))
+        comment = f"{values_of(field)}: {key.meaning}" if key.choices else key.meaning
         line = f"{prefix}.{section.section}.{field.name} = {default_of(field)}"
         if len(line) + len(f"  # {comment}") <= WIDTH:
             yield f"{line}  # {comment}"
@@ -39,16 +38,23 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
             yield line
 
 
-def default_of(field: Field) -> str:
-    """The default of a key as Python writes it."""
-    return json.dumps(field.default) if field.type is str else _number(field.default)
+def values_of(field: Field) -> str:
+    """The values that a key takes; "" where any text is, and where they are True and False.
 
-
-def _number(value: Any) -> str:
-    """A number or truth value; many digits are grouped.
-
-    >>> [_number(value) for value in (True, 1000, 86_400, 1e-6)]
-    ['True', '1000', '86_400', '1e-6']
+    >>> from parallax.config.sections import MeshConfig
+    >>> values_of(fields(MeshConfig)[0]), values_of(fields(MeshConfig)[-1])
+    ('1 or more, or -1', '"dp" | "pp"')
     """
-    many = not isinstance(value, bool) and abs(value) >= 10_000
-    return f"{value:_}" if many else re.sub("e-0", "e-", repr(value))
+    key = field.metadata["key"]
+    if field.type in (str, bool):
+        return " | ".join([*(f'"{choice}"' for choice in key.choices), *filter(None, [key.other])])
+    least = "above 0" if key.least == SMALLEST else f"{key.least:.7g}"
+    upper = "or more" if key.below == math.inf else f"to below {key.below:g}"
+    if key.most is not None and key.most < SHOWN:
+        upper = f"to {key.most:g}"
+    return f"{least} {upper}" + f", or {key.also}" * (key.also is not None)
+
+
+def default_of(field: Field) -> str:
+    """The default of a key as Python writes it, with the quotation marks of this project."""
+    return repr(field.default).replace("'", '"')

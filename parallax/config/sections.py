@@ -43,7 +43,6 @@ class MeshConfig(Section, most=2**20):
     simulate: int = key(
         0,
         "simulated CPU devices, in all processes together; 0 takes the devices that are there",
-        least=0,
         most=2**12,
         says="is no number of devices; use 0 (none) or more",
     )
@@ -70,7 +69,7 @@ class MeshConfig(Section, most=2**20):
 class ModelConfig(Section, most=2**24):
     """The model as one device sees it: a decoder-only transformer."""
 
-    vocab: int = key(0, "entries; 0 takes the tokenizer's, rounded up to a multiple of 128", least=0)
+    vocab: int = key(0, "entries; 0 takes the tokenizer's, rounded up to a multiple of 128")
     vocab_multiple: int = key(
         1, "tables get rows up to such a multiple, as 128: zeros that have no logits", least=1, added=True
     )
@@ -81,9 +80,9 @@ class ModelConfig(Section, most=2**24):
     heads: int = key(8, "query heads", least=1)
     kv_heads: int = key(8, "gqa only", least=1)
     d_head: int = key(32, "per head; in mla the part of q and k without position, and v", least=1)
-    d_latent: int = key(64, "mla: width of the compressed keys and values", least=0)
-    d_latent_q: int = key(0, "mla: width of the compressed queries; 0 projects queries directly", least=0)
-    d_rope: int = key(16, "mla: width of the decoupled, rotated part of q and k", least=0)
+    d_latent: int = key(64, "mla: width of the compressed keys and values")
+    d_latent_q: int = key(0, "mla: width of the compressed queries; 0 projects queries directly")
+    d_rope: int = key(16, "mla: width of the decoupled, rotated part of q and k")
     rope_theta: float = key(10_000.0, "base of the wavelengths of rotary positions", least=1 + 1e-6)
     rope_scaling: str = key("none", "for longer texts than were trained", choices=("none", "linear", "yarn", "llama3"))
     rope_factor: float = key(1.0, "context extension that the scaling serves; 1 or more", least=1)
@@ -94,18 +93,16 @@ class ModelConfig(Section, most=2**24):
     rope_slow_turns: float = key(
         1.0, "yarn, llama3: pairs that turn less often there are stretched by rope_factor", least=1e-6
     )
-    rope_temperature: float = key(
-        0.0, "times attention's logits; 0: yarn's (0.1 ln rope_factor + 1)^2, others' 1", least=0
-    )
+    rope_temperature: float = key(0.0, "times attention's logits; 0: yarn's (0.1 ln rope_factor + 1)^2, others' 1")
     rope_magnitude: float = key(1.0, "times the rotated parts of queries and of keys", least=1e-6)
     qkv_bias: bool = key(False, "biases on the projections to heads: of q, k and v; in mla of q alone")
     qk_norm: bool = key(False, "gqa: an RMSNorm over d_head of each query and key head, before it is rotated")
     sliding_window: int = key(
-        0, "tokens that a query sees, itself too; data.seq must not be longer. 0: all", least=0, added=True
+        0, "tokens that a query sees, itself too; data.seq must not be longer. 0: all", added=True
     )
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head is the embedding's transpose")
-    dropout: float = key(0.0, "probability, on embedding and residual branches", least=0, below=1)
+    dropout: float = key(0.0, "probability, on embedding and residual branches", below=1)
     dtype: str = key("float32", "of compute; parameters are float32", choices=("float32", "bfloat16"))
     kernel: str = key(
         "xla",
@@ -256,7 +253,6 @@ class FsdpConfig(Section):
     prefetch: int = key(
         0,
         "layers gathered ahead, and gradients scattered behind, while one computes",
-        least=0,
         most=1,
         too_large="would hold more than two layers whole; use 0 or 1.",
     )
@@ -269,7 +265,7 @@ class FsdpConfig(Section):
 class LossConfig(Section):
     """What is minimised: cross-entropy, and a z-loss."""
 
-    z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", least=0, says="must be 0 or more; 1e-4 is usual.")
+    z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", says="must be 0 or more; 1e-4 is usual.")
     chunk_tokens: int = key(
         1024,
         "logits of at most so many tokens exist at once on a device",
@@ -283,32 +279,27 @@ class OptimizerConfig(Section):
     """How gradients become updates, and the learning rate over the steps."""
 
     name: str = key("adamw", "with muon, AdamW does embedding, head, norms and biases", choices=("adamw", "muon"))
-    learning_rate: float = key(3e-4, "peak", least=0)
+    learning_rate: float = key(3e-4, "peak")
     schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
-    warmup_steps: int = key(100, "in which the rate rises to its peak, linearly", least=0)
-    decay_fraction: float = key(0.2, "wsd: last share of train.steps in which the rate falls", least=0, most=1)
-    final_ratio: float = key(0.1, "last learning rate / peak", least=0, most=1)
-    b1: float = key(
-        0.9, "AdamW's decay of the gradient's mean, also for what muon leaves to it", least=0, below=BELOW_ONE
-    )
-    b2: float = key(0.95, "AdamW's decay of the square's mean", least=0, below=BELOW_ONE)
+    warmup_steps: int = key(100, "in which the rate rises to its peak, linearly")
+    decay_fraction: float = key(0.2, "wsd: last share of train.steps in which the rate falls", most=1)
+    final_ratio: float = key(0.1, "last learning rate / peak", most=1)
+    b1: float = key(0.9, "AdamW's decay of the gradient's mean, also for what muon leaves to it", below=BELOW_ONE)
+    b2: float = key(0.95, "AdamW's decay of the square's mean", below=BELOW_ONE)
     eps: float = key(1e-8, "AdamW's, added to the root of that mean", least=LEAST_FLOAT, below=1)
-    weight_decay: float = key(0.1, "decoupled; norms and biases are left out", least=0)
-    clip_norm: float = key(1.0, "of the whole gradient; 0 is off", least=0)
-    muon_momentum: float = key(
-        0.95, "muon: decay of the gradient's mean; Nesterov's, as Muon has it", least=0, below=BELOW_ONE
-    )
+    weight_decay: float = key(0.1, "decoupled; norms and biases are left out")
+    clip_norm: float = key(1.0, "of the whole gradient; 0 is off")
+    muon_momentum: float = key(0.95, "muon: decay of the gradient's mean; Nesterov's, as Muon has it", below=BELOW_ONE)
 
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
     """A step whose loss or gradient is not finite changes nothing."""
 
-    max_skipped_steps: int = key(3, "in a row, for numbers that are not finite; one more stops the run", least=0)
+    max_skipped_steps: int = key(3, "in a row, for numbers that are not finite; one more stops the run")
     spike_z: float = key(
         0.0,
         "also skip what lies so many deviations above its running mean; 0: off, 6 is usual",
-        least=0,
         below=1e6,
         says="must be 0 (off) or more, below 1e6; 6 is usual.",
     )
@@ -332,18 +323,14 @@ class DataConfig(Section, most=2**24, says=TOO_SMALL):
         other="a tokenizer.json",
         path=True,
     )
-    bpe_vocab: int = key(4096, "entries of a bpe that is trained", least=0)
+    bpe_vocab: int = key(4096, "entries of a bpe that is trained")
     cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True)
     seq: int = key(256, "tokens in a window", least=1)
     global_batch: int = key(32, "windows in a step, over all devices", least=1)
     eval_fraction: float = key(
-        0.02,
-        "share of documents held out",
-        least=0,
-        below=1,
-        says="is not a share; use 0 (hold out nothing) to below 1",
+        0.02, "share of documents held out", below=1, says="is not a share; use 0 (hold out nothing) to below 1"
     )
-    seed: int = key(0, "of the order of windows", least=0, most=2**63 - 1)
+    seed: int = key(0, "of the order of windows", most=2**63 - 1)
     synthetic_tokens: int = key(
         1_000_000, "synthetic: bytes of text, tokens of the bytes tokenizer", least=2, most=2**40
     )
@@ -383,11 +370,11 @@ class TrainConfig(Section, says=TOO_SMALL):
     """How long to train, and how often to log and evaluate."""
 
     steps: int = key(1000, "of the whole run, those before a resume too", least=1)
-    seed: int = key(0, "of initial values and dropout", least=0)
+    seed: int = key(0, "of initial values and dropout")
     init_from: str = key("", "a run folder whose weights, and nothing else of it, a fresh run starts from", path=True)
     log_every_steps: int = key(10, "console lines; metrics.jsonl has every step", least=1)
-    eval_every_steps: int = key(200, "0: only at the end", least=0)
-    eval_batches: int = key(4, "global batches in an evaluation; 0 turns evaluation off", least=0)
+    eval_every_steps: int = key(200, "0: only at the end")
+    eval_batches: int = key(4, "global batches in an evaluation; 0 turns evaluation off")
     stall_factor: float = key(
         10.0,
         "a step that takes so many medians has all stacks printed; 0 is off",
@@ -395,7 +382,7 @@ class TrainConfig(Section, says=TOO_SMALL):
         also=0,
         says="must be 1 or more, or 0 for no watchdog",
     )
-    check_every: int = key(0, "steps; one is taken twice and compared, to find faulty hardware; 0: never", least=0)
+    check_every: int = key(0, "steps; one is taken twice and compared, to find faulty hardware; 0: never")
     tensorboard: bool = key(False, "also write TensorBoard events (extra: tensorboard)")
     wandb: str = key("", "project of Weights & Biases that also gets the numbers (extra: wandb); empty: none")
     compile_cache: str = key(
@@ -442,9 +429,9 @@ class TrainConfig(Section, says=TOO_SMALL):
 class CheckpointConfig(Section, says=TOO_SMALL):
     """When to save and what to keep: the last few, and the best few by eval/loss."""
 
-    every_steps: int = key(500, "0: only at the end", least=0)
+    every_steps: int = key(500, "0: only at the end")
     keep_last: int = key(2, "newest checkpoints that stay", least=1)
-    keep_best: int = key(1, "by eval/loss", least=0)
+    keep_best: int = key(1, "by eval/loss")
 
 
 @dataclass(frozen=True)
@@ -472,6 +459,9 @@ class SampleConfig(Section, says=TOO_SMALL):
         also=0,
         says=f"must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual",
     )
-    top_k: int = key(0, "0 is off", least=0)
+    top_k: int = key(0, "0 is off")
     top_p: float = key(0.95, "1 is off", least=SMALLEST, most=1, says="must be above 0 and at most 1 (off)")
-    seed: int = key(0, "of the draw", least=0, most=2**32 - 1)  # JAX keys forget the bits above
+    seed: int = key(0, "of the draw", most=2**32 - 1)  # JAX keys forget the bits above
+
+
+SECTIONS: dict[str, type[Section]] = {section.section: section for section in Section.__subclasses__()}

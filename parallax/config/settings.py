@@ -1,12 +1,15 @@
 """A run's settings: one frozen dataclass for each section of a config, checked as they are read."""
 
-import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import (
+    SECTIONS,
     CheckpointConfig,
     DataConfig,
     DataParallelConfig,
@@ -22,14 +25,13 @@ from parallax.config.sections import (
     SampleConfig,
     TrainConfig,
 )
-from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown
+from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import read_object
 
-# Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
-VOCAB_MULTIPLE = 128
+WIDTH = 100  # of what a run prints of its settings
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Settings:
     """All sections of a config; it prints as a section a line."""
 
@@ -57,7 +59,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested dicts that JSON can hold; `read_settings` reads them back."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def __repr__(self) -> str:
         width = max(map(len, SECTIONS))
@@ -74,14 +76,6 @@ class Settings:
         return f"<table>{''.join(row.format(name, ' &ensp; '.join(keys)) for name, keys in cells)}</table>"
 
 
-SECTIONS: dict[str, type] = get_type_hints(Settings)
-# Keys that came after 0.1.0 had runs, with what these did.
-ADDED = {
-    name: {field.name: field.default for field in dataclasses.fields(kind) if field.metadata["key"].added}
-    for name, kind in SECTIONS.items()
-}
-
-
 def default_settings() -> Settings:
     """The settings of configs/base.py."""
     return Settings(**{name: section() for name, section in SECTIONS.items()})
@@ -91,6 +85,7 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
     """Make the dataclasses of a config: nested dicts, or what has them by `to_dict()`, as a ConfigDict or Settings.
 
     `changes` are keys of sections that differ, as mesh={"tp": 4}. ConfigError names unknown, missing and mistyped keys.
+    A warning on stderr names keys of earlier versions, and what they are today.
 
     >>> from configs.base import get_config
     >>> read_settings(get_config(), mesh={"tp": 4}, model={"layers": 8}).model.layers
@@ -100,12 +95,15 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
         if not hasattr(config, "to_dict"):
             raise ConfigError(f"{quoted(config)} is no config; start from get_config() of configs/base.py")
         config = config.to_dict()
-    config = dict(config)
-    _check_names("", config, SECTIONS)
-    _check_names("", {**config, **changes}, SECTIONS)
-    for section, values in changes.items():
-        config[section] = {**config[section], **values} if isinstance(values, Mapping) else values
-    return Settings(**{name: _read_section(name, config[name]) for name in SECTIONS})
+    sections = dict(config)
+    for name, keys in changes.items():
+        there = sections.get(name)
+        sections[name] = {**there, **keys} if isinstance(there, Mapping) and isinstance(keys, Mapping) else keys
+    sections, said = renamed(sections)
+    for text in said:
+        tell(f"warning: {text}", sys.stderr)
+    _check_names("", sections, SECTIONS)
+    return Settings(**{name: _read_section(name, sections[name]) for name in SECTIONS})
 
 
 def load_settings(run: Path) -> Settings:
@@ -114,18 +112,11 @@ def load_settings(run: Path) -> Settings:
 
 
 def load_saved(path: Path) -> dict[str, Any]:
-    """The config that a run has saved, with the keys that came later."""
-    return with_added(load_json(path))
-
-
-def with_added(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config with the keys that there were not yet when it was saved.
-
-    >>> with_added({"train": {"steps": 8}})
-    {'train': {'compile_cache': 'auto', 'steps': 8}}
-    """
-    known = {name: {**ADDED[name], **sections[name]} for name in ADDED if isinstance(sections.get(name), dict)}
-    return {**sections, **known}
+    """The config that a run has saved, with today's keys; a line on stderr says what that has changed."""
+    config, said = of_today(load_json(path))
+    if said:
+        tell(f"{path} is of an earlier version: {'; '.join(said)}", sys.stderr)
+    return config
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -140,22 +131,37 @@ def load_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}; put the run's own back") from error
 
 
-def with_vocab(settings: Settings, entries: int) -> Settings:
-    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries; or the entries
-    themselves, where model.vocab_multiple says to what they are padded."""
-    padded = settings.model.vocab_multiple > 1
-    rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    model = dataclasses.replace(settings.model, vocab=settings.model.vocab or rounded)
-    return dataclasses.replace(settings, model=model)
+def differences(settings: Settings) -> list[str]:
+    """What differs from configs/base.py, a section a line: what is printed when a run starts."""
+    base = default_settings().to_dict()
+    changed = {
+        name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
+        for name, keys in settings.to_dict().items()
+    }
+    width = max(map(len, changed))
+    return [line for name, keys in changed.items() for line in _wrapped(f"{name:{width}}", keys)]
+
+
+def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
+    """The words behind the head, in lines of at most WIDTH columns, where no single word is longer."""
+    line = head
+    for word in words:
+        if line != head and len(line) + 2 + len(word) > WIDTH:
+            yield line
+            line = head = " " * len(head)
+        line += f"  {word}"
+    if words:
+        yield line
 
 
 def _read_section(name: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}={quoted(values)} must be a section; write config.{name}.<key> = ...")
-    fields = {field.name: field for field in dataclasses.fields(SECTIONS[name])}
-    _check_names(f"{name}.", values, fields)
-    read = {key: field.metadata["key"].read(f"{name}.{key}", values[key], field.type) for key, field in fields.items()}
-    return SECTIONS[name](**read)
+    known = {field.name: field for field in fields(SECTIONS[name])}
+    _check_names(f"{name}.", values, known)
+    return SECTIONS[name](
+        **{key: field.metadata["key"].read(f"{name}.{key}", values[key], field.type) for key, field in known.items()}
+    )
 
 
 def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, Any]) -> None:

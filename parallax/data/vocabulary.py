@@ -4,12 +4,15 @@ import dataclasses
 from pathlib import Path
 
 from parallax.checkpoint import complete_steps, examine, read_manifest
-from parallax.config.sections import AUTO
-from parallax.config.settings import Settings, with_added
+from parallax.config.earlier import of_today
+from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
+from parallax.config.settings import Settings
 from parallax.data.tokenizer import FILE_NAME, Bytes, load
-from parallax.runtime.errors import ConfigError, DataError
+from parallax.runtime.errors import ConfigError, DataError, quoted
 from parallax.runtime.run_files import RunFiles
 
+# Matrix units work on multiples of 128, and a vocab that is one can be cut over any usual number of devices.
+VOCAB_MULTIPLE = 128
 LEFT_OPEN = {"vocab": 0, "vocab_multiple": 1}  # keys of a model that follow from first weights where they are so
 
 
@@ -42,7 +45,7 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     valid = examine(folder).valid
     if not valid:
         return settings  # loading says how all of them are damaged
-    saved = with_added(read_manifest(folder, valid[0])["settings"]).get("model", {})
+    saved = of_today(read_manifest(folder, valid[0])["settings"])[0].get("model", {})
     there = {key: saved.get(key) for key in LEFT_OPEN}
     if not all(type(value) is int for value in there.values()):
         return settings
@@ -57,6 +60,35 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
                 f"use {value}, or {'0' if key == 'vocab' else 'model.vocab=0 and 1 here'} to take it from there"
             )
     return dataclasses.replace(settings, model=theirs)
+
+
+def with_vocab(settings: Settings, entries: int) -> Settings:
+    """Settings whose model.vocab is no longer 0, but the next multiple of 128 that holds all entries; or the entries
+    themselves, where model.vocab_multiple says to what they are padded."""
+    padded = settings.model.vocab_multiple > 1
+    rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    model = dataclasses.replace(settings.model, vocab=settings.model.vocab or rounded)
+    return dataclasses.replace(settings, model=model)
+
+
+def with_likely_vocab(settings: Settings) -> Settings:
+    """Settings with the vocab that a run would take from its tokenizer, though no text is read."""
+    settings = with_vocab_of_source(settings)
+    return settings if settings.model.vocab else with_vocab(settings, likely_entries(settings.data))
+
+
+def likely_entries(data: DataConfig) -> int:
+    """The entries of the tokenizer that a run would use: a bpe that is yet to be trained has all that it may have."""
+    if data.source != "prepared" and data.tokenizer in (AUTO, "bytes", "bpe"):
+        return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
+    file = data.path if data.source == "prepared" else data.tokenizer
+    try:
+        return load(file).vocab
+    except DataError as error:
+        raise ConfigError(
+            f"model.vocab=0 takes that of the tokenizer {quoted(file)}, which cannot be read; "
+            "make it readable, or give the number, as in --config.model.vocab=32000"
+        ) from error
 
 
 def _origin(settings: Settings, run: Path) -> RunFiles | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from parallax.config.sections import ALL_AXES
+from parallax.config.sections import ALL_AXES, AXES
 from parallax.runtime.errors import NotationError, divisors, listed, nearest, quoted
 
 # Every dim that an array may have, with the letter that stands for it in einsums and suffixes.
@@ -79,7 +79,7 @@ class Layout:
         >>> Layout.parse("vocab/tp d_model/dp").spec() == PartitionSpec("tp", "dp")
         True
         """
-        present = ALL_AXES if mesh is None else mesh.axis_names
+        present = AXES if mesh is None else mesh.axis_names
         return PartitionSpec(*(_spec_entry(tuple(a for a in axes if a in present)) for axes in self.axes))
 
     def local_shape(self, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from parallax.checkpoint import (
     set_damaged_aside,
 )
 from parallax.checkpoint.manifest import wrong_files
-from parallax.config.settings import with_added
+from parallax.config.earlier import of_today
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost import is_first, wait_for_all
@@ -67,7 +67,7 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(with_added(read_manifest(folder.checkpoints, newest)["settings"]), settings)
+    changed = compare_settings(of_today(read_manifest(folder.checkpoints, newest)["settings"])[0], settings)
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(

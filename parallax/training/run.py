@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
 from parallax.analysis.devices import check_fits, peak_flops
 from parallax.analysis.flops import flops_per_token, parameters_by_component
 from parallax.analysis.memory import memory
 from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
-from parallax.config.load import lines_of, settings_of
 from parallax.config.sections import AUTO
-from parallax.config.settings import VOCAB_MULTIPLE, Settings, with_vocab
+from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
-from parallax.data.vocabulary import with_vocab_of_source
+from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.accelerators import unused
@@ -88,20 +86,22 @@ class Parts(NamedTuple):
 
 
 def train(
-    config: ConfigDict | Settings,
+    config: Any,
     workdir: Path | str,
     *,
     resume: str = "auto",
     max_runtime_secs: float | None = None,
     warnings: Sequence[str] = (),
 ) -> Outcome:
-    """Train what the config says in the folder `workdir`, which is made, or go on with the run that is there.
+    """Train what a config says in the folder `workdir`, which is made, or go on with the run that is there.
+
+    The config is Settings, a ConfigDict or nested dicts: whatever `read_settings` takes.
 
     Raises a ParallaxError for all that a user can get wrong, before anything is compiled where it can be
     known then. SIGTERM, Ctrl-C and the end of `max_runtime_secs` end the run after the step in progress, saved.
     `warnings` about the config are said, and kept in the log, before the run begins.
     """
-    settings = settings_of(config, lock=True)
+    settings = read_settings(config)
     if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
@@ -297,7 +297,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         f"run {folder.path}" + (f", going on from step {start}" if start else ""),
         "",
         "what differs from configs/base.py (all settings are in the folder's config.json):",
-        *lines_of(settings),
+        *differences(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.entropy_nats:.2f} nats a token",

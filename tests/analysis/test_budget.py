@@ -11,8 +11,8 @@ from run_examples import tiny_config
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
 from parallax.analysis.memory import memory
-from parallax.config.load import settings_of
 from parallax.config.sections import MeshConfig
+from parallax.config.settings import read_settings
 from parallax.runtime.jaxprs import called, loop
 from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of
@@ -21,7 +21,7 @@ from parallax.training.step import abstract_state, init_state
 
 
 def build(pp=2, dp=2, tp=2, **changes):
-    settings = settings_of(
+    settings = read_settings(
         tiny_config(pathlib.Path("unused"), **{"model.vocab": 384, "pipeline.microbatches": 2, **changes})
     )
     mesh = make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])

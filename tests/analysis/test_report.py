@@ -22,9 +22,10 @@ from parallax.analysis.report import report_settings
 from parallax.analysis.step_time import StepTime
 from parallax.analysis.topology import GET_LIBTPU
 from parallax.analysis.trace import abstract_mesh
-from parallax.cli.command import likely_entries, read_command
+from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.data.vocabulary import likely_entries
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures

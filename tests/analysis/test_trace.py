@@ -10,7 +10,7 @@ from run_examples import stop_at, tiny_config
 
 from parallax.analysis.profile import Operation, Trace, profile_steps, read_traces
 from parallax.cli.report import main
-from parallax.config.load import settings_of
+from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.runtime.run_files import PROGRAM, TRACED
 from parallax.training.profile import Profile
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 )
 def test_steps_that_cannot_be_traced_are_refused(corpus, written, words):
     with pytest.raises(ConfigError) as error:
-        settings_of(tiny_config(corpus, **{"train.profile_steps": written}))
+        read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("written", "steps"), [("", []), ("3:5", [3, 4, 5]), ("8:8", [8])])
 def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus, written, steps):
-    settings = settings_of(tiny_config(corpus, **{"train.profile_steps": written}))
+    settings = read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     for start in range(8):
         profile, traced = Profile(settings), []
         profile._begin = lambda first, profile=profile: setattr(profile, "_open", True)
@@ -54,7 +54,7 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus,
 
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, monkeypatch):
-    profile, places = Profile(settings_of(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), []
+    profile, places = Profile(read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), []
     monkeypatch.setattr("parallax.training.profile.at", lambda what, *, compiling=False: places.append(compiling))
     profile._begin = lambda first: None
     profile.begin(2, ())

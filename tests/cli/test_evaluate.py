@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from run_examples import TEXT, tiny_config
 
+from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import Standing
 from parallax.cli.evaluate import evaluate, main, open_text
-from parallax.config.load import load_config, settings_of
 from parallax.config.sections import DataConfig, MeshConfig
-from parallax.config.settings import load_settings
+from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
 from parallax.data.split import documents_of_split
 from parallax.data.tokenizer import Bytes, load
@@ -34,7 +34,7 @@ def on(run, **mesh):
     """The run's settings on another mesh."""
     config = load_config(run / "config.json")
     config.mesh.update(ONE | mesh)
-    return settings_of(config)
+    return read_settings(config)
 
 
 def directly(run, texts):
@@ -219,7 +219,7 @@ def test_the_vocabulary_of_the_weights_is_taken_where_the_tokenizer_has_fewer(ob
     about["crc32"] = zlib.crc32(json.dumps(about["content"], sort_keys=True).encode())
     (source / manifest).write_text(json.dumps(about))
     config = tuned_config(source, one_batch(source, tmp_path))
-    settings = build(settings_of(config), RunFolder(tmp_path / "run")).settings
+    settings = build(read_settings(config), RunFolder(tmp_path / "run")).settings
     assert settings.model.vocab == 303 and settings.data.tokenizer == "auto"
 
 
@@ -231,12 +231,12 @@ def test_a_damaged_newest_step_is_passed_over_for_its_tokenizer_and_vocabulary(t
         Bytes().save(at)
         (at / "manifest.json").write_text('{"format": 2, "con')
     (at / "tokenizer.json").write_text('{"parall')
-    assert with_tokenizer(settings_of(config), tmp_path / "run").data.tokenizer == "bytes"
+    assert with_tokenizer(read_settings(config), tmp_path / "run").data.tokenizer == "bytes"
     config.train.init_from = str(tmp_path / "run")
-    assert with_vocab_of_source(settings_of(config)).model.vocab == 0
+    assert with_vocab_of_source(read_settings(config)).model.vocab == 0
     (at.parent / "4" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="does not exist"):
-        with_tokenizer(settings_of(config), tmp_path / "run")
+        with_tokenizer(read_settings(config), tmp_path / "run")
 
 
 def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_path, monkeypatch):
@@ -248,17 +248,17 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
     monkeypatch.setattr("parallax.data.vocabulary.examine", lambda folder: Standing([8], {}))
     monkeypatch.setattr("parallax.data.vocabulary.read_manifest", manifest)
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
-    settings = settings_of(tiny_config(tmp_path, **changes))
+    settings = read_settings(tiny_config(tmp_path, **changes))
     assert with_vocab_of_source(settings, tmp_path / "run").model.vocab == 384
     assert with_vocab_of_source(settings, tmp_path / "new").model.vocab == 512
-    settings = settings_of(tiny_config(tmp_path, **{**changes, "model.vocab": 384}))
+    settings = read_settings(tiny_config(tmp_path, **{**changes, "model.vocab": 384}))
     assert with_vocab_of_source(settings, tmp_path / "run") is settings
     with pytest.raises(ConfigError, match="model.vocab=512"):
         with_vocab_of_source(settings, tmp_path / "new")
 
 
 def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(tmp_path, monkeypatch):
-    config = settings_of(tiny_config(tmp_path, **{"data.tokenizer": "bytes"})).data
+    config = read_settings(tiny_config(tmp_path, **{"data.tokenizer": "bytes"})).data
     monkeypatch.setattr("parallax.cli.evaluate.own_rows", lambda sharding, shape: np.arange(shape[0]))
     sizes = SimpleNamespace(vocab=384)
     model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=None)

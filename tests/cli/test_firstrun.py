@@ -15,13 +15,14 @@ import jax
 import pytest
 
 from parallax.analysis.topology import read_topology
-from parallax.cli.command import read_command, with_likely_vocab
+from parallax.cli.command import read_command
 from parallax.cli.firstrun import __main__ as command
 from parallax.cli.firstrun import choose as choose_module
 from parallax.cli.firstrun import machine, work
 from parallax.cli.firstrun.choose import CANDIDATES, choose, placed, planned_memory
 from parallax.cli.firstrun.page import page, warnings
 from parallax.cli.firstrun.work import WARM_UP, FirstRun, Found, Phase, Taken
+from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from parallax.analysis.layouts import placed
 from parallax.analysis.memory import memory, predicted_memory
 from parallax.analysis.plan import JAX_TAKES
 from parallax.analysis.topology import read_topology
-from parallax.config.load import settings_of
 from parallax.config.sections import AXES
-from parallax.config.settings import with_vocab
+from parallax.config.settings import read_settings
+from parallax.data.vocabulary import with_vocab
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
 from parallax.training.build import model_of
@@ -38,7 +38,7 @@ def get_config(name):
 
 def build(name):
     """The model of a config on a mesh of the size that it asks for, and its settings."""
-    settings = with_vocab(settings_of(get_config(name)), 1000)
+    settings = with_vocab(read_settings(get_config(name)), 1000)
     written = [size for size in settings.mesh.sizes.values() if size > 0]
     sizes = resolve_sizes(settings.mesh, settings.mesh.simulate or math.prod(written))
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -85,7 +85,7 @@ def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name)
     header = importlib.import_module(f"configs.{name}").__doc__
     for at, topology in enumerate(topologies):
         place = read_topology(topology)
-        settings = placed(settings_of(get_config(name)), place)
+        settings = placed(read_settings(get_config(name)), place)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
         model = build_on(settings, place)
         assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)

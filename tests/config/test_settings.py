@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, RESIDUALS, MeshConfig
-from parallax.config.settings import SECTIONS, read_settings
+from parallax.config.sections import AXES, RESIDUALS, SECTIONS, MeshConfig
+from parallax.config.settings import read_settings
 from parallax.model.checks import check_divides, check_layouts
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves

@@ -153,10 +153,10 @@ def test_the_diagnosis_has_the_time_of_what_is_compiled(diverged):
 
 def test_windows_and_documents_are_those_of_the_batch(corpus, tmp_path, monkeypatch):
     """The oracle looks for the batch's text in the files."""
-    from parallax.config.load import settings_of
+    from parallax.config.settings import read_settings
     from parallax.data import open_reader
 
-    data = settings_of(tiny_config(corpus)).data
+    data = read_settings(tiny_config(corpus)).data
     reader = open_reader(data, folder=tmp_path, vocab=None, split="train")
     texts = [path.read_bytes() for path in sorted(corpus.glob("*.txt"))]
     for step in (0, 5, 200):

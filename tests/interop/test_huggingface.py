@@ -15,11 +15,11 @@ from own_runs import OWN, own_run, own_settings
 from run_examples import tiny_config
 from test_convert import params_of
 
+from configs.saved import get_config as load_config
 from parallax.checkpoint import complete_steps
 from parallax.checkpoint.manifest import flatten
 from parallax.cli.convert import main, parse, settings_of
 from parallax.cli.generate import main as generate
-from parallax.config.load import load_config
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import train_bpe
 from parallax.interop.architectures import describe, write_config

@@ -10,10 +10,10 @@ from own_runs import own_run, own_settings
 from run_examples import tiny_config
 
 import parallax as px
+from configs.saved import get_config as load_config
 from parallax.checkpoint import complete_steps
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
-from parallax.config.load import load_config
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load, train_bpe
 from parallax.model.rope import rope_of

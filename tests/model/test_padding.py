@@ -20,8 +20,8 @@ from parallax.analysis.flops import step_flops
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
-from parallax.config.settings import load_settings, read_settings, with_vocab
-from parallax.data.vocabulary import with_vocab_of_source
+from parallax.config.settings import load_settings, read_settings
+from parallax.data.vocabulary import with_vocab, with_vocab_of_source
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding

@@ -10,11 +10,12 @@ from own_runs import own_run
 from tiny import build, make_batch, params_of
 
 import parallax as px
+from configs.saved import get_config as load_config
 from parallax.checkpoint import read_manifest
 from parallax.cli.convert import main
-from parallax.config.load import load_config
+from parallax.config.earlier import of_today
 from parallax.config.sections import AXES, SampleConfig
-from parallax.config.settings import load_settings, read_settings, with_added
+from parallax.config.settings import load_settings, read_settings
 from parallax.inference.generate import generate
 from parallax.runtime.errors import ConfigError
 from parallax.training.build import model_and_optimizer
@@ -91,7 +92,7 @@ def test_a_run_of_before_there_were_windows_and_padding_has_neither(tmp_path):
     for model in (load_settings(tmp_path / "run").model, read_settings(load_config(path)).model):
         assert (model.sliding_window, model.vocab_multiple) == (0, 1)
     there = read_manifest(tmp_path / "run" / "checkpoints", 0)["settings"]
-    assert with_added(there | {"model": saved["model"]})["model"]["vocab_multiple"] == 1
+    assert of_today(there | {"model": saved["model"]})[0]["model"]["vocab_multiple"] == 1
     with pytest.raises(ConfigError, match="the config has no model.vocab_multiple, model.sliding_window"):
         read_settings(saved)
 

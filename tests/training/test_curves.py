@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from run_examples import tiny_config
 
-from parallax.config.load import settings_of
+from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
 from parallax.training.curves import Wandb, curves_of
 from parallax.training.folder import RunFolder
@@ -66,7 +66,7 @@ class Service(SimpleNamespace):
 def run_with(service, folder, monkeypatch, steps, error=None):
     """A run that records these steps; returns what it said."""
     monkeypatch.setitem(sys.modules, "wandb", service)
-    settings = settings_of(tiny_config(folder, **{"train.wandb": "planets"}))
+    settings = read_settings(tiny_config(folder, **{"train.wandb": "planets"}))
     folder = RunFolder(folder)
     with contextlib.suppress(ZeroDivisionError), Journal(folder, curves_of(settings, folder)) as journal:
         journal.begin(steps[0] - 1)
@@ -119,14 +119,14 @@ def test_a_missing_package_is_named_with_how_to_get_it(tmp_path, monkeypatch, ch
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError) as error:
-        curves_of(settings_of(tiny_config(tmp_path, **changes)), RunFolder(tmp_path))
+        curves_of(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path))
     assert words in str(error.value)
 
 
 def test_other_processes_than_the_first_draw_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("parallax.training.curves.is_first", lambda: False)
     changes = {"train.wandb": "planets", "train.tensorboard": True}
-    assert curves_of(settings_of(tiny_config(tmp_path, **changes)), RunFolder(tmp_path)) == []
+    assert curves_of(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path)) == []
 
 
 def test_wandb_itself_takes_the_numbers_offline(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from run_examples import stop_at, tiny_config, write_corpus
 
+from configs.saved import get_config as load_config
 from parallax.checkpoint import latest_step
-from parallax.config.load import load_config, settings_of
-from parallax.config.settings import load_settings
+from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.runtime.progress import Speaker, speaking, waiting
@@ -121,7 +121,7 @@ def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
 def test_the_run_folder_says_what_the_run_is(corpus, never_stopped):
     wanted = {"config.json", "metadata.json", "metrics.jsonl", "log.txt", "checkpoints", "tokenizer.json", "lock"}
     assert wanted == {path.name for path in never_stopped.iterdir()}
-    settings = settings_of(load_config(never_stopped / "config.json"))
+    settings = read_settings(load_config(never_stopped / "config.json"))
     assert settings == load_settings(never_stopped) and settings.model.vocab == 384
     about = json.loads((never_stopped / "metadata.json").read_text())
     assert about["starts"][0]["ended"]["reason"] == "finished"
@@ -329,7 +329,7 @@ COUNTS = {name: np.float32(0) for name in ("grad_norm", "skipped", "skipped_step
 
 def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but_for_the_first(corpus):
     events = []
-    settings = settings_of(
+    settings = read_settings(
         tiny_config(corpus, **{"train.steps": 4, "train.eval_every_steps": 0, "checkpoint.every_steps": 0})
     )
 
@@ -364,7 +364,7 @@ def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus,
     lines, now = [], iter(np.arange(0.0, 1e6, 12.0))  # a look at the clock each 12 s
     monkeypatch.setattr("parallax.training.steps.time", SimpleNamespace(monotonic=lambda: next(now)))
     step = lambda state, batch: (state, {**COUNTS, "loss": np.float32(1)})  # noqa: E731
-    take_steps(settings_of(tiny_config(corpus, **changes)), step, lines.append)
+    take_steps(read_settings(tiny_config(corpus, **changes)), step, lines.append)
     assert [line.split()[1] for line in lines] == ["1/9", "4/9", "7/9", "9/9"]
 
 
@@ -379,7 +379,7 @@ def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
         return state, {**COUNTS, "loss": np.float32(1)}
 
     with speaking(speaker):
-        take_steps(settings_of(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
+        take_steps(read_settings(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
     assert out.getvalue().splitlines() == [
         "compiling the training step: 1s so far",
         "compiling the training step: 5s so far",
@@ -472,7 +472,7 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
     device, rows, batches, skips, last = Device(), {}, Stub(), NoSkips(), START + 12
     at_step = {what: step for step, (what, _) in KEEPS_THE_HOST.items()}
     changes = {"train.steps": last, "train.check_every": at_step["it is taken twice"]}
-    settings = settings_of(tiny_config(corpus, **changes))
+    settings = read_settings(tiny_config(corpus, **changes))
 
     def step(state, batch):
         state.step += 1
@@ -511,8 +511,20 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     stub = Stub()
     meter = Meter(4, 1, 1.0, None, 1)
+    settings = read_settings(tiny_config(corpus))
     steps = Steps(
-        settings_of(tiny_config(corpus)), stub, None, stub, stub, stub, meter, stub, stub, np.zeros(4), NoSkips(), stub
+        settings,
+        stub,
+        None,
+        stub,
+        stub,
+        stub,
+        meter,
+        stub,
+        stub,
+        np.zeros(4),
+        NoSkips(),
+        stub,
     )
     metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
     ended = Ended(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)

@@ -9,8 +9,7 @@ from run_examples import as_flags, stop_at, tiny_config
 import train as command_line
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line
-from parallax.config.load import WIDTH, default_settings, lines_of, settings_of
-from parallax.config.settings import load_settings, read_settings
+from parallax.config.settings import WIDTH, default_settings, differences, load_settings, read_settings
 from parallax.runtime.errors import ConfigError
 from parallax.training.journal import read_metrics
 from parallax.training.optimizer import learning_rate
@@ -22,18 +21,18 @@ QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 
 def read(*words):
     line = read_line(["train.py", *words], {})
-    return settings_of(line.config), line.warnings
+    return read_settings(line.config), line.warnings
 
 
 def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
-    assert default_settings() == read_settings(get_config()) and lines_of(default_settings()) == []
+    assert default_settings() == read_settings(get_config()) and differences(default_settings()) == []
     changed = read_settings(get_config(), mesh={"tp": 4}, sample={"prompt": "a  b"}, train={"wandb": "x" * 200})
-    assert lines_of(changed) == [
+    assert differences(changed) == [
         "mesh         tp=4",
         f"train        wandb={'x' * 200!r}",
         "sample       prompt='a  b'",
     ]
-    every = lines_of(settings_of(tiny_config(ROOT)))
+    every = differences(read_settings(tiny_config(ROOT)))
     assert max(map(len, every)) <= WIDTH and len(every) < 12
     text = " ".join(every)
     assert text.count(" layers=2") == 1 and "rope_theta" not in text and "d_model=32" in text
@@ -108,7 +107,7 @@ def test_other_commands_say_it_on_stderr(capsys):
 
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}
-    (tmp_path / "long.json").write_text(json.dumps(settings_of(tiny_config(corpus, **changes)).to_dict()))
+    (tmp_path / "long.json").write_text(json.dumps(read_settings(tiny_config(corpus, **changes)).to_dict()))
 
     def run(folder, *words):
         command = command_line.parse(["train.py", f"--workdir={tmp_path / folder}", *words])

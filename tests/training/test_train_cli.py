@@ -15,7 +15,7 @@ from run_examples import as_flags, tiny_config, write_corpus
 
 import train as command_line
 from parallax.checkpoint import latest_step
-from parallax.config.load import settings_of
+from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
 from parallax.training.journal import read_metrics
 from parallax.training.run import Outcome
@@ -104,10 +104,10 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs" / "tiny_gqa.py")
     command = command_line.parse(["train.py", f"--config={config}", "--config.mesh.tp=4", "--run_name=mine"])
-    assert settings_of(command.config).mesh.tp == 4 and command.workdir == pathlib.Path("runs/mine")
+    assert read_settings(command.config).mesh.tp == 4 and command.workdir == pathlib.Path("runs/mine")
     assert command_line.parse(["train.py", f"--config={config}", "--run-name=m_1"]).workdir == pathlib.Path("runs/m_1")
     command = command_line.parse(["train.py", "--config", config, "--config.train.steps", "7"])
-    assert settings_of(command.config).train.steps == 7 and command.workdir.name.startswith("tiny_gqa-20")
+    assert read_settings(command.config).train.steps == 7 and command.workdir.name.startswith("tiny_gqa-20")
     monkeypatch.setenv("JOBSET_NAME", "job-7")
     assert command_line.parse(["train.py", f"--config={config}"]).workdir == pathlib.Path("runs/job-7")
     assert command_line.parse(["train.py", f"--config={config}", "--workdir=x"]).workdir == pathlib.Path("x")
@@ -135,7 +135,7 @@ def test_half_a_place_among_processes_is_refused(capsys):
 def test_help_config_lists_every_key_with_its_default(capsys):
     assert command_line.main(["train.py", "--help-config"]) == 0
     out = capsys.readouterr().out
-    for section, keys in settings_of(tiny_config(ROOT)).to_dict().items():
+    for section, keys in read_settings(tiny_config(ROOT)).to_dict().items():
         assert all(f"  --config.{section}.{key} = " in out for key in keys)
 
 

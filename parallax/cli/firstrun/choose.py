@@ -8,8 +8,9 @@ import jax
 from parallax.analysis.devices import device_memory
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.trace import abstract_mesh
-from parallax.cli.command import CONFIGS, read_command, with_likely_vocab
+from parallax.cli.command import CONFIGS, read_command
 from parallax.config.settings import Settings
+from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.errors import ParallaxError
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes

@@ -1,0 +1,64 @@
+"""Configs of earlier versions: keys that have another name today, and keys that they lack."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from parallax.config.sections import SECTIONS
+from parallax.runtime.errors import check_choice
+
+# What says today the same as a key that is no more: a function of its value and of all sections, which gives keys as
+# "section.key" with their values, and raises ConfigError for a value that the old key did not take.
+RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
+    "pipeline.gather": lambda value, sections: _policy(value),
+    "mesh.across_slices": lambda value, sections: _across_slices(value),
+}
+GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}
+
+
+def _policy(gather: Any) -> dict[str, str]:
+    check_choice("pipeline.gather", gather, GATHER)
+    policy, exceptions = GATHER[gather]
+    return {"data_parallel.policy": policy, "data_parallel.exceptions": exceptions}
+
+
+def _across_slices(axis: Any) -> dict[str, str]:
+    """Between slices lies mesh.replica, where there are replicas, else mesh.pp."""
+    check_choice("mesh.across_slices", axis, ("dp", "pp"))
+    return {}
+
+
+def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """A config with today's names for its keys, and what was renamed; keys that were `chosen` stay as they are."""
+    today = {name: dict(keys) if isinstance(keys, Mapping) else keys for name, keys in config.items()}
+    said = []
+    for old, convert in RENAMED.items():
+        section, _, key = old.partition(".")
+        if not isinstance(today.get(section), dict) or key not in today[section]:
+            continue
+        value = today[section].pop(key)
+        new = {name: made for name, made in convert(value, config).items() if name not in chosen}
+        if not today[section] and section not in SECTIONS:
+            del today[section]
+        for name, made in new.items():
+            section, _, key = name.partition(".")
+            today.setdefault(section, {})[key] = made
+        said.append(f"{old}={value!r} is now {', '.join(f'{name}={made!r}' for name, made in new.items()) or 'no key'}")
+    return today, said
+
+
+def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a run has saved as its config, with today's keys, and what that has changed.
+
+    >>> of_today({"train": {"steps": 8}})
+    ({'train': {'compile_cache': 'auto', 'steps': 8}}, ["train.compile_cache='auto' is added"])
+    """
+    today, said = renamed(saved)
+    for name, section in SECTIONS.items():
+        added = {field.name: field.default for field in fields(section) if field.metadata["key"].added}
+        keys = today.get(name, {} if len(added) == len(fields(section)) else None)
+        if isinstance(keys, Mapping):
+            lacking = {key: value for key, value in added.items() if key not in keys}
+            today |= {name: {**lacking, **keys}} if lacking else {}
+            said += [f"{name}.{key}={value!r} is added" for key, value in lacking.items()]
+    return today, said
