@@ -26,6 +26,7 @@ RUNS = {
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
+    "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|",
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
@@ -41,7 +42,7 @@ RUNS = {
 NEED_LIBTPU = ("overlap.py", "predictions.py --tpu", "tpu_compile.py")
 PROCESSES = ("soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
-SECONDS = ("compile_time.py", "plan.py", "schedules.py time", "schedules.py flops", "schedules.py compile")
+SECONDS = ("compile_time.py", "meshes.py", "plan.py", "schedules.py time", "schedules.py flops", "schedules.py compile")
 
 
 def run_here(line, monkeypatch):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -40,10 +41,12 @@ from configs.base import get_config
 from docs import config_keys, notebook_pages
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import default_settings, read_settings
+from parallax.model.parameter import layouts_of
 from parallax.runtime.version import VERSION, code_version
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.layout import Layout
 
+README = ROOT / "README.md"
 AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
 MESH = (2, 2, 2)
@@ -202,24 +205,36 @@ def test_a_flag_that_is_not_there_is_found():
 
 
 @pages_with("python")
-def test_python_blocks_run_as_they_stand(page, capsys):
+def test_python_blocks_run_as_they_stand(page):
     names = {}
     for block in blocks(page.read_text()):
         if block.language == "python":
             exec(compile(block.text, name_of(page), "exec"), names)
-    printed = capsys.readouterr().out
-    if page.name == "README.md":
-        assert rounded(printed) == rounded(transcript_behind(page.read_text()))
 
 
-def transcript_behind(text):
-    """The first indented block behind the first block of Python."""
-    return re.search(r"(?s:```python\n.*?```\n.*?\n)((?:    .*\n)+)", text)[1]
+def test_the_layer_of_the_readme_is_the_same_on_a_mesh():
+    (block,) = [block for block in blocks(README.read_text()) if block.language == "python"]
+    names = {}
+    exec(compile(block.text, "README.md", "exec"), names)
+    layouts, params = layouts_of(names["params"]), nn.meta.unbox(names["params"])
+    x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)
+    specs = jax.tree.map(Layout.spec, layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    x_spec = Layout.parse("batch seq d_model/tp").spec()
+    apply = names["layer"].apply
+    on_mesh = jax.shard_map(apply, mesh=mesh_of(2, 2, 2), in_specs=(specs, x_spec), out_specs=x_spec, check_vma=True)
+    np.testing.assert_allclose(on_mesh(params, x), apply(params, x), rtol=ERROR, atol=ERROR)
 
 
-def rounded(text):
-    """Numbers as floats to five digits: their last ones differ from one version of JAX to another."""
-    return [f"{float(word):.5g}" for word in text.split()]
+@pytest.mark.slow
+def test_the_losses_of_the_readme_are_those_of_its_command():
+    """The last digits of a loss differ from one version of JAX to another, and errors are of rounding."""
+    row = r"(?m)^[ |]*(\d+)[ ·]+(\d+)[ ·]+(\d+)[^|\n]*?[ |]+(\d\.\d{5})\b"
+    printed = run("python benchmarks/meshes.py", ROOT)
+    shown, found = re.findall(row, README.read_text()), re.findall(row, printed)
+    assert len(shown) == len(found) == 4
+    for (*mesh, loss), (*same_mesh, measured) in zip(shown, found, strict=True):
+        assert mesh == same_mesh and abs(float(loss) - float(measured)) < 2e-5
+    assert max(float(error) for error in re.findall(r"\d\.\de[-+]\d\d", printed)) <= ERROR
 
 
 def equations(page):
@@ -326,9 +341,8 @@ def test_links_lead_to_files(page):
 
 
 def test_figures_of_the_readme_are_those_of_the_pages_that_measure():
-    text = (ROOT / "README.md").read_text()
-    section = text[text.index("## What it does") : text.index("## The code")]
-    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| **")]
+    section = README.read_text().partition("## What is measured")[2]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 5
     pages = "".join(page.read_text() for page in PAGES if page.name not in ("README.md", "CHANGELOG.md"))
     pages += (ROOT / "benchmarks" / "README.md").read_text()
