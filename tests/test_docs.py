@@ -319,7 +319,7 @@ def resolves(name):
 
 
 # Pages name a file of the commands that they show, and of the change that they make.
-WRITTEN = {"parallax/model/squared.py", "tests/test_squared.py"}
+WRITTEN = {"parallax/model/squared.py", "tests/pipeline/test_squared.py"}
 
 
 @each_page
