@@ -169,7 +169,7 @@ PARSED = {
     **{
         f"python benchmarks/{words}": LONG
         for words in (
-            "step.py --gather step --steps 3",
+            "step.py --policy zero1 --steps 3",
             "bare.py",
             "guard.py",
             "compile_time.py",

@@ -41,10 +41,10 @@ from configs.base import get_config
 from docs import config_keys, notebook_pages
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import default_settings, read_settings
-from parallax.model.parameter import layouts_of
 from parallax.runtime.version import VERSION, code_version
 from parallax.sharding.collectives import as_varying, varying_axes
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import layouts_of
 
 README = ROOT / "README.md"
 AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
@@ -319,7 +319,7 @@ def resolves(name):
 
 
 # Pages name a file of the commands that they show, and of the change that they make.
-WRITTEN = {"parallax/model/squared.py", "tests/pipeline/test_squared.py"}
+WRITTEN = {"parallax/model/squared.py", "tests/pipeline/test_squared.py", "tests/pipeline/test_wide.py"}
 
 
 @each_page
@@ -509,7 +509,7 @@ def make_change(title, folder):
     return todo
 
 
-CHANGES = ["A layer", "A schedule", "A data source"]
+CHANGES = ["A layer", "A schedule", "A sharding policy", "A data source"]
 
 
 @pytest.mark.parametrize("title", CHANGES)
