@@ -685,7 +685,7 @@ def check_fits_on(arguments, chips, slices):
     settings, _ = read_command(arguments, {})
     settings = with_vocab(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)
-    assert sizes[settings.mesh.across_slices] % slices == 0
-    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    assert sizes.get("replica", 1) % slices == 0
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
