@@ -79,11 +79,13 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
     """MB/s of a save that is waited for, and of a load, fingerprints and checksums included."""
     import jax
 
-    from parallax.checkpoint import CheckpointConfig, Checkpoints, restore
+    from parallax.checkpoint.config import CheckpointConfig
+    from parallax.checkpoint.restore import restore
+    from parallax.checkpoint.save import CheckpointWriter
 
     size = sum(x.nbytes for x in state.values())
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(folder, config, settings={}) as checkpoints:
+    with CheckpointWriter(folder, config, settings={}) as checkpoints:
         began = time.perf_counter()
         checkpoints.save(1, {"params": state})
         checkpoints.wait()
@@ -115,8 +117,9 @@ def main() -> None:
 def measure(args: Any, folder: pathlib.Path) -> None:
     import jax
 
-    from parallax.checkpoint import CheckpointConfig, Checkpoints
+    from parallax.checkpoint.config import CheckpointConfig
     from parallax.checkpoint.fingerprint import fingerprints
+    from parallax.checkpoint.save import CheckpointWriter
     from parallax.sharding.mesh import MeshConfig, make_mesh, simulate_devices
 
     simulate_devices(8)
@@ -130,7 +133,7 @@ def measure(args: Any, folder: pathlib.Path) -> None:
     marks = time.perf_counter() - began
     state, plain, _ = timed_steps(state, compiled, args)
     config = CheckpointConfig(every_steps=args.every, keep_last=1, keep_best=0)
-    with Checkpoints(folder / "run", config, settings={}) as checkpoints:
+    with CheckpointWriter(folder / "run", config, settings={}) as checkpoints:
         state, steps, saves = timed_steps(state, compiled, args, checkpoints)
     whole, base = sum(steps) + sum(saves), sum(plain)
     disk = disk_speed(folder, size)

@@ -131,7 +131,7 @@ def numbers(workdir: pathlib.Path, key: str) -> dict[int, float]:
 
 def compare(killed: pathlib.Path, whole: pathlib.Path, steps: int) -> tuple[float, bool]:
     """The largest difference of losses, and whether all is equal bit for bit, the final checkpoint too."""
-    from parallax.checkpoint import read_manifest
+    from parallax.checkpoint.steps import read_manifest
 
     worst, same = 0.0, True
     for key in ("train/loss", "eval/loss"):

@@ -17,7 +17,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import train
-from parallax.checkpoint import Checkpoints
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
 from parallax.training import run
@@ -78,14 +78,14 @@ def be_late(name: str, secs: int) -> None:
 
 
 def die_saving(step: int) -> None:
-    save = Checkpoints.save
+    save = CheckpointWriter.save
 
     def faulty(self, at, parts, **how):
         save(self, at, parts, **how)
         if at == step:
             die()
 
-    Checkpoints.save = faulty
+    CheckpointWriter.save = faulty
 
 
 def skip(step: int) -> None:

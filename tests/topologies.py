@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from run_examples import tiny_config
 
-from parallax.checkpoint.manifest import flatten
+from parallax.checkpoint.arrays import flatten
 from parallax.config.load import settings_of
 from parallax.runtime.multihost import is_first, join, leave, read_place
 from parallax.sharding.mesh import make_mesh

@@ -51,7 +51,7 @@ def differing(found: Mapping[str, int], written: Mapping[str, Any]) -> list[str]
     return [name for name, number in found.items() if written.get(name) != number]
 
 
-class Running:
+class RunningFingerprint:
     """The fingerprint of an array that passes through the host piece by piece, in order."""
 
     def __init__(self):

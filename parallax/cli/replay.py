@@ -20,7 +20,8 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import numpy as np
 
-    from parallax.checkpoint import complete_steps, restore_newest
+    from parallax.checkpoint.restore import restore_newest
+    from parallax.checkpoint.steps import complete_steps
     from parallax.cli.command import Flag, read_line, run_command, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.load import settings_of

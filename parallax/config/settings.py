@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from parallax.checkpoint import CheckpointConfig
+from parallax.checkpoint.config import CheckpointConfig
 from parallax.data.config import DataConfig
 from parallax.inference.sample import SampleConfig
 from parallax.model.loss import LossConfig

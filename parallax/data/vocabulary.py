@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from parallax.checkpoint import complete_steps, examine, read_manifest
+from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.settings import Settings, with_added
 from parallax.data.config import AUTO
 from parallax.data.tokenizer import FILE_NAME, Bytes, load
@@ -39,7 +39,7 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     if not known or (here and known[0] == run):
         return settings
     folder = RunFiles(known[0]).checkpoints
-    valid = examine(folder).valid
+    valid = check_steps(folder).valid
     if not valid:
         return settings  # loading says how all of them are damaged
     saved = with_added(read_manifest(folder, valid[0])["settings"]).get("model", {})

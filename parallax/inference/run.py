@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parallax.checkpoint import complete_steps
+from parallax.checkpoint.steps import complete_steps
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import Tokenizer

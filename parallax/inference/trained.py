@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from parallax.checkpoint import complete_steps, restore, restore_newest
+from parallax.checkpoint.restore import restore, restore_newest
+from parallax.checkpoint.steps import complete_steps
 from parallax.config.settings import Settings
 from parallax.data.tokenizer import Tokenizer, load
 from parallax.pipeline import PipelineConfig

@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallax.checkpoint import (
-    compare_settings,
+from parallax.checkpoint.restore import compare_settings, restore_newest
+from parallax.checkpoint.steps import (
+    check_steps,
     complete_steps,
-    examine,
     latest_step,
     read_manifest,
-    restore_newest,
     set_damaged_aside,
+    wrong_files,
 )
-from parallax.checkpoint.manifest import wrong_files
 from parallax.config.settings import with_added
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
@@ -117,7 +116,7 @@ def import_record(folder: RunFolder, source: str) -> bytes | None:
     """
     own = complete_steps(folder.checkpoints)
     checkpoints = folder.checkpoints if own or not source else _checkpoints_of(source)
-    for step in examine(checkpoints).valid:
+    for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
         if RECORD not in files:
             return None

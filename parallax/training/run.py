@@ -14,7 +14,8 @@ import optax
 from ml_collections import ConfigDict
 
 from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
-from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
+from parallax.checkpoint.save import CheckpointWriter, check_space
+from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.load import lines_of, settings_of
 from parallax.config.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.data import Prefetcher, Reader
@@ -25,6 +26,7 @@ from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.accelerators import unused
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.errors import writing
+from parallax.runtime.files import check_writable
 from parallax.runtime.multihost import (
     at,
     check_shared,
@@ -204,7 +206,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
 def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
     """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
     if is_first():
-        probe_folder(folder.checkpoints)
+        check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
             journal.say(line)
         check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
@@ -227,7 +229,7 @@ def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None
         return state._replace(params=params_of(source, wanted.params, about(parts), say)), 0
 
 
-def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
+def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> CheckpointWriter:
     """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
     was kept of the folder that its weights were imported from."""
     record = import_record(folder, parts.settings.train.init_from) if is_first() else None
@@ -240,7 +242,7 @@ def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Check
         (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
-    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+    return CheckpointWriter(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
 
 
 def open_batches(parts: Parts, start: int) -> Prefetcher:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from parallax.checkpoint import Checkpoints
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
@@ -48,7 +48,7 @@ class Steps:
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any], float] | None
     batches: Prefetcher
-    checkpoints: Checkpoints
+    checkpoints: CheckpointWriter
     journal: Journal
     meter: Meter
     stop: StopRequest

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from run_examples import TEXT, tiny_config
 
-from parallax.checkpoint.steps import Standing
+from parallax.checkpoint.steps import CheckedSteps
 from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.load import load_config, settings_of
 from parallax.config.settings import load_settings
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         (tmp_path / name / "checkpoints" / "8").mkdir(parents=True)
         (tmp_path / name / "checkpoints" / "8" / "manifest.json").touch()
     manifest = lambda folder, step: {"settings": {"model": {"vocab": sizes[folder.parent.name]}}}  # noqa: E731
-    monkeypatch.setattr("parallax.data.vocabulary.examine", lambda folder: Standing([8], {}))
+    monkeypatch.setattr("parallax.data.vocabulary.check_steps", lambda folder: CheckedSteps([8], {}))
     monkeypatch.setattr("parallax.data.vocabulary.read_manifest", manifest)
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
     settings = settings_of(tiny_config(tmp_path, **changes))

@@ -18,7 +18,7 @@ from data_examples import TEXTS, prepare_texts, prepared_reader
 from run_examples import tiny_config
 
 import train as command_line
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.data import shard
 from parallax.data.manifest import read_manifest
 from parallax.data.tokenizer import Bytes

@@ -22,7 +22,8 @@ from rich.console import Console
 from run_examples import as_flags, tiny_config
 
 import train as command_line
-from parallax.checkpoint import Checkpoints, complete_steps, latest_step
+from parallax.checkpoint.save import CheckpointWriter
+from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli.watch.__main__ import write_svg
 from parallax.cli.watch.run import Run
 from parallax.cli.watch.view import View
@@ -205,7 +206,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
         failing.append(1)
         raise CheckpointError("cannot save step 5")
 
-    monkeypatch.setattr(Checkpoints, "wait", fails)
+    monkeypatch.setattr(CheckpointWriter, "wait", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -276,7 +277,7 @@ def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data
     def fails(*_, **__):
         raise CheckpointError("cannot save step 5")
 
-    monkeypatch.setattr(Checkpoints, "save", fails)
+    monkeypatch.setattr(CheckpointWriter, "save", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -310,13 +311,13 @@ def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how,
 
 
 def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
     def go_away(*_):
         shutil.rmtree(tmp_path / "run")
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(writer, "write_manifest", go_away)
+    monkeypatch.setattr(save, "write_manifest", go_away)
     with pytest.raises(CheckpointError, match=r"cannot save step 4 in .*No such file|removed or renamed"):
         train(tiny_config(corpus), tmp_path / "run")
 

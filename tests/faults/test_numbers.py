@@ -14,7 +14,7 @@ from checkpoint_examples import largest_file
 from run_examples import stop_at, tiny_config
 from tiny import build, make_batch, optimizer_config, params_of
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.training import run as run_module

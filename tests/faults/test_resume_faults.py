@@ -17,7 +17,7 @@ from checkpoint_examples import fill, flip, largest_file, truncate
 from run_examples import as_flags, tiny_config
 
 import train as command_line
-from parallax.checkpoint import latest_step, read_manifest
+from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.runtime.errors import CheckpointError
 from parallax.training.folder import RunFolder
 from parallax.training.journal import Journal, read_metrics
@@ -172,16 +172,16 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stoppe
 
 
 def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_there(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
-    write_manifest = writer.write_manifest
+    write_manifest = save.write_manifest
 
     def full_at_4(folder, content):
         if content["step"] == 4:
             raise OSError(28, "No space left on device")
         write_manifest(folder, content)
 
-    monkeypatch.setattr(writer, "write_manifest", full_at_4)
+    monkeypatch.setattr(save, "write_manifest", full_at_4)
     with pytest.raises(CheckpointError, match="cannot save step 4 in .*No space left") as error:
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
@@ -190,9 +190,9 @@ def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_the
 
 def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, monkeypatch):
     """The disk takes the last of step 4 no sooner than step 5 is over."""
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
-    later, write_manifest, record = threading.Event(), writer.write_manifest, Journal.record
+    later, write_manifest, record = threading.Event(), save.write_manifest, Journal.record
 
     def slow(folder, content):
         if content["step"] == 4:
@@ -205,7 +205,7 @@ def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, mo
             assert latest_step(tmp_path / "checkpoints") == 2
             later.set()
 
-    monkeypatch.setattr(writer, "write_manifest", slow)
+    monkeypatch.setattr(save, "write_manifest", slow)
     monkeypatch.setattr(Journal, "record", record_and_go_on)
     assert go_on(corpus, tmp_path).reason == "finished"
     assert_same_run(tmp_path, never_stopped)

@@ -15,8 +15,8 @@ from own_runs import OWN, own_run, own_settings
 from run_examples import tiny_config
 from test_convert import params_of
 
-from parallax.checkpoint import complete_steps
-from parallax.checkpoint.manifest import flatten
+from parallax.checkpoint.arrays import flatten
+from parallax.checkpoint.steps import complete_steps
 from parallax.cli.convert import main, parse, settings_of
 from parallax.cli.generate import main as generate
 from parallax.config.load import load_config
@@ -515,9 +515,9 @@ def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 CONVERT = """
 import re, sys
-from parallax.checkpoint import stored
+from parallax.checkpoint import arrays
 from parallax.cli.convert import main
-stored.CACHE_BYTES = 1 << 26
+arrays.CACHE_BYTES = 1 << 26
 import jax; jax.devices()
 # Of this process alone: getrusage begins with the memory of the one that started it.
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10

@@ -10,7 +10,7 @@ from own_runs import own_run, own_settings
 from run_examples import tiny_config
 
 import parallax as px
-from parallax.checkpoint import complete_steps
+from parallax.checkpoint.steps import complete_steps
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.load import load_config

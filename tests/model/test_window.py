@@ -10,7 +10,7 @@ from own_runs import own_run
 from tiny import build, make_batch, params_of
 
 import parallax as px
-from parallax.checkpoint import read_manifest
+from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
 from parallax.config.load import load_config
 from parallax.config.settings import load_settings, read_settings, with_added

@@ -14,7 +14,7 @@ import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
 from run_examples import tiny_config
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
 from parallax.training.journal import read_metrics
 from parallax.training.run import train

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from run_examples import stop_at, tiny_config, write_corpus
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.config.load import load_config, settings_of
 from parallax.config.settings import load_settings
 from parallax.runtime import progress

@@ -14,7 +14,7 @@ import pytest
 from run_examples import as_flags, tiny_config, write_corpus
 
 import train as command_line
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.config.load import settings_of
 from parallax.runtime.errors import ConfigError
 from parallax.training.journal import read_metrics

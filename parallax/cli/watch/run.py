@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallax.checkpoint.steps import examine, unfinished_steps
+from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.watch.rows import Rows, is_finite
 from parallax.runtime.errors import CheckpointError, printable
 from parallax.runtime.files import plain, read_object
@@ -204,8 +204,10 @@ class Run:
         if seen == self._looked:  # manifests are long: they are read again only when something has changed
             return
         try:
-            standing = examine(folder)
-            self.saved = Saved(sorted(standing.valid), sorted(standing.damaged), sorted(unfinished_steps(folder)))
+            checked = check_steps(folder)
+            self.saved = Saved(
+                sorted(checked.valid), sorted(checked.damaged), [step for step, _ in unfinished_saves(folder)]
+            )
         except CheckpointError as error:
             self.saved = Saved([], [], [], one_line(str(error)))
         self._looked = seen
