@@ -120,7 +120,8 @@ def measure(args: Any, folder: pathlib.Path) -> None:
     from parallax.checkpoint.config import CheckpointConfig
     from parallax.checkpoint.fingerprint import fingerprints
     from parallax.checkpoint.save import CheckpointWriter
-    from parallax.sharding.mesh import MeshConfig, make_mesh, simulate_devices
+    from parallax.runtime.devices import simulate_devices
+    from parallax.sharding.mesh import MeshConfig, make_mesh
 
     simulate_devices(8)
     state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)), args.arrays)

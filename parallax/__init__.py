@@ -22,7 +22,7 @@ HOME = {
     "read_settings": "config.settings",
     "report": "analysis.report.whole",
     "sent_by": "analysis.report.local",
-    "simulate_devices": "sharding.mesh",
+    "simulate_devices": "runtime.devices",
     "step_of": "training.build",
     "train": "training.run",
 }

@@ -22,7 +22,8 @@ from run_examples import tiny_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.config.load import settings_of
-from parallax.runtime.multihost import is_first, join, leave, read_place
+from parallax.runtime.multihost.address import read_address
+from parallax.runtime.multihost.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
 from parallax.training import run as run_module
 from parallax.training.folder import RunFolder
@@ -124,7 +125,7 @@ def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
 
 def main() -> int:
     act, root, corpus, *names = sys.argv[1:]
-    place = read_place({})
+    place = read_address({})
     # Where a launcher says which process this is, how many devices it simulates was said, too.
     join(place, settings_of(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
     found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)

@@ -25,7 +25,7 @@ from parallax.data import DataConfig
 from parallax.data.config import AUTO
 from parallax.data.tokenizer import SMALLEST_BPE_VOCAB, load
 from parallax.data.vocabulary import with_vocab_of_source
-from parallax.runtime.accelerators import leave_out_absent_tpu
+from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import (
     QUOTED_LETTERS,
     ConfigError,

@@ -27,7 +27,7 @@ from typing import BinaryIO
 from parallax.cli.arguments import Parser
 from parallax.config.defaults import CONFIGS
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, exit_status, tell
-from parallax.runtime.multihost.place import FLAGS, TOKEN
+from parallax.runtime.multihost.address import FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_SECS = 0.05

@@ -34,8 +34,8 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_command, run_command, with_likely_vocab, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
-    from parallax.sharding.mesh import simulate_devices
 
 FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),

@@ -26,9 +26,9 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import usage as usage_of
     from parallax.config.load import settings_of
     from parallax.config.settings import Settings
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
     from parallax.runtime.run_files import RunFiles
-    from parallax.sharding.mesh import simulate_devices
     from parallax.training.diagnosis import make_diagnosis
     from parallax.training.folder import RunFolder
     from parallax.training.journal import read_metrics

@@ -17,7 +17,7 @@ from parallax.model.transformer import LayoutConfig, ModelConfig
 from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.runtime.errors import LARGEST_INT32, CheckpointError, ConfigError, check_local, nearest, quoted, shown
 from parallax.runtime.files import read_object
-from parallax.runtime.multihost import DistributedConfig
+from parallax.runtime.multihost.config import DistributedConfig
 from parallax.sharding.mesh import AXES, MeshConfig
 from parallax.training.guard import GuardConfig
 from parallax.training.optimizer import OptimizerConfig

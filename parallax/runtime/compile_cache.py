@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from parallax.runtime.errors import tell
-from parallax.runtime.multihost import agree, is_first, is_shared
+from parallax.runtime.multihost.job import agree, is_first, is_shared
 
 AUTO, OFF = "auto", "off"
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from parallax.config.settings import Settings
 from parallax.runtime.errors import ConfigError, how_to_install, writing
 from parallax.runtime.files import read_object, write_whole
-from parallax.runtime.multihost import is_first
+from parallax.runtime.multihost.job import is_first
 from parallax.runtime.run_files import RunFiles
 
 WANDB_SECS = 60  # for the service to answer, when a run begins and when it ends

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
-from parallax.runtime.multihost import several
+from parallax.runtime.multihost.job import several
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:

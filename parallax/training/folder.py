@@ -18,7 +18,7 @@ import jax
 from parallax.config.settings import Settings, load_json
 from parallax.runtime.errors import CheckpointError, ConfigError, writing
 from parallax.runtime.files import plain, write_whole
-from parallax.runtime.multihost import is_first
+from parallax.runtime.multihost.job import is_first
 from parallax.runtime.run_files import TIME, RunFiles
 from parallax.runtime.version import VERSION, versions
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from parallax.runtime.errors import CheckpointError, tell, writing
 from parallax.runtime.files import plain, write_whole
-from parallax.runtime.multihost import is_first
+from parallax.runtime.multihost.job import is_first
 from parallax.runtime.progress import make_room, speaker_on, speaking
 from parallax.runtime.run_files import row_of
 from parallax.training.curves import Curves

@@ -11,7 +11,7 @@ import jax
 
 from parallax.config.settings import Settings
 from parallax.runtime.errors import CheckpointError, writing
-from parallax.runtime.multihost import at
+from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.training.step import TrainStep
@@ -54,7 +54,7 @@ class Profile:
     def begin(self, done: int, state: Any) -> None:
         """Trace from here on, with idle devices: `state` is that after the steps done."""
         # The step's text takes a compilation of its own, which may be longer than a step may.
-        at(f"the trace from step {done + 1}", compiling=True)
+        set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
         self._begin(done + 1)
 

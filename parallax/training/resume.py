@@ -16,7 +16,7 @@ from parallax.checkpoint.steps import (
 from parallax.config.settings import with_added
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
-from parallax.runtime.multihost import is_first, wait_for_all
+from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version, version_of
 from parallax.training.folder import RunFolder

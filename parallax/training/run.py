@@ -23,24 +23,24 @@ from parallax.data.config import AUTO
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.runtime.accelerators import unused
 from parallax.runtime.compile_cache import use_compile_cache
+from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import writing
 from parallax.runtime.files import check_writable
-from parallax.runtime.multihost import (
-    at,
+from parallax.runtime.multihost.job import (
     check_shared,
     compare,
     connect,
     is_first,
     log_to,
     prepare_once,
+    set_phase,
     several,
     wait_for_all,
 )
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import RECORD
-from parallax.sharding.mesh import make_mesh, simulate_devices
+from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import check_eval, open_split, own_rows, put_on
 from parallax.training.build import model_and_optimizer
 from parallax.training.curves import curves_of
@@ -147,7 +147,7 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     with waiting("preparing the data"):
         train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
-    at("planning the run", compiling=True)
+    set_phase("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     with waiting("planning the run"):
         model, tx = model_and_optimizer(settings, mesh)
@@ -170,7 +170,7 @@ def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, st
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
         prepare(parts, folder, journal)
-        at(f"step {start}, loading or making the first state", compiling=True)
+        set_phase(f"step {start}, loading or making the first state", compiling=True)
         state, start = begin(parts, folder, start, journal.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
         with writing(folder.path):
@@ -269,7 +269,7 @@ def end(
         journal.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
-        at("the sample", compiling=True)
+        set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
@@ -310,7 +310,7 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
-        *([] if settings.mesh.simulate else unused(jax.default_backend())),
+        *([] if settings.mesh.simulate else unused_accelerators(jax.default_backend())),
         *said_of_evaluation(parts),
         *said_of_cache(),
         "",

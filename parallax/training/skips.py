@@ -11,7 +11,7 @@ from parallax.config.settings import Settings
 from parallax.data import Reader
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
-from parallax.runtime.multihost import at
+from parallax.runtime.multihost.job import set_phase
 from parallax.training.diagnosis import Diagnosis, make_diagnosis
 from parallax.training.folder import RunFolder
 from parallax.training.journal import Journal
@@ -54,7 +54,7 @@ class Skips:
         """Raise DivergenceError, with where in the model the first of these steps went wrong."""
         in_a_row = int(metrics["in_a_row"])
         first = step - in_a_row + 1
-        at(f"the diagnosis of step {first}", compiling=True)
+        set_phase(f"the diagnosis of step {first}", compiling=True)
         found = self.diagnose(params, first)
         numbers, where = _numbers(metrics), "when it is computed again, all is finite: the hardware may be faulty"
         if found.first is not None:

@@ -14,7 +14,7 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
-from parallax.runtime.multihost import at, several
+from parallax.runtime.multihost.job import set_phase, several
 from parallax.runtime.progress import FIRST_SECS, waiting
 from parallax.training.diagnosis import not_finite
 from parallax.training.journal import Journal
@@ -89,7 +89,7 @@ class Steps:
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
-            at(f"step {done}", compiling=done == self.first)
+            set_phase(f"step {done}", compiling=done == self.first)
             self.watchdog.begin(done, compiles=done == self.first)
             try:
                 with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
@@ -196,7 +196,7 @@ class Steps:
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
         self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
-            at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
+            set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError:
@@ -218,7 +218,7 @@ class Steps:
                 f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
-        at(f"saving step {step}")
+        set_phase(f"saving step {step}")
         with waiting(f"saving step {step}"):
             self.checkpoints.save(step, parts_of(state), loss=loss)
 

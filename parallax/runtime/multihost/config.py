@@ -4,11 +4,6 @@ from dataclasses import dataclass, fields
 
 from parallax.runtime.errors import ConfigError
 
-# How long a process whose work has ended waits for the word of the others, and they for its last words.
-GRACE_SECS = 3.0
-# JAX's own limits come after ours, which say more: they end a process only where ours could not.
-BEHIND_SECS = 15
-
 
 @dataclass(frozen=True)
 class DistributedConfig:

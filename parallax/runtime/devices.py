@@ -1,10 +1,12 @@
-"""Which accelerators this machine has, as its files and its environment say, whether JAX finds them or not."""
+"""Devices: CPU devices that are simulated, and accelerators that this machine has, whether JAX finds them or not."""
 
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from parallax.runtime.errors import ConfigError
 
 ROOT = Path("/")
 GPU_FILES = ("dev/nvidia0", "dev/nvidiactl", "dev/dxg", "dev/kfd")
@@ -14,16 +16,41 @@ NO_TPU = ("0x0042", "0x001f")  # its network card and its disk, which machines w
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
 
 
-def gpus(root: Path = ROOT) -> list[str]:
+def gpu_files(root: Path = ROOT) -> list[str]:
     """Files of GPUs."""
     return [str(root / name) for name in GPU_FILES if (root / name).exists()]
 
 
-def tpus(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
+def tpu_signs(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
     """Files of TPUs, and variables that a host of TPUs has."""
     files = [str(root / name) for name in TPU_FILES if (root / name).exists()]
     names = (name for name in environment if name.startswith(("TPU_", "MEGASCALE_")))
     return [*files, *_on_pci(root), *(name for name in names if name not in SET_BY_JAX)]
+
+
+def simulate_devices(count: int, processes: int = 1) -> None:
+    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
+
+    `import jax` may come first, an array may not. Where JAX already runs with so many CPU devices nothing happens.
+    Of several processes each simulates its equal share. Raises ConfigError with both numbers where it comes too late.
+    """
+    if count % processes:
+        raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
+    count //= processes
+    import jax  # here: what looks for accelerators comes before it
+
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        present = len(jax.devices())
+        if jax.default_backend() == "cpu" and present == count:
+            return
+        raise ConfigError(
+            f"mesh.simulate={count} comes too late: JAX already runs with {present} {jax.default_backend()} "
+            f"device(s); restart the kernel, or start a fresh process, and call simulate_devices({count}) there before "
+            "any other JAX call"
+        ) from error
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:
@@ -32,17 +59,22 @@ def leave_out_absent_tpu(root: Path = ROOT) -> None:
     To be called before the first array. Libtpu would complain on stderr that it is on no host of TPUs, and take its
     time. Where anything says that there are chips, or JAX_PLATFORMS that they are wanted, what goes wrong is shown.
     """
-    if os.environ.get("JAX_PLATFORMS") or not importlib.util.find_spec("libtpu") or gpus(root) or tpus(root=root):
+    if (
+        os.environ.get("JAX_PLATFORMS")
+        or not importlib.util.find_spec("libtpu")
+        or gpu_files(root)
+        or tpu_signs(root=root)
+    ):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:  # it has read that variable
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
-def unused(platform: str, root: Path = ROOT) -> list[str]:
+def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
     """A line where this machine has accelerators and JAX, which runs on `platform`, has not found them."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
-    found = [("GPU", gpus(root)), ("TPU", [name for name in tpus({}, root) if "vfio" not in name])]
+    found = [("GPU", gpu_files(root)), ("TPU", [name for name in tpu_signs({}, root) if "vfio" not in name])]
     if platform != "cpu" or wanted.startswith("cpu"):
         return []
     return [
