@@ -29,13 +29,12 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
     from parallax.runtime.run_files import RunFiles
-    from parallax.training.diagnosis import make_diagnosis
+    from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
-    from parallax.training.journal import read_metrics
-    from parallax.training.run import Parts, about, build, put_in
-    from parallax.training.skips import text_of
+    from parallax.training.logger import read_metrics
+    from parallax.training.loop import parts_of, state_of
+    from parallax.training.run import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
-    from parallax.training.steps import parts_of, state_of
 
 FLAGS = {
     "workdir": Flag("the folder of the run; nothing in it is changed"),
@@ -77,7 +76,7 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
         start, state = load(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
     train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
-    put, lines = put_in(parts), []
+    put, lines = put_batches(parts), []
     with waiting("compiling the training step, and taking steps") as show:
         for done in range(start + 1, step):
             state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
@@ -105,7 +104,7 @@ def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
-def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+def load(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
     """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
         if parts.settings.train.init_from:
@@ -115,7 +114,7 @@ def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
             )
         return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
     wanted = parts_of(abstract_state(parts.model, parts.tx))
-    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=about(parts), before=step)
+    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
     for error in damaged:
         print(error)
     return start, state_of(found)

@@ -20,7 +20,7 @@ from parallax.runtime.run_files import number_of
 from parallax.sharding.mesh import AXES, MeshConfig
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 
 SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve

@@ -1,7 +1,6 @@
 """The folder of a run: its name, its lock, and the files that say what the run is."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -16,8 +15,8 @@ from typing import Any
 import jax
 
 from parallax.config.settings import Settings, load_json
+from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, writing
-from parallax.runtime.files import plain, write_whole
 from parallax.runtime.multihost.job import is_first
 from parallax.runtime.run_files import TIME, RunFiles
 from parallax.runtime.version import VERSION, versions
@@ -38,9 +37,9 @@ class RunFolder(RunFiles):
             yield
             return
         with writing(self.path):
-            before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.lock, "a+", opener=plain)  # noqa: SIM115
+            before = {*files.names_in(self.path)} if files.exists(self.path) else None
+            files.make_folder(self.path)
+            lock = files.open_file(self.lock, "a+")
         with lock:
             with writing(self.path):
                 _take(lock, self.path)
@@ -52,12 +51,12 @@ class RunFolder(RunFiles):
     def _remove_if_bare(self, before: set[str] | None) -> None:
         """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
         with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
-            names = {path.name for path in self.path.iterdir()} - (before or set())
-            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+            names = {*files.names_in(self.path)} - (before or set())
+            if names <= {self.lock.name, self.log.name} and not (files.exists(self.log) and files.size_bytes(self.log)):
                 for name in names:
-                    (self.path / name).unlink()
+                    files.remove(self.path / name)
                 if before is None:
-                    self.path.rmdir()
+                    files.remove_empty(self.path)
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""
@@ -130,7 +129,7 @@ def check_run_name(name: str) -> str:
 
 def _take(lock: Any, folder: Path) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        files.lock(lock, wait=False)
     except BlockingIOError:
         lock.seek(0)
         raise CheckpointError(
@@ -147,6 +146,5 @@ def _take(lock: Any, folder: Path) -> None:
 
 
 def _replace(path: Path, content: Any) -> None:
-    if not is_first():
-        return
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    if is_first():
+        files.write_whole(path, json.dumps(content, indent=2) + "\n")

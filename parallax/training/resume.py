@@ -133,7 +133,7 @@ def check_source(source: str) -> None:
         )
 
 
-def code() -> dict[str, str]:
+def code_versions() -> dict[str, str]:
     """What computes a run: with another version of it the last bits of losses may be others."""
     return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
 

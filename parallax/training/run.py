@@ -26,7 +26,7 @@ from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import writing
-from parallax.runtime.files import check_writable
+from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost.job import (
     check_shared,
     compare,
@@ -43,18 +43,17 @@ from parallax.runtime.run_files import RECORD
 from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import check_eval, open_split, own_rows, put_on
 from parallax.training.build import model_and_optimizer
-from parallax.training.curves import curves_of
+from parallax.training.corruption import SilentCorruptionCheck
+from parallax.training.divergence import DivergenceError, SkippedSteps
 from parallax.training.evaluation import measure
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal
+from parallax.training.logger import RunLogger, metrics_writers
+from parallax.training.loop import LearningRates, TrainingLoop, parts_of, state_of
 from parallax.training.meter import Meter
 from parallax.training.peak import check_fits, peak_flops
 from parallax.training.profile import Profile
-from parallax.training.rates import Rates
-from parallax.training.recheck import Recheck
-from parallax.training.resume import check_source, code, import_record, load_newest, params_of, step_to_resume
+from parallax.training.resume import check_source, code_versions, import_record, load_newest, params_of, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
-from parallax.training.skips import DivergenceError, Skips
 from parallax.training.step import (
     TrainState,
     abstract_state,
@@ -63,7 +62,6 @@ from parallax.training.step import (
     make_train_step,
     state_shardings,
 )
-from parallax.training.steps import Steps, parts_of, state_of
 from parallax.training.summary import render
 from parallax.training.watchdog import Watchdog
 
@@ -78,7 +76,7 @@ class Outcome(NamedTuple):
     eval_loss: float | None = None
 
 
-class Parts(NamedTuple):
+class RunComponents(NamedTuple):
     """What a run is made of, once its config is known to be right."""
 
     settings: Settings
@@ -111,23 +109,23 @@ def train(
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),
-        Journal(folder, curves_of(settings, folder)) as journal,
+        RunLogger(folder, metrics_writers(settings, folder)) as logger,
     ):
-        log_to(journal.say_last)
+        log_to(logger.say_last)
         check_shared(folder.path)
         parts = build(settings, folder)
-        start = step_to_resume(folder, about(parts), resume, journal.say)
+        start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
         compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
         if stop.signal and not several():
-            journal.say(f"stopped by {stop.signal} before the first step")
+            logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
         if start >= settings.train.steps:
-            journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
+            logger.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
         for warning in warnings:
-            journal.say(warning)
+            logger.say(warning)
         with folder.end_recorded() as because:
-            outcome = run(parts, folder, journal, stop, start)
+            outcome = run(parts, folder, logger, stop, start)
             because(outcome.reason)
         if outcome.reason == "stopped":
             # One that has asked for it may have an error to tell of.
@@ -135,7 +133,7 @@ def train(
         return outcome
 
 
-def build(settings: Settings, folder: RunFolder) -> Parts:
+def build(settings: Settings, folder: RunFolder) -> RunComponents:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
@@ -162,63 +160,63 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     if settings.train.eval_batches:
         eval_data = open_split(settings, folder, "eval", rows)
         check_eval(eval_data, settings)
-    return Parts(settings, model, tx, train_data, eval_data)
+    return RunComponents(settings, model, tx, train_data, eval_data)
 
 
-def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:
+def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        prepare(parts, folder, journal)
+        prepare(parts, folder, logger)
         set_phase(f"step {start}, loading or making the first state", compiling=True)
-        state, start = begin(parts, folder, start, journal.say)
-        checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
+        state, start = begin(parts, folder, start, logger.say)
+        checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
             folder.write_metadata(mesh=model.axis_sizes, start=start)
             if is_first():
                 parts.train_data.tokenizer.save(folder.path)
-        meter = introduce(parts, folder, journal, start)
-        journal.begin(start)
+        meter = introduce(parts, folder, logger, start)
+        logger.begin(start)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
-        steps = Steps(
+        loop = TrainingLoop(
             settings,
             train_step.take,
             evaluation(parts),
             stack.enter_context(open_batches(parts, start)),
             checkpoints,
-            journal,
+            logger,
             meter,
             stop,
             stack.enter_context(Watchdog(settings.train.stall_factor)),
-            Rates(settings.optimizer, settings.train.steps),
-            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
-            Recheck(state_shardings(model, parts.tx)),
-            stack.enter_context(Profile(settings, train_step, folder, journal.say)),
+            LearningRates(settings.optimizer, settings.train.steps),
+            SkippedSteps(settings, parts.train_data, model, put_batches(parts), folder, logger),
+            SilentCorruptionCheck(state_shardings(model, parts.tx)),
+            stack.enter_context(Profile(settings, train_step, folder, logger.say)),
         )
         wait_for_all("the first step", setting="compile_secs")
-        state, done = steps.run(state, start)
+        state, done = loop.run(state, start)
         with waiting("finishing the last save"):
             checkpoints.wait()
-        return end(parts, folder, journal, stop, state, done, steps.eval_loss)
+        return end(parts, folder, logger, stop, state, done, loop.eval_loss)
 
 
-def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
+def prepare(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
     """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
     if is_first():
         check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
-            journal.say(line)
+            logger.say(line)
         check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
     wait_for_all("checkpoints are in order")
 
 
-def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
     """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
     wanted = abstract_state(parts.model, parts.tx)
     if start:
         with waiting(f"restoring step {start}"):
-            step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+            step, found = load_newest(folder, parts_of(wanted), checkpoint_settings(parts), say)
         return state_of(found), step
     with waiting("compiling and making the initial state"):
         state = init_state(parts.model, parts.tx, parts.settings.train.seed)
@@ -226,34 +224,36 @@ def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None
     if not source:
         return state, 0
     with waiting(f"restoring the weights of {source}"):
-        return state._replace(params=params_of(source, wanted.params, about(parts), say)), 0
+        return state._replace(params=params_of(source, wanted.params, checkpoint_settings(parts), say)), 0
 
 
-def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> CheckpointWriter:
+def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
     """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
     was kept of the folder that its weights were imported from."""
     record = import_record(folder, parts.settings.train.init_from) if is_first() else None
 
     def carry(at: Path) -> None:
         if record is not None:
-            (at / RECORD).write_bytes(record)
+            write_file(at / RECORD, record)
         parts.train_data.tokenizer.save(at)
-        (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
-        (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+        write_file(at / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        write_file(at / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
-    return CheckpointWriter(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+    return CheckpointWriter(
+        folder.checkpoints, config, settings=checkpoint_settings(parts), carry=carry, say=logger.say_besides
+    )
 
 
-def open_batches(parts: Parts, start: int) -> Prefetcher:
+def open_batches(parts: RunComponents, start: int) -> Prefetcher:
     """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
-    return Prefetcher(parts.train_data, put_in(parts), start, reserve=STEPS_TO_STOP if several() else 0)
+    return Prefetcher(parts.train_data, put_batches(parts), start, reserve=STEPS_TO_STOP if several() else 0)
 
 
 def end(
-    parts: Parts,
+    parts: RunComponents,
     folder: RunFolder,
-    journal: Journal,
+    logger: RunLogger,
     stop: StopRequest,
     state: TrainState,
     done: int,
@@ -262,17 +262,17 @@ def end(
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
         cause = stop.signal or "another process"
-        journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
+        logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
-    journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
+    logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
     if eval_loss is not None:
-        journal.say(verdict(eval_loss, parts.train_data))
+        logger.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
         set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
+        logger.say(f"sample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
 
 
@@ -285,7 +285,7 @@ def verdict(eval_loss: float, data: Reader) -> str:
     )
 
 
-def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> Meter:
+def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:
     """Print what is about to run; returns the meter that knows its size."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
@@ -315,13 +315,13 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         *said_of_cache(),
         "",
     ]
-    journal.say("\n".join(lines))
+    logger.say("\n".join(lines))
     return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
 
 
-def evaluation(parts: Parts) -> Callable[[Any], float] | None:
+def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
     """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
-    reader, put = parts.eval_data, put_in(parts)
+    reader, put = parts.eval_data, put_batches(parts)
     if reader is None:
         return None
     step, count = make_eval_step(parts.model), eval_count(parts)
@@ -334,12 +334,12 @@ def evaluation(parts: Parts) -> Callable[[Any], float] | None:
     return evaluate
 
 
-def eval_count(parts: Parts) -> int:
+def eval_count(parts: RunComponents) -> int:
     """Batches of an evaluation: no more than hold every window once."""
     return min(parts.settings.train.eval_batches, parts.eval_data.batches)
 
 
-def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
+def said_of_tokenizer(parts: RunComponents, start: int) -> list[str]:
     """A line where the tokenizer was taken from the run whose weights this one starts from."""
     settings, tokenizer = parts.settings, parts.train_data.tokenizer
     if start or not settings.train.init_from or settings.data.tokenizer != AUTO:
@@ -347,7 +347,7 @@ def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
     return [f"the tokenizer is that of {settings.train.init_from}: {tokenizer.name}, {tokenizer.vocab:,} ids"]
 
 
-def said_of_evaluation(parts: Parts) -> list[str]:
+def said_of_evaluation(parts: RunComponents) -> list[str]:
     """A line where the evaluation is smaller than the config asks for."""
     wanted = parts.settings.train.eval_batches
     if parts.eval_data is None or eval_count(parts) == wanted:
@@ -361,12 +361,12 @@ def said_of_cache() -> list[str]:
     return [f"compiled programs are kept in {folder} (train.compile_cache)"] if folder else []
 
 
-def about(parts: Parts) -> dict[str, Any]:
+def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
-    return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code_versions()}
 
 
-def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
     """How this run's batches get to its devices."""
     return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))

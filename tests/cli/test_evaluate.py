@@ -23,7 +23,7 @@ from parallax.inference.trained import Trained, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.sharding.mesh import MeshConfig
 from parallax.training.folder import RunFolder
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import build, train
 
 ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "across_slices": "dp"}

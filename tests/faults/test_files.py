@@ -34,8 +34,8 @@ from parallax.data.sources import open_source
 from parallax.data.tokenizer import load
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
-from parallax.runtime.files import object_of
-from parallax.training.journal import Journal, Lines, read_metrics
+from parallax.runtime.files import AppendFile, object_of
+from parallax.training.logger import RunLogger, read_metrics
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
@@ -49,14 +49,14 @@ DEEP = '{"a": ' * 100_000
 
 def at_step(monkeypatch, step, act):
     """Call `act` when a step was recorded."""
-    record = Journal.record
+    record = RunLogger.record
 
     def record_and_act(self, at, values):
         record(self, at, values)
         if at == step:
             act()
 
-    monkeypatch.setattr(Journal, "record", record_and_act)
+    monkeypatch.setattr(RunLogger, "record", record_and_act)
 
 
 @pytest.fixture
@@ -155,14 +155,14 @@ def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corp
 
 def full_once(monkeypatch, failing):
     """A disk that keeps no line any more once there is something in `failing`."""
-    write = Lines.write
+    write = AppendFile.write
 
     def fails(self, text):
         if failing:
             raise CheckpointError(f"cannot write in {self._folder} (No space left on device)")
         write(self, text)
 
-    monkeypatch.setattr(Lines, "write", fails)
+    monkeypatch.setattr(AppendFile, "write", fails)
 
 
 def unreadable_from(monkeypatch, batch):
@@ -214,7 +214,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
 
 def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, tmp_path, monkeypatch):
     unreadable_from(monkeypatch, 3)
-    monkeypatch.setattr("parallax.training.steps.not_finite", lambda params: ["embedding"])
+    monkeypatch.setattr("parallax.training.loop.not_finite", lambda params: ["embedding"])
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "DivergenceError: after step 3 parameters are not finite: embedding" in (tmp_path / "log.txt").read_text()
@@ -223,7 +223,7 @@ def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, 
 
 def agreed_after(monkeypatch, steps):
     """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
-    for module in ("run", "steps"):
+    for module in ("run", "loop"):
         monkeypatch.setattr(f"parallax.training.{module}.several", lambda: True)
     asked, taken = [], []
 

@@ -24,8 +24,8 @@ from parallax.cli.convert import main
 from parallax.interop.safetensors import NAMES, Tensor, read_header, read_pieces, read_tensor, write
 from parallax.interop.shards import read_shards, write_shards
 from parallax.runtime.errors import CheckpointError
+from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
-from parallax.training.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -91,7 +91,7 @@ def test_an_import_has_the_bits_of_the_export_and_a_run_starts_from_it(
     ]
     assert marks[0] == marks[1]
     begun = []
-    monkeypatch.setattr(Steps, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
+    monkeypatch.setattr(TrainingLoop, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
     train(tiny_config(corpus, **{"train.init_from": str(workdir)}), tmp_path / "on")
     ((state, start),) = begun
     assert start == 0 and not any(x.any() for x in jax.tree.leaves(jax.device_get(state.opt_state)))

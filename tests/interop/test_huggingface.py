@@ -26,8 +26,8 @@ from parallax.interop.architectures import describe, write_config
 from parallax.interop.folders import RECORD, Step
 from parallax.interop.huggingface import _record
 from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
-from parallax.training.steps import Steps
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -183,7 +183,7 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path, monkey
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
     begun = []
-    monkeypatch.setattr(Steps, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
+    monkeypatch.setattr(TrainingLoop, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
     train(tuned, tmp_path / "on")
     ((state, start),) = begun
     there = params_of(tmp_path / "run", 0)

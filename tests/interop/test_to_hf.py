@@ -16,8 +16,8 @@ from parallax.cli.evaluate import evaluate
 from parallax.config.load import load_config
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load, train_bpe
+from parallax.training.loop import TrainingLoop, parts_of
 from parallax.training.run import train
-from parallax.training.steps import Steps, parts_of
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -155,7 +155,7 @@ def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
         all_steps.checkpoints.save(steps, parts_of(state))
         return state, steps
 
-    monkeypatch.setattr(Steps, "run", run)
+    monkeypatch.setattr(TrainingLoop, "run", run)
     config = load_config(str(folder / "run" / "config.json"))
     config.data = tiny_config(corpus).data
     config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})

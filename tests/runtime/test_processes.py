@@ -16,7 +16,7 @@ from run_examples import tiny_config
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}

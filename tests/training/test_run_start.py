@@ -12,7 +12,7 @@ from parallax.cli.command import read_command, read_line
 from parallax.config.load import WIDTH, base_settings, lines_of, settings_of
 from parallax.config.settings import load_settings, read_settings
 from parallax.runtime.errors import ConfigError
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.optimizer import learning_rate
 from parallax.training.run import train
 

@@ -17,7 +17,7 @@ import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.config.load import settings_of
 from parallax.runtime.errors import ConfigError
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
