@@ -27,6 +27,7 @@ with loading(__name__, sys.stdout):
     from parallax.cli.command import usage as usage_of
     from parallax.config.load import settings_of
     from parallax.runtime.errors import ConfigError
+    from parallax.runtime.files import is_file
     from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
     from parallax.runtime.multihost.address import read_address
     from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
@@ -125,7 +126,7 @@ def usage() -> str:
 def with_config_of_run(argv: Sequence[str]) -> list[str]:
     """The command line, with the config of the run in --workdir where none is named."""
     workdir = written(argv, "workdir")
-    if written(argv, "config") is None and workdir and (saved := RunFiles(workdir).config).is_file():
+    if written(argv, "config") is None and workdir and is_file(saved := RunFiles(workdir).config):
         return [argv[0], f"--config={saved}", *argv[1:]]
     return list(argv)
 

@@ -28,6 +28,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
+    from parallax.runtime.files import is_file
     from parallax.runtime.run_files import RunFiles
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
@@ -57,7 +58,7 @@ def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step, print what was found."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
-    if not workdir or not saved.is_file():
+    if not workdir or not is_file(saved):
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
     settings = settings_of(line.config)
@@ -92,7 +93,7 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
 
 def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     """The step's numbers beside those that the run has written."""
-    rows = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    rows = read_metrics(folder.metrics)
     written = next((row for row in rows if row["step"] == step), None)
     if written is None:
         return ["the run has written nothing of this step"]

@@ -40,8 +40,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        path = RunFolder(self.path).metrics
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(RunFolder(self.path).metrics)
 
     @property
     def numbers(self) -> list[str]:

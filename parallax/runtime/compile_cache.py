@@ -5,13 +5,13 @@ Who can write there can have this process run any program, so the folder that is
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from parallax.runtime import files
 from parallax.runtime.errors import tell
 from parallax.runtime.multihost.job import agree, is_first, is_shared
 
@@ -64,14 +64,12 @@ def _made(setting: str) -> str:
     try:
         folder = users_folder(os.environ) if setting == AUTO else Path(setting).expanduser().absolute()
         for path in (folder.parent, folder):
-            path.mkdir(mode=0o700 if setting == AUTO else 0o777, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+            files.make_folder(path, mode=0o700 if setting == AUTO else 0o777)
+        files.try_writing(folder)
     except (OSError, RuntimeError) as error:  # the latter where the user has no home
         _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return ""
-    about = folder.stat()
-    if setting == AUTO and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+    if setting == AUTO and not files.is_ours_alone(folder):
         _complain(f"others than this user can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
         return ""
     return str(folder)

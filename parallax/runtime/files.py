@@ -82,9 +82,9 @@ def paths_below(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def matching(pattern: str | Path) -> list[Path]:
-    """What a pattern with `*`, `?` and `**` matches, in order."""
-    return sorted(map(Path, glob.glob(str(pattern), recursive=True)))
+def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
+    """What a pattern with `*`, `?` and `**` matches, in order; in a folder, relative to it."""
+    return sorted(map(Path, glob.glob(str(pattern), root_dir=folder, recursive=True)))
 
 
 def free_bytes(folder: Path) -> int:
@@ -246,13 +246,24 @@ def lock(opened: IO, *, wait: bool) -> None:
     fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
+def try_writing(folder: Path) -> None:
+    """OSError unless files can be written, renamed and removed in a folder."""
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
+    probe.write_text("x")
+    probe.rename(probe.with_suffix(".renamed")).unlink()
+
+
 def check_writable(folder: Path) -> None:
     """Make the folder; CheckpointError unless files can be written, renamed and removed in it."""
-    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     with writing(folder):
         make_folder(folder)
-        probe.write_text("x")
-        probe.rename(probe.with_suffix(".renamed")).unlink()
+        try_writing(folder)
+
+
+def is_ours_alone(folder: Path) -> bool:
+    """Whether nobody but this user can write in a folder."""
+    about = folder.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
 
 
 # ---- JSON

@@ -135,11 +135,13 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl; a torn last line is left out."""
+    """The objects of metrics.jsonl, none where there is no such file; a torn last line is left out."""
     return [row for line in _lines(path) if (row := row_of(line)) is not None]
 
 
 def _lines(path: Path) -> list[str]:
+    if not files.exists(path):
+        return []
     with files.open_file(path, "r", encoding="utf-8", errors="replace") as file:
         return file.read().splitlines()
 

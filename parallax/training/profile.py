@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from parallax.config.settings import Settings
+from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, writing
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.progress import waiting
@@ -73,8 +73,8 @@ class Profile:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
         with writing(self._folder.path):
-            shutil.rmtree(folder, ignore_errors=True)  # what an earlier start has traced from this step on
-            folder.mkdir(parents=True)
+            files.remove_what_can_be(folder)  # what an earlier start has traced from this step on
+            files.make_folder(folder)
             self._write_about(folder)
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
@@ -101,7 +101,7 @@ class Profile:
         data, mesh = self._settings.data, self._step.model.mesh
         with waiting("compiling the step again, for the names in its trace"):
             text = self._step.lower(data.global_batch, data.seq).compile().as_text()
-        (folder / PROGRAM).write_text(text)
+        files.write_file(folder / PROGRAM, text)
         about = {
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
@@ -109,4 +109,4 @@ class Profile:
             "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
             "kind": mesh.devices.flat[0].device_kind,
         }
-        (folder / TRACED).write_text(json.dumps(about, indent=1) + "\n")
+        files.write_file(folder / TRACED, json.dumps(about, indent=1) + "\n")

@@ -25,7 +25,7 @@ import train as command_line
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli.watch.__main__ import write_svg
-from parallax.cli.watch.run import Run
+from parallax.cli.watch.run import WatchedRun
 from parallax.cli.watch.view import View
 from parallax.config.settings import load_settings
 from parallax.data import Reader, sources, stream
@@ -519,7 +519,7 @@ def test_a_lock_and_a_log_of_a_received_run_that_are_no_plain_files_are_refused_
 def test_a_pipe_in_place_of_a_file_that_is_read_is_not_waited_for(name, received):
     (received / name).unlink()
     os.mkfifo(received / name)
-    assert Run(received).status.state
+    assert WatchedRun(received).status.state
     if name in ("config.json", "tokenizer.json"):
         with pytest.raises((CheckpointError, DataError), match=rf"{name} cannot be read: {name} is no plain file"):
             load_settings(received)
@@ -562,13 +562,13 @@ def test_no_character_of_a_received_run_steers_the_terminal_and_its_picture_is_x
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     (folder / "log.txt").write_text(f"last{STEERING}@font-face {{ x\n", newline="")
     (folder / "checkpoints").mkdir()
-    shown, elements = watched(run := Run(folder), svg=tmp_path / "a.svg")
+    shown, elements = watched(run := WatchedRun(folder), svg=tmp_path / "a.svg")
     assert not [one for one in shown if not one.isprintable() and one != "\n"]
     assert f"why{SHOWN}]]>&<script>" in run.status.why and len(run.status.why) < 10_000
     assert SHOWN in run.mesh and SHOWN in run.devices
     assert len(elements) > 20 and not [one for one in elements if one.tag.endswith("script")]
     (folder / "metadata.json").unlink()
-    assert Run(folder).last_words() == "@font-face { x"  # what comes behind the carriage return is a line
+    assert WatchedRun(folder).last_words() == "@font-face { x"  # what comes behind the carriage return is a line
 
 
 @pytest.mark.parametrize("text", [STEERING, "a name\u00a0of two", "👩\u200d🚀 日本"], ids=["steers", "space", "emoji"])
@@ -620,7 +620,7 @@ def test_odd_numbers_in_metrics_are_shown_and_not_raised(key, value, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"train": {{"steps": {value}}}}}')
     start = f'{{"start": {value}, "mesh": {{"pp": {value}}}, "devices": {value}, "ended": {{"time": {value}}}}}'
     (tmp_path / "metadata.json").write_text(f'{{"starts": [{start}]}}')
-    run = Run(tmp_path)
+    run = WatchedRun(tmp_path)
     shown, _ = watched(run, svg=tmp_path / "a.svg")
     assert max(map(len, shown.splitlines())) <= 150
     assert ("3 values of metrics.jsonl are no finite numbers" in shown) is (value in COUNTED and key in PLAIN)
@@ -642,7 +642,7 @@ def test_a_step_that_goes_back_or_is_there_twice_is_drawn(tmp_path):
     steps = [1, 2, 3, 2, 2, -5, 10**15, 10**40, 4]
     rows = [json.dumps({"step": step, "train/loss": 1.0 * number}) for number, step in enumerate(steps)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    shown, _ = watched(Run(tmp_path), svg=tmp_path / "a.svg")
+    shown, _ = watched(WatchedRun(tmp_path), svg=tmp_path / "a.svg")
     assert "step 4" in shown and "1 lines of metrics.jsonl" in shown
 
 
