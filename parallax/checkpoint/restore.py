@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import differing, fingerprints
 from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, shortened, wrong_files
-from parallax.runtime.errors import CheckpointError, tell
+from parallax.runtime.errors import CheckpointError, first_line, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
 
@@ -133,7 +133,7 @@ def _load(folder: Path, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
-        how = (str(error).strip() or type(error).__name__).splitlines()[0]
+        how = first_line(error)
         if jax.process_count() > 1:
             # Others may have read it: none goes on to another step alone.
             raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error

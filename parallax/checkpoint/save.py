@@ -25,7 +25,7 @@ from parallax.checkpoint.steps import (
     write_manifest,
 )
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError
+from parallax.runtime.errors import CheckpointError, first_line
 from parallax.runtime.units import in_bytes
 
 
@@ -142,10 +142,8 @@ class CheckpointWriter:
             self._in_flight = {}
             if jax.process_index() == 0:
                 remove_unfinished(self._folder, step)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(
-                f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
-            ) from error
+            how = f"cannot save step {step} in {self._folder}: {first_line(error)}"
+            raise CheckpointError(f"{how}; older steps are untouched") from error
 
 
 @functools.cache  # once in a process: somebody else may put hooks above ours

@@ -246,6 +246,11 @@ def why_not_local(path: str | os.PathLike) -> str:
     return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy what is there"
 
 
+def first_line(error: Exception) -> str:
+    """What somebody else's error says, in a line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def how_to_install(extra: str) -> str:
     """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from parallax.config.settings import Settings
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, how_to_install, tell, writing
+from parallax.runtime.errors import CheckpointError, ConfigError, first_line, how_to_install, tell, writing
 from parallax.runtime.multihost.job import is_first
 from parallax.runtime.progress import make_room, speaker_on, speaking
 from parallax.runtime.run_files import RunFiles, row_of
@@ -259,5 +259,4 @@ class Wandb:
             yield
         except Exception as error:
             self._run = None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"wandb failed, the run goes on without it: {reason}")
+            self._say(f"wandb failed, the run goes on without it: {first_line(error)}")

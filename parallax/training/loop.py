@@ -17,7 +17,7 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
-from parallax.runtime.multihost.job import set_phase, several
+from parallax.runtime.multihost import job
 from parallax.runtime.progress import FIRST_SECS, waiting
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps, not_finite
@@ -107,7 +107,7 @@ class TrainingLoop:
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
-            set_phase(f"step {done}", compiling=done == self.first)
+            job.set_phase(f"step {done}", compiling=done == self.first)
             self.watchdog.begin(done, compiles=done == self.first)
             try:
                 with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
@@ -143,7 +143,7 @@ class TrainingLoop:
         steps that cannot be saved, the error comes first, and the last checkpoint stays.
         """
         error = self.batches.failure_before(self.settings.train.steps)
-        if self.data_error is None and several() and isinstance(error, DataError):
+        if self.data_error is None and job.several() and isinstance(error, DataError):
             self.data_error = error
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")
@@ -155,7 +155,7 @@ class TrainingLoop:
 
         With several processes the others do not know of the error, and no save would come about.
         """
-        if several() or done == start:
+        if job.several() or done == start:
             return
         with self._besides():
             if pending is not None:
@@ -214,7 +214,7 @@ class TrainingLoop:
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
         self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
-            set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
+            job.set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError:
@@ -236,7 +236,7 @@ class TrainingLoop:
                 f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
-        set_phase(f"saving step {step}")
+        job.set_phase(f"saving step {step}")
         with waiting(f"saving step {step}"):
             self.checkpoints.save(step, parts_of(state), loss=loss)
 

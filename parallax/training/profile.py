@@ -10,7 +10,7 @@ import jax
 
 from parallax.config.settings import Settings
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime.errors import CheckpointError, first_line, writing
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
@@ -80,7 +80,7 @@ class Profile:
             jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
             self._steps = range(0)
-            self._say(f"steps are not traced: {str(error).splitlines()[0]}")
+            self._say(f"steps are not traced: {first_line(error)}")
             return
         self._open = contextlib.ExitStack()
         self._open.callback(jax.profiler.stop_trace)
@@ -93,7 +93,7 @@ class Profile:
         try:
             opened.close()
         except (RuntimeError, OSError) as error:
-            self._say(f"the trace is not written: {str(error).splitlines()[0]}")
+            self._say(f"the trace is not written: {first_line(error)}")
             return
         self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
 

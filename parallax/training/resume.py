@@ -28,20 +28,7 @@ FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 TOKENIZER = "corpus.tokenizer"
 # What may change in a model: how it is computed, and context extension; no window is shorter than the run's seq.
-FREE_KEYS = (
-    "model.dtype",
-    "model.kernel",
-    "model.dropout",
-    "model.sliding_window",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.rope_factor",
-    "model.rope_original_seq",
-    "model.rope_fast_turns",
-    "model.rope_slow_turns",
-    "model.rope_temperature",
-    "model.rope_magnitude",
-)
+FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # as these begin
 
 
 def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]) -> int:
@@ -144,7 +131,7 @@ def is_fixed(key: str) -> bool:
     >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.path") if is_fixed(key)]
     ['model.d_ff']
     """
-    return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and key not in FREE_KEYS)
+    return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and not key.startswith(FREE_KEYS))
 
 
 def _checkpoints_of(source: str) -> Path:

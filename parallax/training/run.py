@@ -27,17 +27,7 @@ from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import writing
 from parallax.runtime.files import check_writable, write_file
-from parallax.runtime.multihost.job import (
-    check_shared,
-    compare,
-    connect,
-    is_first,
-    log_to,
-    prepare_once,
-    set_phase,
-    several,
-    wait_for_all,
-)
+from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import RECORD
 from parallax.sharding.mesh import make_mesh
@@ -101,7 +91,7 @@ def train(
     `warnings` about the config are said, and kept in the log, before the run begins.
     """
     settings = settings_of(config, lock=True)
-    if settings.mesh.simulate and not several():
+    if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
         jax.devices()
@@ -111,12 +101,12 @@ def train(
         folder.locked(),
         RunLogger(folder, metrics_writers(settings, folder)) as logger,
     ):
-        log_to(logger.say_last)
-        check_shared(folder.path)
+        job.log_to(logger.say_last)
+        job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
-        compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
-        if stop.signal and not several():
+        job.compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
         if start >= settings.train.steps:
@@ -129,7 +119,7 @@ def train(
             because(outcome.reason)
         if outcome.reason == "stopped":
             # One that has asked for it may have an error to tell of.
-            wait_for_all("the other processes to stop")
+            job.wait_for_all("the other processes to stop")
         return outcome
 
 
@@ -137,15 +127,15 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
-    connect(mesh)
+    job.connect(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     with waiting("preparing the data"):
-        train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
-    set_phase("planning the run", compiling=True)
+        train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    job.set_phase("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     with waiting("planning the run"):
         model, tx = model_and_optimizer(settings, mesh)
@@ -168,13 +158,13 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
         prepare(parts, folder, logger)
-        set_phase(f"step {start}, loading or making the first state", compiling=True)
+        job.set_phase(f"step {start}, loading or making the first state", compiling=True)
         state, start = begin(parts, folder, start, logger.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
             folder.write_metadata(mesh=model.axis_sizes, start=start)
-            if is_first():
+            if job.is_first():
                 parts.train_data.tokenizer.save(folder.path)
         meter = introduce(parts, folder, logger, start)
         logger.begin(start)
@@ -194,7 +184,7 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
             SilentCorruptionCheck(state_shardings(model, parts.tx)),
             stack.enter_context(Profile(settings, train_step, folder, logger.say)),
         )
-        wait_for_all("the first step", setting="compile_secs")
+        job.wait_for_all("the first step", setting="compile_secs")
         state, done = loop.run(state, start)
         with waiting("finishing the last save"):
             checkpoints.wait()
@@ -203,12 +193,12 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
 
 def prepare(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
     """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
-    if is_first():
+    if job.is_first():
         check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
             logger.say(line)
         check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
-    wait_for_all("checkpoints are in order")
+    job.wait_for_all("checkpoints are in order")
 
 
 def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
@@ -230,7 +220,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
     """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
     was kept of the folder that its weights were imported from."""
-    record = import_record(folder, parts.settings.train.init_from) if is_first() else None
+    record = import_record(folder, parts.settings.train.init_from) if job.is_first() else None
 
     def carry(at: Path) -> None:
         if record is not None:
@@ -247,7 +237,7 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
 
 def open_batches(parts: RunComponents, start: int) -> Prefetcher:
     """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
-    return Prefetcher(parts.train_data, put_batches(parts), start, reserve=STEPS_TO_STOP if several() else 0)
+    return Prefetcher(parts.train_data, put_batches(parts), start, reserve=STEPS_TO_STOP if job.several() else 0)
 
 
 def end(
@@ -269,7 +259,7 @@ def end(
         logger.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
-        set_phase("the sample", compiling=True)
+        job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
         logger.say(f"sample of {sample.tokens} tokens:\n\n{text}")

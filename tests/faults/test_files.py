@@ -223,8 +223,7 @@ def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, 
 
 def agreed_after(monkeypatch, steps):
     """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
-    for module in ("run", "loop"):
-        monkeypatch.setattr(f"parallax.training.{module}.several", lambda: True)
+    monkeypatch.setattr("parallax.runtime.multihost.job.several", lambda: True)
     asked, taken = [], []
 
     def after(self, step):

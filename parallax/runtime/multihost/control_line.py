@@ -17,18 +17,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from parallax.runtime.errors import EXIT_BAD_INPUT, EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
+from parallax.runtime.files import object_of
 
 TICK_SECS = 0.2
 # How long a process whose work has ended waits for the word of the others, and they for its last words.
 GRACE_SECS = 3.0
 # Messages.
 LONGEST_BYTES = 1 << 20  # of a line: who sends more is none of us
-DEEPEST_LEVELS = 16  # of objects and lists in each other
 READ_BYTES = 1 << 16
 SEND_SECS = 10.0  # a peer that reads nothing for so long is as good as gone
 UNREAD_BYTES = 4 * LONGEST_BYTES  # that are kept for one who does not read
@@ -89,8 +89,8 @@ class MessageSocket:
         if not read or max(map(len, (*lines, self._unread))) > longest_bytes:
             return None
         try:
-            return list(_objects(lines))
-        except (ValueError, RecursionError):
+            return [object_of(line, odd_numbers=True) for line in lines]
+        except ValueError:
             return None
 
     def close(self) -> None:
@@ -143,22 +143,6 @@ class QueuedMessageSocket(MessageSocket):
 
 def _as_line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def _objects(lines: list[bytes]) -> Iterator[Message]:
-    for line in lines:
-        message = json.loads(line)
-        if not isinstance(message, dict) or not _is_within(message, DEEPEST_LEVELS):
-            raise ValueError(f"{line!r:.80} is no message")
-        yield message
-
-
-def _is_within(value: Any, levels: int) -> bool:
-    """Whether objects and lists lie in each other at most so deep: comparing and sending them on recurses too."""
-    if not isinstance(value, dict | list):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_within(each, levels - 1) for each in inner)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.runtime import files
 from parallax.runtime.devices import ROOT, TPU_FILES, simulate_devices
-from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError
+from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
 from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
 from parallax.runtime.multihost.config import DistributedConfig
 from parallax.runtime.multihost.control_line import (
@@ -336,10 +336,10 @@ def _initialize(config: DistributedConfig, **address: Any) -> None:
         )
     except ValueError as error:
         raise ConfigError(
-            f"JAX cannot tell which process of the job this is ({_first_line(error)}); set {', '.join(VARIABLES)}"
+            f"JAX cannot tell which process of the job this is ({first_line(error)}); set {', '.join(VARIABLES)}"
         ) from error
     except RuntimeError as error:
-        raise LostError(f"JAX could not connect the processes: {_first_line(error)}") from error
+        raise LostError(f"JAX could not connect the processes: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -363,10 +363,6 @@ def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
         lambda one: lax.psum(one, axes), mesh=mesh, in_specs=everywhere.spec, out_specs=others, check_vma=True
     )
     jax.jit(add)(one_each).block_until_ready()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _started_too_late(secs: float) -> None:
