@@ -105,10 +105,10 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     for name, value in own_values.items():
         if isinstance(value, str):  # a path, or else no URL either
             check_local(f"--{name}", value)
-    return Line(values.config, path, own_values, fit_to_steps(values.config, _overrides(argv), path))
+    return Line(values.config, path, own_values, fit_to_steps(values.config, _overrides(argv)))
 
 
-def fit_to_steps(config: ConfigDict, overrides: Sequence[str], path: str) -> tuple[str, ...]:
+def fit_to_steps(config: ConfigDict, overrides: Sequence[str]) -> tuple[str, ...]:
     """Cut what a config file says for more steps than the command line takes; returns a warning for each change.
 
     What is written beside train.steps, in the file or on the command line, is left to be refused.
@@ -122,15 +122,13 @@ def fit_to_steps(config: ConfigDict, overrides: Sequence[str], path: str) -> tup
     if "optimizer.warmup_steps" not in overrides and _are_whole(steps, warmup) and 1 <= steps <= warmup:
         config.optimizer.warmup_steps = steps // 10
         warnings.append(
-            f"warning: optimizer.warmup_steps={warmup} of {path} is not below --config.train.steps={steps}; this run "
-            f"warms up for {steps // 10}, or as --config.optimizer.warmup_steps says"
+            f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {steps // 10}"
         )
     traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
     if "train.profile_steps" not in overrides and traces and _are_whole(steps) and 1 <= steps < int(traces[2]):
         config.train.profile_steps = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
         warnings.append(
-            f"warning: train.profile_steps={traced!r} of {path} goes beyond --config.train.steps={steps}; this run "
-            f"traces {left or 'no steps'}, or as --config.train.profile_steps says"
+            f"warning: train.profile_steps={traced!r} goes beyond train.steps={steps}; this run traces {left or 'none'}"
         )
     return tuple(warnings)
 
@@ -237,6 +235,8 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     """The command line with a --config that ml_collections can load, and the file that was named."""
     path = written(argv, "config")
     if path is None:
+        if argv[1:] and not argv[1].startswith("-"):
+            raise ConfigError(_stray(argv[1]))
         folder = written(argv, "workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
@@ -321,7 +321,8 @@ def _illegal(message: str, path: str) -> str:
 
 def _stray(argument: str) -> str:
     word, equals, value = argument.lstrip("-").removeprefix("config.").partition("=")
-    meant = f"--config.{nearest_key(word)}{equals}{shown(value)}"
+    is_file = word.endswith((".py", ".json"))
+    meant = f"--config={shown(word)}" if is_file else f"--config.{nearest_key(word)}{equals}{shown(value)}"
     how = "Settings are written --config.<section>.<key>=<value>"
     return f"stray argument {quoted(argument)}; did you mean {meant}? {how}"
 

@@ -270,7 +270,7 @@ def verdict(eval_loss: float, data: Reader) -> str:
     """The loss beside that of a model which knows only how frequent tokens are."""
     per_byte = eval_loss / data.bytes_per_token
     return (
-        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy of the corpus "
+        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy "
         f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
     )
 
