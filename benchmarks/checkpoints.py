@@ -79,9 +79,9 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
     """MB/s of a save that is waited for, and of a load, fingerprints and checksums included."""
     import jax
 
-    from parallax.checkpoint.config import CheckpointConfig
     from parallax.checkpoint.restore import restore
     from parallax.checkpoint.save import CheckpointWriter
+    from parallax.config.sections import CheckpointConfig
 
     size = sum(x.nbytes for x in state.values())
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
@@ -117,11 +117,11 @@ def main() -> None:
 def measure(args: Any, folder: pathlib.Path) -> None:
     import jax
 
-    from parallax.checkpoint.config import CheckpointConfig
     from parallax.checkpoint.fingerprint import fingerprints
     from parallax.checkpoint.save import CheckpointWriter
+    from parallax.config.sections import CheckpointConfig, MeshConfig
     from parallax.runtime.devices import simulate_devices
-    from parallax.sharding.mesh import MeshConfig, make_mesh
+    from parallax.sharding.mesh import make_mesh
 
     simulate_devices(8)
     state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)), args.arrays)

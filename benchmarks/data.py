@@ -53,7 +53,8 @@ def main() -> None:
             raise ConfigError(
                 f"--tokens={args.tokens} is less than two batches of {rows} x {seq}; use {2 * seq * rows}"
             )
-    from parallax.data import DataConfig, open_reader
+    from parallax.config.sections import DataConfig
+    from parallax.data import open_reader
 
     print(f"{'seq':>6} {'batch':>6} {'reader':>12} {'copy':>12} {'ratio':>7}   (million tokens per CPU second)")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""Every key of a Parallax run, with its unit and default. Other configs are differences from this one.
+"""Every key of a run, with its default and meaning. Other configs are differences from this one.
 
-Each section is exactly the keyword arguments of one frozen dataclass, named beside it.
+Written by `python docs/config_keys.py` from parallax/config/sections.py, where a key is added or changed.
 """
 
 from ml_collections import ConfigDict
@@ -9,22 +9,23 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
 
-    # parallax.sharding.mesh.MeshConfig: devices along each axis; one of them may be -1, "all that is left".
+    # Devices along each axis; one of them may be -1, "all that is left".
     config.mesh = ConfigDict()
     config.mesh.pp = 1  # pipeline: the layers are cut over it
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
-    config.mesh.across_slices = "dp"  # the axis over the network between slices of TPUs, if there are several: | "pp"
+    # "dp" | "pp": the axis over the network between slices of chips, if there are several
+    config.mesh.across_slices = "dp"
 
-    # parallax.model.transformer.ModelConfig: the model as one device sees it.
+    # The model as one device sees it: a decoder-only transformer.
     config.model = ConfigDict()
     config.model.vocab = 0  # entries; 0 takes the tokenizer's, rounded up to a multiple of 128
     config.model.vocab_multiple = 1  # tables get rows up to such a multiple, as 128: zeros that have no logits
     config.model.layers = 4  # blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP
-    config.model.attention = "mla"  # "mla" | "gqa" (kv_heads = heads is MHA, kv_heads = 1 is MQA)
+    config.model.attention = "mla"  # "mla" | "gqa": kv_heads = heads is MHA, kv_heads = 1 is MQA
     config.model.heads = 8  # query heads
     config.model.kv_heads = 8  # gqa only
     config.model.d_head = 32  # per head; in mla the part of q and k without position, and v
@@ -32,7 +33,7 @@ def get_config() -> ConfigDict:
     config.model.d_latent_q = 0  # mla: width of the compressed queries; 0 projects queries directly
     config.model.d_rope = 16  # mla: width of the decoupled, rotated part of q and k
     config.model.rope_theta = 10_000.0  # base of the wavelengths of rotary positions
-    config.model.rope_scaling = "none"  # "none" | "linear" | "yarn" | "llama3"
+    config.model.rope_scaling = "none"  # "none" | "linear" | "yarn" | "llama3": for longer texts than were trained
     config.model.rope_factor = 1.0  # context extension that the scaling serves; 1 or more
     config.model.rope_original_seq = 2048  # tokens; yarn, llama3: the context that was trained before
     config.model.rope_fast_turns = 32.0  # yarn, llama3 (its own: 4): pairs that turn more often there are kept
@@ -45,42 +46,47 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-6  # added to the mean square in RMSNorm
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
-    config.model.dtype = "float32"  # of compute: "float32" | "bfloat16"; parameters are float32
-    # Softmax core of attention. "xla" runs everywhere, and holds the scores of a microbatch, heads x seq x seq a row;
-    # "splash" (TPU; interpreted on CPU, slowly) and "cudnn" (GPU, bfloat16) never do.
-    config.model.kernel = "xla"  # "xla" | "cudnn" | "splash", whose data.seq is a multiple of 128
+    config.model.dtype = "float32"  # "float32" | "bfloat16": of compute; parameters are float32
+    # "xla" | "cudnn" | "splash": softmax core of attention. xla runs everywhere, and holds the scores of a microbatch,
+    # heads x seq x seq a row; splash (TPU, data.seq a multiple of 128; interpreted on CPU, slowly) and cudnn (GPU,
+    # bfloat16) never do
+    config.model.kernel = "xla"
 
-    # parallax.model.transformer.LayoutConfig: strings that say where arrays are cut.
+    # Strings that say where arrays are cut.
     config.layout = ConfigDict()
     config.layout.residual = "batch/dp seq d_model/tp"  # or "batch/dp seq/tp d_model"
-    config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter"
-    config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all"
+    config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter": how kernels are cut over tp
+    config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all": how tables are cut over tp
 
-    # parallax.pipeline.PipelineConfig: when stages run and what they keep.
+    # When stages run and what they keep.
     config.pipeline = ConfigDict()
-    config.pipeline.schedule = "gpipe"  # | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file
+    # "gpipe" | "one_f_one_b" | "interleaved" | "zero_bubble" | "zero_bubble_v" | a CSV file: when which stage runs
+    config.pipeline.schedule = "gpipe"
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
-    config.pipeline.remat = "layer"  # backward recomputes "none" | "elementwise" | "attention" | "layer" | "stage"
-    # FSDP all-gather: per "microbatch" (least memory) | "layers" per step, tables per microbatch | all per "step".
+    # "none" | "elementwise" | "attention" | "layer" | "stage": what the backward pass computes again
+    config.pipeline.remat = "layer"
+    # "microbatch" | "layers" | "step": how often FSDP gathers weights; layers: those per step, tables per microbatch.
+    # microbatch needs least memory
     config.pipeline.gather = "microbatch"
-    config.pipeline.branches = "skip"  # what a rank does in an idle tick: "skip" | "mask" computes and throws away
+    # "skip" | "mask": what a rank does in an idle tick; mask computes and throws away
+    config.pipeline.branches = "skip"
 
-    # parallax.pipeline.FsdpConfig
+    # When weights are gathered, and how gradients travel.
     config.fsdp = ConfigDict()
-    config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes: 0 | 1
-    config.fsdp.reduce = "float32"  # dtype of gradients that travel: "float32" | "compute" (model.dtype)
+    config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes
+    config.fsdp.reduce = "float32"  # "float32" | "compute": dtype of gradients that travel; compute is model.dtype
 
-    # parallax.model.loss.LossConfig
+    # What is minimised: cross-entropy, and a z-loss.
     config.loss = ConfigDict()
     config.loss.z_coefficient = 0.0  # weight of logsumexp(logits)^2
     config.loss.chunk_tokens = 1024  # logits of at most so many tokens exist at once on a device
 
-    # parallax.training.optimizer.OptimizerConfig
+    # How gradients become updates, and the learning rate over the steps.
     config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # "adamw" | "muon", which leaves embedding, head, norms and biases to AdamW
-    config.optimizer.learning_rate = 3e-4  # peak
-    config.optimizer.schedule = "cosine"  # after warm-up: "cosine" | "linear" | "wsd" | "constant"
+    config.optimizer.name = "adamw"  # "adamw" | "muon": with muon, AdamW does embedding, head, norms and biases
+    config.optimizer.learning_rate = 0.0003  # peak
+    config.optimizer.schedule = "cosine"  # "cosine" | "linear" | "wsd" | "constant": after warm-up
     config.optimizer.warmup_steps = 100  # in which the rate rises to its peak, linearly
     config.optimizer.decay_fraction = 0.2  # wsd: last share of train.steps in which the rate falls
     config.optimizer.final_ratio = 0.1  # last learning rate / peak
@@ -91,20 +97,22 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
 
-    # parallax.training.guard.GuardConfig: a step whose loss or gradient is not finite changes nothing.
+    # A step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()
     config.guard.max_skipped_steps = 3  # in a row, for numbers that are not finite; one more stops the run
     config.guard.spike_z = 0.0  # also skip what lies so many deviations above its running mean; 0: off, 6 is usual
-    config.guard.spike_signal = "loss"  # what is judged: "loss" | "grad_norm"
+    config.guard.spike_signal = "loss"  # "loss" | "grad_norm": what is judged
     config.guard.spike_window_steps = 128  # the statistics' memory; no spike is seen before they have so many steps
 
-    # parallax.data.DataConfig
+    # Which text, as which tokens, in which windows.
     config.data = ConfigDict()
-    config.data.source = "stdlib"  # "stdlib" | "moby" | "text" | "jsonl" | "parquet" | "prepared" | "synthetic"
+    # "stdlib" | "moby" | "synthetic" | "text" | "jsonl" | "parquet" | "prepared": where documents come from
+    config.data.source = "stdlib"
     config.data.path = ""  # file, folder or glob of text, jsonl, parquet; folder of prepared
     config.data.field = "text"  # jsonl, parquet: the field or column that holds a document
-    # "auto" is that of the run in train.init_from, or of prepared data, or "bytes".
-    config.data.tokenizer = "auto"  # | "bytes" | "bpe" (trained on the corpus) | a tokenizer.json
+    # "auto" | "bytes" | "bpe" | a tokenizer.json: auto is that of the run in train.init_from, or of prepared data, or
+    # bytes; bpe is trained on the corpus
+    config.data.tokenizer = "auto"
     config.data.bpe_vocab = 4096  # entries of a bpe that is trained
     config.data.cache = ""  # folder for prepared shards; empty: inside the run folder
     config.data.seq = 256  # tokens in a window
@@ -113,7 +121,7 @@ def get_config() -> ConfigDict:
     config.data.seed = 0  # of the order of windows
     config.data.synthetic_tokens = 1_000_000  # synthetic: bytes of text, tokens of the bytes tokenizer
 
-    # parallax.config.settings.TrainConfig
+    # How long to train, and how often to log and evaluate.
     config.train = ConfigDict()
     config.train.steps = 1000  # of the whole run, those before a resume too
     config.train.seed = 0  # of initial values and dropout
@@ -125,17 +133,18 @@ def get_config() -> ConfigDict:
     config.train.check_every = 0  # steps; one is taken twice and compared, to find faulty hardware; 0: never
     config.train.tensorboard = False  # also write TensorBoard events (extra: tensorboard)
     config.train.wandb = ""  # project of Weights & Biases that also gets the numbers (extra: wandb); empty: none
-    # Compiled programs are kept: "auto", on accelerators and in the user's cache folder (~/.cache/parallax/jax).
-    config.train.compile_cache = "auto"  # | "off" | a folder, which all processes see
+    # "auto" | "off" | a folder, which all processes see: where compiled programs are kept; auto: on accelerators, in
+    # the user's cache folder (~/.cache/parallax/jax)
+    config.train.compile_cache = "auto"
     config.train.profile_steps = ""  # FIRST:LAST, as 20:25: these steps are traced, both ends too; empty: none
 
-    # parallax.checkpoint.CheckpointConfig
+    # When to save and what to keep: the last few, and the best few by eval/loss.
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 500  # 0: only at the end
     config.checkpoint.keep_last = 2  # newest checkpoints that stay
     config.checkpoint.keep_best = 1  # by eval/loss
 
-    # parallax.runtime.multihost.DistributedConfig: how long the processes of a job wait for each other; in seconds.
+    # How long the processes of a job wait for each other; in seconds.
     config.distributed = ConfigDict()
     config.distributed.start_secs = 300  # for all to be there
     config.distributed.heartbeat_secs = 60  # a process that gives no sign of life for so long is lost
@@ -144,7 +153,7 @@ def get_config() -> ConfigDict:
     config.distributed.prepare_secs = 86_400  # for process 0 to prepare the data
     config.distributed.clock_secs = 60  # clocks may differ by so much
 
-    # parallax.inference.sample.SampleConfig: the text that a finished run writes.
+    # The text that a finished run writes.
     config.sample = ConfigDict()
     config.sample.prompt = ""  # empty: no sample
     config.sample.tokens = 200  # behind the prompt

@@ -1,21 +1,39 @@
-"""Writes docs/configs.md, the presets and keys of configs/: `python docs/config_keys.py`, or `make golden`."""
+"""Writes configs/base.py and docs/configs.md from parallax/config/sections.py: `python docs/config_keys.py`."""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from parallax.config.reference import about, default_of, key_lines
+from parallax.config.settings import SECTIONS
+
 PAGE = ROOT / "docs" / "configs.md"
+BASE = ROOT / "configs" / "base.py"
+BASE_HEAD = '''"""Every key of a run, with its default and meaning. Other configs are differences from this one.
+
+Written by `python docs/config_keys.py` from parallax/config/sections.py, where a key is added or changed.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+'''
 HEAD = """# Configs
 
-*Written by `python docs/config_keys.py` from `configs/`, whose `base.py` is the one place where defaults are born.*
+*Written by `python docs/config_keys.py` from `parallax/config/sections.py` and `configs/`.*
 
 A config is a Python file with `get_config()`: `configs/base.py` has every key, the others are differences from it. On
 the command line a key is written `--config.SECTION.KEY=VALUE`. A name that is unknown, a value of another type, or one
-that fits nothing else is an error of one line, before anything is compiled. Each section is the keyword arguments of
-one frozen dataclass, which checks them.
+that fits nothing else is an error of one line, before anything is compiled. Each section is one frozen dataclass, which
+checks its values; Python makes it as `ModelConfig(layers=8)`, say, with the defaults for all other keys.
 """
 PRESETS = """## Presets
 
@@ -26,42 +44,16 @@ where its numbers are from, with which command it runs, how long it takes, and w
 |---|---|---|
 """
 NO_PRESETS = ("base", "saved")  # all keys, and what loads the config of a run
-SECTION = re.compile(r"    config\.(\w+) = ConfigDict\(\)")
-KEY = re.compile(r"    config\.(\w+)\.(\w+) = (.+?)(?:  # (.+))?")
-COMMENT = re.compile(r"    # (.+)")
 
 
-class Key(NamedTuple):
-    """A key as it is written, and what the comments above and beside it say."""
-
-    name: str
-    default: str
-    meaning: str
-
-
-class Section(NamedTuple):
-    name: str
-    meaning: str
-    keys: list[Key]
-
-
-def sections(source: str) -> Iterator[Section]:
-    """The sections of configs/base.py; AssertionError at a line that is none of section, key and comment."""
-    above, found = [], []
-    for line in source.split("config = ConfigDict()\n", 1)[1].splitlines():
-        if comment := COMMENT.fullmatch(line):
-            above.append(comment[1])
-        elif section := SECTION.fullmatch(line):
-            found.append(Section(section[1], " ".join(above), []))
-            above = []
-        elif key := KEY.fullmatch(line):
-            section, name, default, beside = key.groups()
-            assert section == found[-1].name, line
-            found[-1].keys.append(Key(name, default, " ".join(filter(None, [*above, beside]))))
-            above = []
-        else:
-            assert line.strip() in ("", "return config"), f"configs/base.py: {line!r} is no section, key or comment"
-    yield from found
+def base() -> str:
+    """configs/base.py."""
+    parts = [BASE_HEAD]
+    for name, section in SECTIONS.items():
+        lines = [f"# {about(section)}", f"config.{name} = ConfigDict()"]
+        keys = key_lines(section, "    config")
+        parts.append("".join(f"{line}\n" for line in (*(f"    {line}" for line in lines), *keys)))
+    return "\n".join([*parts, "    return config\n"])
 
 
 def presets() -> Iterator[str]:
@@ -73,14 +65,17 @@ def presets() -> Iterator[str]:
             yield f"| `configs/{file.name}` | {marked(what.rstrip('.'))} | {hardware[1].strip().rstrip('.')} |\n"
 
 
-def page(source: str) -> str:
-    """docs/configs.md of a configs/base.py."""
+def page() -> str:
+    """docs/configs.md."""
     parts = [HEAD, PRESETS + "".join(presets())]
-    for section in sections(source):
-        name, _, rest = section.meaning.partition(":")
-        parts.append(f"## {section.name}\n\n`{name}`{': ' * bool(rest)}{marked(rest.strip())}\n")
-        rows = (f"| `{key.name}` | `{key.default}` | {marked(key.meaning)} |\n" for key in section.keys)
-        parts.append("| key | default | |\n|---|---|---|\n" + "".join(rows))
+    for name, section in SECTIONS.items():
+        rows = [
+            f"| `{field.name}` | `{default_of(field)}` | {marked(field.metadata['key'].range)} | "
+            f"{marked(field.metadata['key'].meaning)} |\n"
+            for field in fields(section)
+        ]
+        parts.append(f"## {name}\n\n{marked(about(section))}\n")
+        parts.append("| key | default | values | |\n|---|---|---|---|\n" + "".join(rows))
     return "\n".join(parts)
 
 
@@ -94,8 +89,9 @@ def marked(comment: str) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page((ROOT / "configs" / "base.py").read_text()))
-    print(PAGE.relative_to(ROOT))
+    for path, text in ((BASE, base()), (PAGE, page())):
+        path.write_text(text)
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

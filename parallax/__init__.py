@@ -7,7 +7,7 @@ from typing import Any
 HOME = {
     "IGNORED": "model.batch",
     "Layout": "sharding.layout",
-    "MeshConfig": "sharding.mesh",
+    "MeshConfig": "config.sections",
     "Run": "inference.run",
     "Settings": "config.settings",
     "ShardedModel": "pipeline.sharded_model",

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.save import CheckpointWriter
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.config.sections import CheckpointConfig, MeshConfig
+from parallax.sharding.mesh import make_mesh
 
 SETTINGS = {"model": {"d_model": 16, "layers": 4}}
 SPECS = {"embedding": P("tp", "dp"), "blocks": {"mlp": P("pp", "dp", "tp")}}

@@ -5,7 +5,8 @@ import json
 import pathlib
 
 from configs.base import get_config
-from parallax.data import DataConfig, Reader, open_reader
+from parallax.config.sections import DataConfig
+from parallax.data import Reader, open_reader
 from parallax.data.manifest import Manifest
 from parallax.data.prepare import Request, prepare
 from parallax.data.sources import Source

@@ -21,13 +21,13 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from parallax.cli.convert import main
+from parallax.config.sections import MeshConfig, SampleConfig
 from parallax.config.settings import load_settings
 from parallax.data.tokenizer import Bytes
 from parallax.inference.generate import generate
-from parallax.inference.sample import SampleConfig
 from parallax.inference.trained import restore_params
 from parallax.model.batch import IGNORED
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, make_train_step

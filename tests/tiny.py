@@ -6,13 +6,18 @@ import jax
 import numpy as np
 
 from configs.base import get_config
+from parallax.config.sections import (
+    FsdpConfig,
+    LayoutConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+)
 from parallax.model.batch import IGNORED
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig, ModelConfig
-from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.sharding.mesh import MeshConfig, make_mesh
-from parallax.training.optimizer import OptimizerConfig
+from parallax.sharding.mesh import make_mesh
 
 VOCAB, SEQ, ROWS = 64, 16, 64
 MODEL = dict(

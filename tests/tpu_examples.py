@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.report.compiled import read_compiled
 from parallax.analysis.report.steptime import step_time
+from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import chip
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 
 TOPOLOGIES = {"v4:2x2x2": {"chip_config_name": "megacore"}, "v5e:4x4": {}, "v5p:2x2x4": {}, "v6e:4x4": {}}
 LAYERS, ROWS, WIDTH = 12, 1024, 2048

@@ -4,9 +4,10 @@ import contextlib
 import io
 
 from parallax.analysis.report.place import devices_of, read_topology, without_chips
+from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS
 from parallax.sharding import compiler
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 
 ONE_HOST = {2: "2x2", 3: "2x2x1"}
 

@@ -13,7 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.steps import (
     check_steps,
@@ -24,6 +23,7 @@ from parallax.checkpoint.steps import (
     unfinished_saves,
     write_manifest,
 )
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_line
 from parallax.runtime.units import in_bytes

@@ -19,11 +19,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from parallax.cli.arguments import dashed, help_text
-from parallax.config.defaults import CONFIGS
-from parallax.config.settings import KINDS, SECTIONS, STEP_RANGE, Settings, read_settings, with_vocab
-from parallax.data import DataConfig
-from parallax.data.config import AUTO
-from parallax.data.tokenizer import SMALLEST_BPE_VOCAB, load
+from parallax.config.keys import KINDS
+from parallax.config.reference import CONFIGS, about, key_lines
+from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, STEP_RANGE, DataConfig
+from parallax.config.settings import SECTIONS, Settings, read_settings, with_vocab
+from parallax.data.tokenizer import load
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import (
@@ -165,10 +165,9 @@ def usage(about: str, line: str, own: Mapping[str, Flag], *, names_config: bool 
 
 
 def config_keys() -> str:
-    """What --help-config prints: every key of a config with its default and meaning, as in configs/base.py."""
-    keys = re.sub(r"(?m)^    (config|#)", _as_flag, (CONFIGS / "base.py").read_text().split("ConfigDict()\n", 1)[1])
-    kept = [line for line in keys.splitlines() if not re.search(r"= ConfigDict\(\)|return config", line)]
-    return "Keys of a config, with their defaults in configs/base.py:\n" + "\n".join(kept).rstrip()
+    """What --help-config prints: every key of a config with its default and meaning."""
+    parts = ("\n".join([f"  # {about(section)}", *key_lines(section, "  --config")]) for section in SECTIONS.values())
+    return "Keys of a config, with their defaults:\n\n" + "\n\n".join(parts)
 
 
 def with_likely_vocab(settings: Settings) -> Settings:
@@ -325,7 +324,3 @@ def _stray(argument: str) -> str:
     meant = f"--config={shown(word)}" if is_file else f"--config.{nearest_key(word)}{equals}{shown(value)}"
     how = "Settings are written --config.<section>.<key>=<value>"
     return f"stray argument {quoted(argument)}; did you mean {meant}? {how}"
-
-
-def _as_flag(start: re.Match[str]) -> str:
-    return "  --config" if start.group(1) == "config" else "  #"

@@ -25,7 +25,7 @@ with loading(__name__, sys.stderr):
 
     from parallax.cli.arguments import Parser, about_command, local_path
     from parallax.cli.command import HELP, config_keys, read_line, written
-    from parallax.config.defaults import CONFIGS
+    from parallax.config.reference import CONFIGS
     from parallax.config.settings import VOCAB_MULTIPLE, Settings, read_settings
     from parallax.interop.architectures import check_own_keys
     from parallax.interop.huggingface import DTYPES, from_hf, to_hf

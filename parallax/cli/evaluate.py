@@ -25,8 +25,9 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line, run_command, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.load import settings_of
+    from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings
-    from parallax.data import DataConfig, Reader, open_reader
+    from parallax.data import Reader, open_reader
     from parallax.data.manifest import FILE_NAME as MANIFEST
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import FILE_NAME as TOKENIZER

@@ -23,10 +23,10 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.cli.arguments import Parser, local_path
+    from parallax.config.sections import SampleConfig
     from parallax.config.settings import load_settings
     from parallax.data.tokenizer import Tokenizer
     from parallax.inference.generate import complete, encode
-    from parallax.inference.sample import SampleConfig
     from parallax.inference.trained import load_trained, mesh_config, sizes_of
     from parallax.pipeline.sharded_model import ShardedModel
     from parallax.runtime.devices import leave_out_absent_tpu

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.cli.arguments import Parser
-from parallax.config.defaults import CONFIGS
+from parallax.config.reference import CONFIGS
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, exit_status, tell
 from parallax.runtime.multihost.address import FLAGS, TOKEN
 

@@ -27,12 +27,13 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import Parser, local_path
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.cli.command import usage as usage_of
+    from parallax.config.sections import MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import KERNELS
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
-    from parallax.sharding.mesh import INFERRED, MeshConfig, make_mesh, resolve_sizes
+    from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),

@@ -1,16 +1,13 @@
 """The border between a ConfigDict, which users write, and the dataclasses that the package reads."""
 
-import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from parallax.config.defaults import CONFIGS
-from parallax.config.settings import Settings, load_saved, read_settings
+from parallax.config.settings import Settings, default_settings, load_saved, read_settings
 
 WIDTH = 100
-BASE = CONFIGS / "base.py"
 
 
 def settings_of(config: ConfigDict | Settings, *, lock: bool = False) -> Settings:
@@ -30,19 +27,13 @@ def load_config(path: Path | str) -> ConfigDict:
 
 def lines_of(settings: Settings) -> list[str]:
     """What differs from configs/base.py, a section a line: what is printed when a run starts."""
-    # The package may be installed without the configs: then all of them are shown.
-    base = base_settings().to_dict() if BASE.is_file() else {}
+    base = default_settings().to_dict()
     changed = {
-        name: [f"{key}={value!r}" for key, value in keys.items() if not base or value != base[name][key]]
+        name: [f"{key}={value!r}" for key, value in keys.items() if value != base[name][key]]
         for name, keys in settings.to_dict().items()
     }
     width = max(map(len, changed))
     return [line for name, keys in changed.items() for line in _wrapped(f"{name:{width}}", keys)]
-
-
-def base_settings() -> Settings:
-    """The settings of configs/base.py."""
-    return read_settings(runpy.run_path(str(BASE))["get_config"]())
 
 
 def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:

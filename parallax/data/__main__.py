@@ -9,11 +9,11 @@ Train on it with --config.data.source=prepared --config.data.path=shards --confi
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from parallax.cli.arguments import Parser, about_command, local_path
-from parallax.config.defaults import defaults_of
-from parallax.data.config import AUTO, BUILT_IN, FILES, check_tokenizer
+from parallax.config.sections import AUTO, BUILT_IN, FILES, DataConfig, check_tokenizer
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove
 from parallax.data.sources import open_source
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    add, training = parser.add_argument, defaults_of("data")
+    add, training = parser.add_argument, asdict(DataConfig())
     as_training = {key: f"(default: {training[key]}, as in training)" for key in SHARED}
     add("--source", required=True, choices=(*FILES, *BUILT_IN), help="where documents come from")
     add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
@@ -101,7 +101,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 def _fill_in(parsed: argparse.Namespace) -> None:
     """Give what is left out training's default, where it is read; refuse what is not read, and what is wrong."""
-    training = defaults_of("data")
+    training = asdict(DataConfig())
     if parsed.tokenizer == AUTO:
         parsed.tokenizer = Bytes.name
     read_by = {

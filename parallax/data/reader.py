@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from parallax.config.sections import AUTO, DataConfig
 from parallax.data import tokenizer as tokenizers
-from parallax.data.config import AUTO, DataConfig
 from parallax.data.manifest import Manifest, read_manifest
 from parallax.data.order import shuffled
 from parallax.data.prepare import Request, prepare

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.runtime.errors import ConfigError, DataError, how_to_install
 from parallax.runtime.files import object_of, read_bytes, write_whole
 
@@ -19,7 +20,6 @@ CONFIG_NAME = "tokenizer_config.json"  # which `transformers` puts beside it
 END_OF_DOCUMENT = "<|endoftext|>"
 # What other projects call the token that ends a document, for tokenizers that are loaded from their files.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
-SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 
 
 class Tokenizer(Protocol):

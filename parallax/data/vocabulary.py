@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
+from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, with_added
-from parallax.data.config import AUTO
 from parallax.data.tokenizer import FILE_NAME, Bytes, load
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.runtime.run_files import RunFiles

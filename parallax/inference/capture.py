@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.config.sections import RESIDUALS, ModelConfig
 from parallax.model.attention import SHOWN
 from parallax.model.batch import IGNORED, checked
 from parallax.model.checks import check_window
@@ -19,7 +20,8 @@ from parallax.model.context import training_context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.loss import token_losses
-from parallax.model.transformer import RESIDUALS, ModelConfig, Parts
+from parallax.model.rope import rope_of
+from parallax.model.transformer import Parts
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.layout import Layout
 
@@ -90,7 +92,7 @@ def _run(model: ModelConfig):
 
     def run(params: Any, batch: Mapping[str, Array]) -> Inside:
         rows = jnp.arange(len(batch["tokens"]))
-        context = training_context(model.rope, batch["positions"], batch["segments"], rows, None)
+        context = training_context(rope_of(model), batch["positions"], batch["segments"], rows, None)
         x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
         def layer(x: Array, weights: Any) -> tuple[Array, dict]:

@@ -17,11 +17,13 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.parameter import layouts_of
-from parallax.model.transformer import ModelConfig, Parts
+from parallax.model.rope import rope_of
+from parallax.model.transformer import Parts
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.executor import at_rank
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
@@ -155,7 +157,7 @@ class Decoder:
         filled_BT = slot_T[None, :] >= new.empty_B[:, None]
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables = self.model.rope.tables(positions_BS)
+        tables = rope_of(self.model).tables(positions_BS)
         return Context(tables, mask_BST[:, None], jnp.arange(len(new.ids_BS)), None, cursor=cursor)
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:

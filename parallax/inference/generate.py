@@ -12,11 +12,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import ModelConfig, SampleConfig
 from parallax.data.tokenizer import Tokenizer
 from parallax.inference.decode import Decoder, Prompts
-from parallax.inference.sample import SampleConfig, choose, noise_keys
+from parallax.inference.sample import choose, noise_keys
 from parallax.model.checks import check_window
-from parallax.model.transformer import ModelConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
 

@@ -1,41 +1,10 @@
 """Choosing the next token from logits: temperature, top-k and top-p."""
 
-import math
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.runtime.errors import ConfigError
-
-SEED_BITS = 32  # JAX keys forget those above
-LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """The text that a finished run writes; an empty prompt writes none."""
-
-    prompt: str
-    tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-
-    def __post_init__(self):
-        for key, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"sample.{key}={getattr(self, key)} is too small; use {least} or more")
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
-            raise ConfigError(
-                f"sample.temperature={self.temperature} must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual"
-            )
-        if self.seed >= 1 << SEED_BITS:
-            raise ConfigError(f"sample.seed={self.seed} is too large; use less than 2**{SEED_BITS}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sample.top_p={self.top_p} must be above 0 and at most 1 (off)")
+from parallax.config.sections import SampleConfig
 
 
 def noise_keys(key: Array, rows_B: Array, positions_B: Array) -> Array:

@@ -8,10 +8,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from parallax.config.sections import ModelConfig
 from parallax.interop.fields import NEEDED, Fields
 from parallax.interop.quantized import Block, read_quantization
 from parallax.interop.rope_fields import context_of, read_rope, write_rope
-from parallax.model.transformer import ModelConfig
+from parallax.model.rope import rope_of
 from parallax.runtime.errors import ConfigError
 
 # How a model is computed, and not which: what no config.json says.
@@ -335,8 +336,8 @@ def differing_keys(described: Described, model: ModelConfig) -> list[str]:
 def same_rope(described: Described, model: ModelConfig) -> bool:
     """Whether the model rotates as the one that is described."""
     keys = {key: value for key, value in described.model.items() if key.startswith("rope_")}
-    other = dataclasses.replace(model, **keys).rope
-    mine = model.rope
+    other = rope_of(dataclasses.replace(model, **keys))
+    mine = rope_of(model)
     same_angles = (other.frequencies() == mine.frequencies()).all()
     return bool(same_angles) and (other.temperature(), other.magnitude) == (mine.temperature(), mine.magnitude)
 

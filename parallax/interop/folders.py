@@ -23,13 +23,14 @@ from parallax.checkpoint.steps import (
     write_manifest,
     wrong_files,
 )
+from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
 from parallax.data.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer
 from parallax.runtime.errors import CheckpointError, writing
 from parallax.runtime.files import check_writable
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of
 
 CARRIED = ("config.json", FILE_NAME)

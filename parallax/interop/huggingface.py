@@ -11,6 +11,7 @@ import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, ArrayWriter
 from parallax.checkpoint.steps import shortened
+from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer, load
 from parallax.interop.architectures import (
@@ -31,7 +32,6 @@ from parallax.interop.shards import read_shards, write_shards
 from parallax.interop.special_tokens import GENERATION, as_text, special_ids, texts_beside
 from parallax.interop.weights import HEAD, LAYER, TABLE, Place, places
 from parallax.model.checks import check_window
-from parallax.model.transformer import ModelConfig
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, shown
 from parallax.runtime.run_files import RECORD
 
@@ -353,7 +353,7 @@ def _reaching(config: dict[str, Any], described: Described, model: ModelConfig, 
     """An imported config.json, stretched as the model was meanwhile, and no shorter than its windows of `seq`."""
     known = described.context
     if same_rope(described, model):
-        if known >= seq or model.rope.scaling == "yarn":
+        if known >= seq or model.rope_scaling == "yarn":
             return config
     else:
         known = round(model.rope_original_seq * model.rope_factor)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from parallax.config.sections import ModelConfig
 from parallax.interop.fields import Fields
-from parallax.model.rope import Rope
-from parallax.model.transformer import ModelConfig
+from parallax.model.rope import Rope, rope_of
 from parallax.runtime.errors import ConfigError
 
 TYPES = ("default", "linear", "llama3", "yarn")
@@ -94,7 +94,7 @@ def write_rope(model: ModelConfig) -> Mapping[str, Any]:
     Raises:
         ConfigError: these fields cannot say what the model does.
     """
-    rope = model.rope
+    rope = rope_of(model)
     if rope.scaling == "none":
         _check_plain(model, rope)
         return {"rope_theta": rope.theta, "rope_scaling": None}
@@ -112,7 +112,7 @@ def write_rope(model: ModelConfig) -> Mapping[str, Any]:
 
 def context_of(model: ModelConfig, known: int) -> int:
     """max_position_embeddings: `known`, but for yarn, whose factor some versions of `transformers` take from it."""
-    return round(model.rope_original_seq * model.rope_factor) if model.rope.scaling == "yarn" else known
+    return round(model.rope_original_seq * model.rope_factor) if model.rope_scaling == "yarn" else known
 
 
 def _strengths(model: ModelConfig, rope: Rope) -> dict[str, float]:

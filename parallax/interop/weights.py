@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallax.model.transformer import ModelConfig
+from parallax.config.sections import ModelConfig
 
 LAYER = "model.layers.{layer}."
 HEAD = "lm_head.weight"

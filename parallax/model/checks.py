@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from parallax.config.sections import ModelConfig
 from parallax.model.kernels import KERNELS, LANES, widest_head
-from parallax.model.transformer import ModelConfig
 from parallax.runtime.errors import ConfigError, divisors, listed
 from parallax.schedules import Schedule
 from parallax.sharding.layout import named_leaves

@@ -1,6 +1,5 @@
 """Cross-entropy in float32 over chunks of tokens, the vocab cut or not; never more than one chunk of logits."""
 
-import dataclasses
 import math
 from functools import partial
 
@@ -8,25 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
-from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
 from parallax.sharding.layout import Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """`z_coefficient` weighs logsumexp(logits)^2; `chunk_tokens` bounds the logits that exist at once."""
-
-    z_coefficient: float
-    chunk_tokens: int
-
-    def __post_init__(self):
-        if not (math.isfinite(self.z_coefficient) and self.z_coefficient >= 0):
-            raise ConfigError(f"loss.z_coefficient={self.z_coefficient!r} must be 0 or more; 1e-4 is usual.")
-        if isinstance(self.chunk_tokens, bool) or self.chunk_tokens < 1:
-            raise ConfigError(f"loss.chunk_tokens={self.chunk_tokens!r} must be 1 or more; 1024 is usual.")
 
 
 def cross_entropy(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.config.sections import ModelConfig
 from parallax.sharding.collectives import as_varying, varying_axes
 
 PAPER = 0  # of `sharpness`: as the scaling's paper has it
@@ -71,6 +72,21 @@ class Rope:
     def _dim_that_turns(self, turns: float) -> float:
         pairs = math.log(self.original_seq / (turns * 2 * math.pi)) / math.log(self.theta)
         return self.width * pairs / 2
+
+
+def rope_of(model: ModelConfig) -> Rope:
+    """The rotary positions of a model."""
+    return Rope(
+        width=model.d_rope if model.attention == "mla" else model.d_head,
+        theta=model.rope_theta,
+        scaling=model.rope_scaling,
+        factor=model.rope_factor,
+        original_seq=model.rope_original_seq,
+        fast_turns=model.rope_fast_turns,
+        slow_turns=model.rope_slow_turns,
+        sharpness=model.rope_temperature,
+        magnitude=model.rope_magnitude,
+    )
 
 
 def rotate(x_BSHP: Array, tables: tuple[Array, Array]) -> Array:

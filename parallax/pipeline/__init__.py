@@ -1,7 +1,6 @@
 """When stages run: the executor of schedule tables, what a stage does, and what it keeps."""
 
-from parallax.pipeline.config import FsdpConfig, PipelineConfig
 from parallax.pipeline.executor import Executor
 from parallax.pipeline.stage import Stage
 
-__all__ = ["Executor", "FsdpConfig", "PipelineConfig", "Stage"]
+__all__ = ["Executor", "Stage"]

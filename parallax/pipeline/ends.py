@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits, with_rows
-from parallax.model.loss import LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.sharding.collectives import as_varying, cut, sum_over
 from parallax.sharding.layout import Layout

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, ModelConfig, PipelineConfig
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.checks import (
     check_divides,
@@ -21,10 +22,12 @@ from parallax.model.checks import (
     check_window,
 )
 from parallax.model.context import Context, training_context
-from parallax.model.loss import LossConfig
+from parallax.model.embedding import EMBEDDINGS
+from parallax.model.families import FAMILIES
 from parallax.model.parameter import layouts_of
-from parallax.model.transformer import LayoutConfig, ModelConfig, Parts
-from parallax.pipeline import Executor, FsdpConfig, PipelineConfig, Stage
+from parallax.model.rope import rope_of
+from parallax.model.transformer import Parts
+from parallax.pipeline import Executor, Stage
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
@@ -179,7 +182,7 @@ class ShardedModel(Overview):
     # ---- parameters
 
     def _parts(self, rows: str, *, gathered: bool) -> Parts:
-        family, form = self.layout.family, self.layout.form
+        family, form = FAMILIES[self.layout.tensor_parallel], EMBEDDINGS[self.layout.embedding]
         if gathered:
             family, form = family.gathered(), form.without_fsdp()
         kv = self.model.kv(self.axis_sizes["tp"])
@@ -273,7 +276,7 @@ class ShardedModel(Overview):
         at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
         positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
         masked = self.model.kernel != "splash"
-        return training_context(self.model.rope, positions, segments, rows, tokens.key, masked=masked)
+        return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
         block = self._parts(SPREAD, gathered=True).block
@@ -310,5 +313,6 @@ class ShardedModel(Overview):
 
     @property
     def _logits_layout(self) -> Layout:
-        form, ids = self.layout.form, self.layout.form.ids(SPREAD)
+        form = EMBEDDINGS[self.layout.embedding]
+        ids = form.ids(SPREAD)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))

@@ -3,59 +3,39 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.runtime.errors import ConfigError, divisors, quoted
+from parallax.config.sections import AXES, INFERRED, SLOW_AXES, MeshConfig
+from parallax.runtime.errors import ConfigError, divisors
 
-# tp goes last: neighbours have the fastest links, and tp sends the most.
-AXES = ("pp", "dp", "tp")
-INFERRED = -1
-SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
 SHOWN_FACTORISATIONS = 12
 
 
-@dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each axis. One of the axes may be -1: all devices that are left.
+def simulate_devices(count: int, processes: int = 1) -> None:
+    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
 
-    `simulate` is a number of CPU devices to simulate, in all processes together; 0 takes the devices that are there.
-    `across_slices` is the axis that goes over the slow network between slices of chips, where there are several.
+    `import jax` may come first, an array may not. Where JAX already runs with so many CPU devices nothing happens.
+    Of several processes each simulates its equal share. Raises ConfigError with both numbers where it comes too late.
     """
-
-    pp: int
-    dp: int
-    tp: int
-    simulate: int
-    across_slices: str = "dp"
-
-    def __post_init__(self):
-        for axis, size in self.sizes.items():
-            if not _is_whole(size) or (size < 1 and size != INFERRED):
-                raise ConfigError(
-                    f"mesh.{axis}={quoted(size)} is no number of devices; use 1 or more, or -1 for all others"
-                )
-        inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
-        if len(inferred) > 1:
-            both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
-            raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
-        if not _is_whole(self.simulate) or self.simulate < 0:
-            raise ConfigError(f"mesh.simulate={quoted(self.simulate)} is no number of devices; use 0 (none) or more")
-
-        if self.across_slices not in SLOW_AXES:
-            raise ConfigError(
-                f"mesh.across_slices={quoted(self.across_slices)} is no axis for the network between slices; "
-                f"use one of {', '.join(map(repr, SLOW_AXES))}"
-            )
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What was written for each axis, in the order of AXES."""
-        return {axis: getattr(self, axis) for axis in AXES}
+    if count % processes:
+        raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
+    count //= processes
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        present = len(jax.devices())
+        if jax.default_backend() == "cpu" and present == count:
+            return
+        raise ConfigError(
+            f"mesh.simulate={count} comes too late: JAX already runs with {present} {jax.default_backend()} "
+            f"device(s); restart the kernel, or start a fresh process, and call simulate_devices({count}) there before "
+            "any other JAX call"
+        ) from error
 
 
 def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -> dict[str, int]:
@@ -160,7 +140,3 @@ def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
 
 def _kept(shape: tuple[int, ...], sizes: dict[str, int]) -> int:
     return sum(size == written for size, written in zip(shape, sizes.values(), strict=True))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

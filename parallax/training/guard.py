@@ -1,34 +1,11 @@
 """What stands between a step's gradient and the parameters: a step whose numbers are wrong changes nothing."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_choice, check_whole
-
-SIGNALS = ("loss", "grad_norm")
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardConfig:
-    """See configs/base.py for each field's meaning and unit."""
-
-    max_skipped_steps: int
-    spike_z: float
-    spike_signal: str
-    spike_window_steps: int
-
-    def __post_init__(self):
-        check_whole("guard.max_skipped_steps", self.max_skipped_steps, least=0)
-        check_whole("guard.spike_window_steps", self.spike_window_steps, least=2)
-        for key in ("max_skipped_steps", "spike_window_steps"):
-            if getattr(self, key) > LARGEST_INT32:
-                raise ConfigError(f"guard.{key}={getattr(self, key)} is too large; use less than 2**31.")
-        if not 0 <= self.spike_z < 1e6:  # also refuses NaN
-            raise ConfigError(f"guard.spike_z={self.spike_z!r} must be 0 (off) or more, below 1e6; 6 is usual.")
-        check_choice("guard.spike_signal", self.spike_signal, SIGNALS)
+from parallax.config.sections import SIGNALS, GuardConfig
 
 
 class GuardState(NamedTuple):

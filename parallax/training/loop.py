@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallax.checkpoint.save import CheckpointWriter
+from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
@@ -23,7 +24,7 @@ from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps, not_finite
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
-from parallax.training.optimizer import OptimizerConfig, learning_rate
+from parallax.training.optimizer import learning_rate
 from parallax.training.profile import Profile
 from parallax.training.signals import StopRequest
 from parallax.training.step import TrainState

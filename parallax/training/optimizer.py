@@ -1,6 +1,5 @@
 """Optimizers in the global view: optax under jit, outside shard_map, on arrays that are cut as they are stored."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -9,54 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from parallax.runtime.errors import ConfigError, check_choice
+from parallax.config.sections import OptimizerConfig
+from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout, map_layouts
 
 INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
-BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
 # Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
 MUON_RMS = 0.2
-LEAST_EPS = 1e-30  # well above float32's least: AdamW divides by it where a gradient has always been 0
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """See configs/base.py for each field's meaning and unit."""
-
-    name: str
-    learning_rate: float
-    schedule: str
-    warmup_steps: int
-    decay_fraction: float
-    final_ratio: float
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float
-    muon_momentum: float
-
-    def __post_init__(self):
-        check_choice("optimizer.name", self.name, ["adamw", "muon"])
-        check_choice("optimizer.schedule", self.schedule, ["cosine", "linear", "wsd", "constant"])
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ConfigError(f"optimizer.warmup_steps={self.warmup_steps!r} must be a whole number of 0 or more.")
-        ranges = {
-            "learning_rate": (0, math.inf),
-            "decay_fraction": (0, 1.000001),
-            "final_ratio": (0, 1.000001),
-            "b1": (0, BELOW_ONE),
-            "b2": (0, BELOW_ONE),
-            "eps": (LEAST_EPS, 1),
-            "weight_decay": (0, math.inf),
-            "clip_norm": (0, math.inf),
-            "muon_momentum": (0, BELOW_ONE),
-        }
-        for key, (least, below) in ranges.items():
-            value = getattr(self, key)
-            if not least <= value < below:  # also refuses NaN
-                raise ConfigError(f"optimizer.{key}={value!r} must be at least {least} and below {below:g}.")
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

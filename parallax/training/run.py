@@ -17,9 +17,9 @@ from parallax.analysis.budget import flops_per_token, memory, parameters_by_comp
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.load import lines_of, settings_of
+from parallax.config.sections import AUTO
 from parallax.config.settings import VOCAB_MULTIPLE, Settings, with_vocab
 from parallax.data import Prefetcher, Reader
-from parallax.data.config import AUTO
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
 from parallax.pipeline.sharded_model import ShardedModel

@@ -10,10 +10,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.sections import GuardConfig
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.compiler import compiler_options
-from parallax.training.guard import GuardConfig, GuardState, init_guard, judge
+from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.optimizer import global_norm
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program

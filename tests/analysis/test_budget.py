@@ -11,8 +11,9 @@ from run_examples import tiny_config
 
 from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
 from parallax.config.load import settings_of
+from parallax.config.sections import MeshConfig
 from parallax.runtime.jaxprs import called, loop
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, init_state

@@ -30,8 +30,8 @@ from parallax.analysis.report.place import read_topology
 from parallax.analysis.report.traced import collectives
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
+from parallax.config.sections import REMAT
 from parallax.config.settings import read_settings
-from parallax.pipeline.config import REMAT
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES

@@ -24,9 +24,7 @@ from parallax.analysis.report.text import WIDTH
 from parallax.analysis.report.whole import abstract_mesh, report_settings
 from parallax.cli.command import likely_entries, read_command
 from parallax.cli.report import main
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig
-from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures

@@ -23,10 +23,11 @@ from parallax.analysis.report.links import one_way, route
 from parallax.analysis.report.shares import Share, name_of, shares_of
 from parallax.analysis.report.steptime import step_time
 from parallax.analysis.report.timeline import Branch, Loop
+from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS, chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, lockstep_time
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 from tests.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
 from tests.tiny import build, make_batch, params_of
 

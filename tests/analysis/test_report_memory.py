@@ -16,8 +16,8 @@ from parallax.analysis.report.place import read_topology
 from parallax.analysis.report.whole import GIVEN
 from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
+from parallax.config.sections import GuardConfig
 from parallax.training import run as run_module
-from parallax.training.guard import GuardConfig
 from parallax.training.optimizer import global_norm, make_optimizer
 from parallax.training.step import TrainState, TrainStep, abstract_state, make_train_step
 

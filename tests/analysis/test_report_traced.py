@@ -22,9 +22,7 @@ from parallax.analysis.report.traced import (
     step_collectives,
     totals,
 )
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig
-from parallax.pipeline import FsdpConfig, PipelineConfig
+from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.collectives import (
     all_gather,

@@ -13,11 +13,11 @@ from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
 from parallax.checkpoint.restore import compare_settings, restore
 from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, say_errors_once
 from parallax.checkpoint.steps import latest_step, read_manifest
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError, ConfigError
 
 

@@ -14,14 +14,14 @@ from run_examples import TEXT, tiny_config
 from parallax.checkpoint.steps import CheckedSteps
 from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.load import load_config, settings_of
+from parallax.config.sections import DataConfig, MeshConfig
 from parallax.config.settings import load_settings
-from parallax.data import DataConfig, open_reader
+from parallax.data import open_reader
 from parallax.data.split import documents_of_split
 from parallax.data.tokenizer import Bytes, load
 from parallax.data.vocabulary import with_tokenizer, with_vocab_of_source
 from parallax.inference.trained import Trained, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.sharding.mesh import MeshConfig
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.run import build, train

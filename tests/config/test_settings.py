@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
+from parallax.config.sections import RESIDUALS, MeshConfig
 from parallax.config.settings import SECTIONS, read_settings
 from parallax.model.checks import check_divides, check_layouts
-from parallax.model.transformer import RESIDUALS
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
-from parallax.sharding.mesh import AXES, MeshConfig, resolve_sizes
+from parallax.sharding.mesh import AXES, resolve_sizes
 from parallax.training.build import model_and_optimizer
 
 BASE = get_config().to_dict()
@@ -86,7 +86,7 @@ def test_any_text_for_any_key_on_a_command_line_is_taken_or_refused_in_one_line_
     [
         ("optimizer.learning_rate", 10**400, f"=1{'0' * 79}… (401 letters) is more than a float32 holds; use 3.4e+38"),
         ("optimizer.learning_rate", 10**5000, "=<a whole number of 5001 digits> is more than a float32 holds"),
-        ("model.layers", -(10**5000), "=<a whole number of 5001 digits> is too small; use 0 or more"),
+        ("model.layers", -(10**5000), "=<a whole number of 5001 digits> must be a whole number of 1 or more"),
         ("mesh.tp", LONG, f"='{'x' * 80}'… (5000 letters) is a text in quotes, but it must be a whole number"),
         (
             "layout.residual",

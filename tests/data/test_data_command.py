@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from configs.base import get_config
-from parallax.data import DataConfig, open_reader
+from parallax.config.sections import DataConfig
 from parallax.data import __main__ as data_command
+from parallax.data import open_reader
 from parallax.data.__main__ import main
 from parallax.data.manifest import read_manifest
 

@@ -17,7 +17,6 @@ import pytest
 from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, save_steps, truncate
 
 import parallax
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import (
@@ -29,6 +28,7 @@ from parallax.checkpoint.steps import (
     size_and_checksum,
     tidy,
 )
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError
 
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
@@ -398,7 +398,7 @@ LIMITED = """
 import resource, signal, sys, pathlib
 sys.path.insert(0, "tests")
 import conftest, numpy, jax
-from parallax.checkpoint.config import CheckpointConfig
+from parallax.config.sections import CheckpointConfig
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.runtime.errors import exit_status
 folder = pathlib.Path(sys.argv[1])

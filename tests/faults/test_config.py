@@ -13,7 +13,7 @@ from run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
-from parallax.config.settings import LARGEST, SECTIONS, load_settings, read_settings
+from parallax.config.settings import SECTIONS, load_settings, read_settings
 from parallax.data.tokenizer import load
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.training import run as run_module
@@ -43,8 +43,6 @@ def written(section, key, value, config=None):
 
 def test_there_are_numbers_in_every_section_that_has_any():
     assert len(NUMBERS) > 50 and {section for section, _ in NUMBERS} == set(SECTIONS) - {"layout"}
-    sections = {section for section, _ in NUMBERS} | {f"{section}.{key}" for section, key in NUMBERS}
-    assert set(LARGEST) <= sections
 
 
 @pytest.mark.parametrize("section, key", NUMBERS, ids=str)

@@ -16,11 +16,12 @@ from tiny import build, make_batch, optimizer_config, params_of
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
+from parallax.config.sections import GuardConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite
-from parallax.training.guard import GuardConfig, init_guard, judge
+from parallax.training.guard import init_guard, judge
 from parallax.training.logger import read_metrics
 from parallax.training.loop import TrainingLoop
 from parallax.training.optimizer import make_optimizer

@@ -15,16 +15,21 @@ from run_examples import tiny_config, write_corpus
 
 from configs.base import get_config
 from parallax.cli.generate import main
+from parallax.config.sections import (
+    FsdpConfig,
+    LayoutConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    SampleConfig,
+)
 from parallax.data.tokenizer import Bytes
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import complete, generate
-from parallax.inference.sample import SampleConfig
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig, ModelConfig
-from parallax.pipeline import FsdpConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.mesh import MeshConfig, make_mesh
+from parallax.sharding.mesh import make_mesh
 from parallax.training.run import train
 
 VOCAB, SEQ, ROWS = 64, 12, 8

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parallax.inference.sample import SampleConfig, choose, keep_top_p, noise_keys
+from parallax.config.sections import SampleConfig
+from parallax.inference.sample import choose, keep_top_p, noise_keys
 from parallax.runtime.errors import ConfigError
 
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)

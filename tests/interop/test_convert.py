@@ -17,10 +17,10 @@ from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config
 
 from parallax.checkpoint.arrays import ArrayReader, flatten
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
+from parallax.config.sections import CheckpointConfig
 from parallax.interop.safetensors import NAMES, Tensor, read_header, read_pieces, read_tensor, write
 from parallax.interop.shards import read_shards, write_shards
 from parallax.runtime.errors import CheckpointError

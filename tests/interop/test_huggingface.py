@@ -25,6 +25,7 @@ from parallax.data.tokenizer import train_bpe
 from parallax.interop.architectures import describe, write_config
 from parallax.interop.folders import RECORD, Step
 from parallax.interop.huggingface import _record
+from parallax.model.rope import rope_of
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
@@ -358,7 +359,7 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
     assert {name: x.shape for name, x in read_folder(tmp_path / "out").items()} == shapes_of(config)
     assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
     same_bytes(made, params_of(tmp_path / "back", 0))
-    there, here = settings.model.rope, load_settings(tmp_path / "back").model.rope
+    there, here = rope_of(settings.model), rope_of(load_settings(tmp_path / "back").model)
     np.testing.assert_array_equal(there.frequencies(), here.frequencies())
     np.testing.assert_allclose((there.temperature(), there.magnitude), (here.temperature(), here.magnitude), rtol=1e-12)
 

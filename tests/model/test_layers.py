@@ -10,7 +10,7 @@ from tiny import HIDDEN_CUT, model_config
 
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
-from parallax.model.rope import Rope, rotate
+from parallax.model.rope import Rope, rope_of, rotate
 
 EPS = 1e-6
 # float32 against float64: outputs of size 1 to 100, sums of up to 64 terms.
@@ -130,12 +130,12 @@ def test_every_head_gets_the_same_angles():
 def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
     model = model_config(attention="gqa", kv_heads=kv_heads, **changes)
     gqa = attention_layer("gqa", HIDDEN_CUT, FAMILIES["column_row"], kv_heads=kv_heads, **changes)
-    _, params = declared(gqa, model.rope)
+    _, params = declared(gqa, rope_of(model))
     x, ids, positions, segments = windows()
-    angles = model.rope.frequencies()
-    expected = oracles.gqa(double(params), double(x), positions, segments, angles, model.rope.temperature())
+    angles = rope_of(model).frequencies()
+    expected = oracles.gqa(double(params), double(x), positions, segments, angles, rope_of(model).temperature())
     np.testing.assert_allclose(
-        call(gqa, model.rope)(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        call(gqa, rope_of(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -144,12 +144,12 @@ def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
 def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
     model = model_config(attention="mla", d_latent_q=d_latent_q, **changes)
     mla = attention_layer("mla", HIDDEN_CUT, FAMILIES["column_row"], d_latent_q=d_latent_q, **changes)
-    _, params = declared(mla, model.rope)
+    _, params = declared(mla, rope_of(model))
     x, ids, positions, segments = windows()
-    temperature, angles = model.rope.temperature(), model.rope.frequencies()
+    temperature, angles = rope_of(model).temperature(), rope_of(model).frequencies()
     expected = oracles.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
     np.testing.assert_allclose(
-        call(mla, model.rope)(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        call(mla, rope_of(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 

@@ -10,6 +10,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, model_config
 
 from parallax.model.dense import Dense
 from parallax.model.families import FAMILIES
+from parallax.model.rope import rope_of
 from parallax.sharding.layout import Layout
 
 # Sums over 4 to 64 float32 terms in another order.
@@ -20,9 +21,9 @@ OTHERS = ["norm", "embedding_vocab_parallel", "embedding_all_to_all", "head_voca
 LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(name, "column_row") for name in OTHERS]
 
 
-def rope_of(name):
+def rope_for(name):
     model = model_config(attention="gqa" if "gqa" in name else "mla")
-    return model.rope
+    return rope_of(model)
 
 
 def check_equal(actual, expected):
@@ -33,8 +34,8 @@ def check_equal(actual, expected):
 @functools.cache
 def alone(name):
     layer = residual_layers(HIDDEN_CUT, FAMILIES["column_row"])[name]
-    _, params = declared(layer, rope_of(name))
-    return params, value_and_grads(call(layer, rope_of(name)), params, windows())
+    _, params = declared(layer, rope_for(name))
+    return params, value_and_grads(call(layer, rope_for(name)), params, windows())
 
 
 def output_layout(name, residual):
@@ -45,9 +46,9 @@ def output_layout(name, residual):
 
 def check_cut(name, mesh, residual, family, **changes):
     layer = residual_layers(residual, FAMILIES[family], **changes)[name]
-    layouts, _ = declared(layer, rope_of(name))
+    layouts, _ = declared(layer, rope_for(name))
     params, expected = alone(name)
-    function = on_mesh(call(layer, rope_of(name)), layouts, mesh, residual, output_layout(name, residual))
+    function = on_mesh(call(layer, rope_for(name)), layouts, mesh, residual, output_layout(name, residual))
     check_equal(value_and_grads(function, params, windows()), expected)
 
 

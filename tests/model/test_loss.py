@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from tiny import build, make_batch, mesh_of, params_of
 
+from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
-from parallax.model.loss import LossConfig, chunked_loss, chunked_loss_and_grads
+from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.layout import Layout

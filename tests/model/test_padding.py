@@ -19,11 +19,11 @@ from configs.base import get_config
 from parallax.analysis.report.flops import step_flops
 from parallax.analysis.report.whole import abstract_mesh
 from parallax.cli.convert import main
+from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings, with_vocab
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import generate
-from parallax.inference.sample import SampleConfig
 from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import token_losses
 from parallax.runtime.errors import ConfigError, DataError

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from tiny import build, make_batch, mesh_of, optimizer_config
 
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
+from parallax.config.sections import CheckpointConfig
 from parallax.pipeline.arrangement import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout

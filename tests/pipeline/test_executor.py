@@ -16,11 +16,9 @@ from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
 
 from parallax.analysis.report.executed import flops_by_direction
+from parallax.config.sections import REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.model.context import training_context
-from parallax.model.loss import LossConfig
-from parallax.model.transformer import LayoutConfig
-from parallax.pipeline import FsdpConfig, PipelineConfig
-from parallax.pipeline.config import REMAT
+from parallax.model.rope import rope_of
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.jaxprs import loop
@@ -65,7 +63,7 @@ def layer_alone():
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(4, 16, model.d_model)), jnp.float32) for _ in range(2))
     ids = jnp.zeros((4, 16), jnp.int32)
-    context = training_context(model.rope, ids, ids, jnp.arange(4), None)
+    context = training_context(rope_of(model), ids, ids, jnp.arange(4), None)
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))

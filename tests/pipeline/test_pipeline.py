@@ -12,9 +12,9 @@ from jaxprs import equations, inside, sent
 from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
+from parallax.config.sections import REMAT, PipelineConfig
 from parallax.model.remat import keep
-from parallax.pipeline import PipelineConfig, Stage
-from parallax.pipeline.config import REMAT
+from parallax.pipeline import Stage
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.stage import Place

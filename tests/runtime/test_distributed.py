@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import ConfigError, LostError
 from parallax.runtime.multihost import gloo
 from parallax.runtime.multihost import job as job_module
 from parallax.runtime.multihost.address import ProcessAddress, read_address
-from parallax.runtime.multihost.config import DistributedConfig
 from parallax.runtime.multihost.control_line import ControlLine, Hub, end_now
 from parallax.runtime.multihost.job import listen, started_by_scheduler
 from parallax.training.watchdog import Watchdog

@@ -6,9 +6,9 @@ import jax
 import pytest
 from jax.errors import JaxRuntimeError
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import CheckpointError, exit_status
 from parallax.runtime.multihost import job as job_module
-from parallax.runtime.multihost.config import DistributedConfig
 from parallax.runtime.multihost.job import connect, lost_process
 from parallax.sharding.mesh import mesh_of
 

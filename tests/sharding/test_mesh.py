@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallax.config.sections import MeshConfig
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.mesh import AXES, MeshConfig, factorisations, make_mesh, place_devices, resolve_sizes
+from parallax.sharding.mesh import AXES, factorisations, make_mesh, place_devices, resolve_sizes
 
 
 def config(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"):

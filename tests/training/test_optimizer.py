@@ -11,9 +11,9 @@ from checkpoint_examples import SETTINGS
 from tiny import build, optimizer_config, params_of
 
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
-from parallax.checkpoint.config import CheckpointConfig
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
+from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
 from parallax.training.optimizer import clip_by_norm, global_norm, is_matrix, learning_rate, make_optimizer, muon_dims

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from parallax.model.transformer import ModelConfig
+from parallax.config.sections import ModelConfig
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 # Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.

@@ -30,12 +30,12 @@ from parallax.analysis.report.shares import attention_share, costs_of
 from parallax.analysis.report.traced import Sent, program_collectives, step_program
 from parallax.analysis.report.walk import walk
 from parallax.analysis.report.whole import abstract_mesh
+from parallax.config.sections import MeshConfig, PipelineConfig
 from parallax.config.settings import Settings
-from parallax.pipeline import PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.pipeline.storage import ENDS
 from parallax.schedules import Costs, by_name, figures
-from parallax.sharding.mesh import AXES, MeshConfig
+from parallax.sharding.mesh import AXES
 from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from parallax.analysis.plan.analytic import Estimate, predict_of
 from parallax.analysis.plan.layouts import Choice, build_if_legal, gathers
 from parallax.analysis.report.place import Place
+from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.model.kernels import KERNELS
-from parallax.pipeline.config import REMAT
 
 SHOWN = 6
 LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares below which a change is none

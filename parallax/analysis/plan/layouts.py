@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from parallax.analysis.report.place import Place, sizes_on
 from parallax.analysis.report.whole import abstract_mesh
+from parallax.config.sections import REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import KERNELS
-from parallax.model.transformer import ModelConfig
-from parallax.pipeline.config import REMAT
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES

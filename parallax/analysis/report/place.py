@@ -11,9 +11,10 @@ import jax
 from jax.experimental import topologies
 
 from parallax.analysis.report.links import closes
+from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError, how_to_install
-from parallax.sharding.mesh import MeshConfig, resolve_sizes
+from parallax.sharding.mesh import resolve_sizes
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
 

@@ -20,11 +20,11 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime import files
 from parallax.runtime.devices import ROOT, TPU_FILES, simulate_devices
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
 from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
-from parallax.runtime.multihost.config import DistributedConfig
 from parallax.runtime.multihost.control_line import (
     LAST_WORDS_SECS,
     ControlLine,
@@ -37,6 +37,8 @@ from parallax.runtime.multihost.control_line import (
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
 from parallax.runtime.progress import waiting
 
+# JAX's own limits come after ours, which say more: they end a process only where ours could not.
+BEHIND_SECS = 15
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 # JAX's own limits come after ours, which say more: they end a process only where ours could not.
 BEHIND_SECS = 15

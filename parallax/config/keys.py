@@ -1,0 +1,143 @@
+"""Keys of a config: each is written once, with its default, its meaning and its range, which is checked here."""
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any, ClassVar
+
+from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_choice, check_local, quoted
+
+LARGEST_FLOAT32 = 3.4028234e38
+SMALLEST = math.ulp(0.0)  # the next number above 0
+# Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
+PATH_BYTES, NAME_BYTES = 4095, 255
+SHOWN = 10_000  # a larger limit of whole numbers is far from what anybody writes
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a key means, with its unit where the name has none, and the values that it takes."""
+
+    meaning: str
+    choices: tuple[str, ...] = ()
+    other: str = ""  # what may be written instead of one of the choices
+    least: float | None = None
+    most: float | None = None
+    below: float = math.inf
+    also: int | None = None  # a number out of the range that is allowed, as 0 for "off"
+    says: str = ""  # of a value that is refused, behind KEY=VALUE
+    too_large: str = ""  # the same, of a whole number above `most`
+    path: bool = False  # whether it names a file or folder
+    added: bool = False  # later than the first runs, which did as the default says
+
+    @property
+    def range(self) -> str:
+        """The values that are allowed, as a page shows them; "" where any text is.
+
+        >>> Key(meaning="", least=1, also=-1).range, Key(meaning="", choices=("mla", "gqa")).range
+        ('1 or more, or -1', '"mla" | "gqa"')
+        """
+        if self.choices:
+            return " | ".join([*(f'"{choice}"' for choice in self.choices), *filter(None, [self.other])])
+        if self.least is None:
+            return ""
+        least = "above 0" if self.least == SMALLEST else f"{self.least:.7g}"
+        upper = "or more" if self.below == math.inf else f"to below {self.below:g}"
+        if self.most is not None and self.most < SHOWN:
+            upper = f"to {self.most:g}"
+        return f"{least} {upper}" + f", or {self.also}" * (self.also is not None)
+
+    def read(self, name: str, value: Any, kind: type) -> Any:
+        """What was written, as a value of the key's type; ConfigError where it is of another type."""
+        # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
+        if not (
+            isinstance(value, int | float if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+        ):
+            written = KINDS.get(type(value), type(value).__name__)
+            raise ConfigError(f"{name}={quoted(value)} is {written}, but it must be {KINDS[kind]}")
+        if kind is float and isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
+        if kind is float and abs(value) > LARGEST_FLOAT32:  # before a float is made of a whole number
+            raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
+        return kind(value)
+
+    def check_text(self, name: str, value: str) -> None:
+        # No file, no terminal and no JSON takes these.
+        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ConfigError(
+                f"{name}={quoted(value)} holds a zero byte or half a surrogate pair, no text; leave it out"
+            )
+        if self.path:
+            _check_path(name, value)
+        if self.choices and not self.other and value not in self.choices:
+            if not self.says:
+                check_choice(name, value, self.choices)
+            raise ConfigError(f"{name}={quoted(value)} {self.says}")
+
+    def check_whole(self, name: str, value: Any, section: type["Section"]) -> None:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        most = section.most if self.most is None else self.most
+        if whole and value > most:
+            power = most >= LARGEST_INT32 and most & (most + 1) == 0
+            limit = f"less than 2**{most.bit_length()}" if power else f"{most} or less"
+            raise ConfigError(f"{name}={quoted(value)} {self.too_large or f'is too large; use {limit}'}")
+        if not whole or (value < self.least and value != self.also):
+            raise ConfigError(f"{name}={quoted(value)} {self.says or section.says.format(self.least)}")
+
+    def check_float(self, name: str, value: Any) -> None:
+        most = math.inf if self.most is None else self.most
+        # Written so that NaN is refused, too.
+        if not (value == self.also or (self.least <= value <= most and value < self.below)):
+            upper = f"below {self.below:g}" if self.most is None else f"at most {most:g}"
+            raise ConfigError(f"{name}={value!r} {self.says or f'must be at least {self.least} and {upper}.'}")
+
+
+def key(default: Any, meaning: str, **range_: Any) -> Any:
+    """The field of a section: its default, what it means, and the values that it takes, as fields of `Key`."""
+    return dataclasses.field(default=default, metadata={"key": Key(meaning=meaning, **range_)})
+
+
+class Section:
+    """Keys that belong together: a frozen dataclass of `key`s, which checks them.
+
+    `most` is the largest whole number that a key takes which says no other: what is far beyond any machine would only
+    end in tables of schedules and layers that fill the memory, or in numbers that the devices' int32 does not hold.
+    `says` is what an error says of a whole number that is too small.
+    """
+
+    section: ClassVar[str]
+    most: ClassVar[int]
+    says: ClassVar[str]
+
+    def __init_subclass__(cls, most: int = LARGEST_INT32, says: str = "must be a whole number of {} or more."):
+        cls.most, cls.says = most, says
+        cls.section = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__.removesuffix("Config")).lower()
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            name, value, key = f"{self.section}.{field.name}", getattr(self, field.name), field.metadata["key"]
+            if field.type is str:
+                key.check_text(name, value)
+            elif field.type is int:
+                key.check_whole(name, value, type(self))
+            elif field.type is float:
+                key.check_float(name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError where keys do not go together."""
+
+
+def _check_path(name: str, value: str) -> None:
+    check_local(name, value)
+    whole, longest = len(value.encode()), max(len(part.encode()) for part in value.split("/"))
+    if longest > NAME_BYTES or whole > PATH_BYTES:
+        raise ConfigError(
+            f"{name}={quoted(value)} is too long for a path: it has {whole} bytes, its longest name {longest}; "
+            f"use at most {PATH_BYTES}, and {NAME_BYTES} in a name"
+        )
+    home = value.split("/")[0]
+    if home.startswith("~") and os.path.expanduser(home) == home:
+        raise ConfigError(f"{name}={quoted(value)} begins with the home of a user who is not known here; write it out")

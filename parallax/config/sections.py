@@ -1,0 +1,468 @@
+"""Every key of a config, with its default, meaning and range: the one place where they are written.
+
+`python docs/config_keys.py` writes configs/base.py and docs/configs.md from it, and --help-config prints it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallax.config.keys import SMALLEST, Section, key
+from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
+from parallax.schedules import SCHEDULES, check_name, check_virtual
+
+# tp goes last: neighbours have the fastest links, and tp sends the most.
+AXES = ("pp", "dp", "tp")
+INFERRED = -1
+SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
+RESIDUALS = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
+REMAT = ("none", "elementwise", "attention", "layer", "stage")
+GATHERED_ONCE = {  # parts of the model
+    "microbatch": frozenset[str](),
+    "layers": frozenset(["blocks"]),
+    "step": frozenset(["blocks", "embedding", "head"]),
+}
+SIGNALS = ("loss", "grad_norm")
+BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
+FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
+AUTO = "auto"  # a tokenizer that follows from what else is asked for
+SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
+BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
+LEAST_FLOAT = 1e-30  # well above float32's least: what divides by it, or by its root, stays finite
+LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
+STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
+
+TOO_SMALL = "is too small; use {} or more"
+AXIS = {"least": 1, "also": INFERRED, "says": "is no number of devices; use 1 or more, or -1 for all others"}
+
+
+@dataclass(frozen=True)
+class MeshConfig(Section, most=2**20):
+    """Devices along each axis; one of them may be -1, "all that is left"."""
+
+    pp: int = key(1, "pipeline: the layers are cut over it", **AXIS)
+    dp: int = key(INFERRED, "data: the batch is cut over it, and the parameters too (FSDP)", **AXIS)
+    tp: int = key(1, "tensor: heads, d_ff and vocab are cut over it", **AXIS)
+    simulate: int = key(
+        0,
+        "simulated CPU devices, in all processes together; 0 takes the devices that are there",
+        least=0,
+        most=2**12,
+        says="is no number of devices; use 0 (none) or more",
+    )
+    across_slices: str = key(
+        "dp",
+        "the axis over the network between slices of chips, if there are several",
+        choices=SLOW_AXES,
+        says=f"is no axis for the network between slices; use one of {', '.join(map(repr, SLOW_AXES))}",
+    )
+
+    def check(self) -> None:
+        inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
+        if len(inferred) > 1:
+            both = ", ".join(f"mesh.{axis}=-1" for axis in inferred)
+            raise ConfigError(f"{both}: at most one axis can be inferred; give the others a size, such as 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What was written for each axis, in the order of AXES."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section, most=2**24):
+    """The model as one device sees it: a decoder-only transformer."""
+
+    vocab: int = key(0, "entries; 0 takes the tokenizer's, rounded up to a multiple of 128", least=0)
+    vocab_multiple: int = key(
+        1, "tables get rows up to such a multiple, as 128: zeros that have no logits", least=1, added=True
+    )
+    layers: int = key(4, "blocks of attention and MLP", least=1, most=2**14)
+    d_model: int = key(256, "width of the residual stream", least=1)
+    d_ff: int = key(704, "width of the gated MLP", least=1)
+    attention: str = key("mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"))
+    heads: int = key(8, "query heads", least=1)
+    kv_heads: int = key(8, "gqa only", least=1)
+    d_head: int = key(32, "per head; in mla the part of q and k without position, and v", least=1)
+    d_latent: int = key(64, "mla: width of the compressed keys and values", least=0)
+    d_latent_q: int = key(0, "mla: width of the compressed queries; 0 projects queries directly", least=0)
+    d_rope: int = key(16, "mla: width of the decoupled, rotated part of q and k", least=0)
+    rope_theta: float = key(10_000.0, "base of the wavelengths of rotary positions", least=1 + 1e-6)
+    rope_scaling: str = key("none", "for longer texts than were trained", choices=("none", "linear", "yarn", "llama3"))
+    rope_factor: float = key(1.0, "context extension that the scaling serves; 1 or more", least=1)
+    rope_original_seq: int = key(2048, "tokens; yarn, llama3: the context that was trained before", least=1)
+    rope_fast_turns: float = key(
+        32.0, "yarn, llama3 (its own: 4): pairs that turn more often there are kept", least=1e-6
+    )
+    rope_slow_turns: float = key(
+        1.0, "yarn, llama3: pairs that turn less often there are stretched by rope_factor", least=1e-6
+    )
+    rope_temperature: float = key(
+        0.0, "times attention's logits; 0: yarn's (0.1 ln rope_factor + 1)^2, others' 1", least=0
+    )
+    rope_magnitude: float = key(1.0, "times the rotated parts of queries and of keys", least=1e-6)
+    qkv_bias: bool = key(False, "biases on the projections to heads: of q, k and v; in mla of q alone")
+    qk_norm: bool = key(False, "gqa: an RMSNorm over d_head of each query and key head, before it is rotated")
+    sliding_window: int = key(
+        0, "tokens that a query sees, itself too; data.seq must not be longer. 0: all", least=0, added=True
+    )
+    norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
+    tied: bool = key(True, "the head is the embedding's transpose")
+    dropout: float = key(0.0, "probability, on embedding and residual branches", least=0, below=1)
+    dtype: str = key("float32", "of compute; parameters are float32", choices=("float32", "bfloat16"))
+    kernel: str = key(
+        "xla",
+        "softmax core of attention. xla runs everywhere, and holds the scores of a microbatch, heads x seq x seq a "
+        "row; splash (TPU, data.seq a multiple of 128; interpreted on CPU, slowly) and cudnn (GPU, bfloat16) never do",
+        choices=("xla", "cudnn", "splash"),
+    )
+
+    def check(self) -> None:
+        if self.rope_slow_turns >= self.rope_fast_turns:
+            raise ConfigError(
+                f"model.rope_slow_turns={self.rope_slow_turns} must be below "
+                f"model.rope_fast_turns={self.rope_fast_turns}; yarn's are 1 and 32, llama3's 1 and 4."
+            )
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise ConfigError(
+                f"model.rope_factor={self.rope_factor} does nothing with model.rope_scaling='none'; "
+                "use rope_factor=1, or rope_scaling='linear', 'yarn' or 'llama3'."
+            )
+        rotated = "d_rope" if self.attention == "mla" else "d_head"
+        if self.attention == "mla":
+            for name in ("d_latent", "d_rope"):
+                check_whole(f"model.{name}", getattr(self, name), least=1)
+        if getattr(self, rotated) % 2:
+            raise ConfigError(f"model.{rotated}={getattr(self, rotated)} must be even: RoPE rotates its dims in pairs.")
+        if self.attention == "mla" and self.qk_norm:
+            raise ConfigError(
+                "model.qk_norm=True does nothing with model.attention='mla', which norms its latents; "
+                "use qk_norm=False, or attention='gqa'."
+            )
+        if self.attention == "gqa" and self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
+                f"use kv_heads in {listed(divisors(self.heads))}."
+            )
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of every dim that a parameter or an activation's last dims may have; of `vocab` with its padding."""
+        names = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "d_latent", "d_latent_q", "d_rope")
+        sizes = {name: getattr(self, name) for name in names}
+        return {"vocab": self.padded_vocab, **sizes, "d_qk": self.d_head + self.d_rope}
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the tables: `vocab`, and rows of padding up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    def kv(self, tp: int) -> str:
+        """How so many tensor-parallel ranks cut key-value heads: each has all of them where they are too few."""
+        return "kv_heads/tp" if self.kv_heads % tp == 0 else "kv_heads"
+
+
+@dataclass(frozen=True)
+class LayoutConfig(Section):
+    """Strings that say where arrays are cut."""
+
+    residual: str = key(RESIDUALS[0], f'or "{RESIDUALS[1]}"')
+    tensor_parallel: str = key("column_row", "how kernels are cut over tp", choices=("column_row", "scatter"))
+    embedding: str = key("vocab_parallel", "how tables are cut over tp", choices=("vocab_parallel", "all_to_all"))
+
+    def check(self) -> None:
+        if " ".join(self.residual.split()) not in RESIDUALS:
+            unknown = next((axis for axis in re.findall(r"[/+]([^\s/+]*)", self.residual) if axis not in AXES), None)
+            wrong = (
+                f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
+                if unknown is not None
+                else (" is no layout of the residual stream; use")
+            )
+            raise ConfigError(f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUALS))}.")
+
+
+@dataclass(frozen=True)
+class PipelineConfig(Section, most=2**14):
+    """When stages run and what they keep.
+
+    Kept per microbatch in flight, by `remat`: "none" all that the backward pass reads; "elementwise" each layer's input
+    and the outputs of its products and its attention; "attention" each layer's input and the MLP's wide products;
+    "layer" each layer's input; "stage" the stage's input.
+
+    Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the whole stage's exist all the
+    time, and their gradients too, but they are sent once. "layers" gathers layers per step, and the tables of embedding
+    and head, which each rank of the pipeline would hold whole, per microbatch.
+
+    `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
+    collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
+    Hardware or a compiler that wants every device to reach every collective, in the same order, would hang: "mask"
+    computes on whatever is in the buffers and throws the result away, which takes the time of the work that it is.
+    Cached generation branches along pp in either case.
+    """
+
+    schedule: str = key("gpipe", "when which stage runs", choices=tuple(SCHEDULES), other="a CSV file", path=True)
+    virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
+    microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
+    remat: str = key("layer", "what the backward pass computes again", choices=REMAT)
+    gather: str = key(
+        "microbatch",
+        "how often FSDP gathers weights; layers: those per step, tables per microbatch. microbatch needs least memory",
+        choices=tuple(GATHERED_ONCE),
+    )
+    branches: str = key(
+        "skip", "what a rank does in an idle tick; mask computes and throws away", choices=("skip", "mask")
+    )
+
+    def check(self) -> None:
+        check_name(self.schedule)
+        check_virtual(self.schedule, self.virtual)
+
+    @property
+    def gathered_once(self) -> frozenset[str]:
+        """The parts whose weights are gathered once a step, of "blocks", "embedding" and "head"."""
+        return GATHERED_ONCE[self.gather]
+
+
+@dataclass(frozen=True)
+class FsdpConfig(Section):
+    """When weights are gathered, and how gradients travel.
+
+    With `prefetch` 0 a layer is gathered when it runs. With 1, while a layer computes, the next one is gathered and the
+    gradients of the one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not
+    one. The arithmetic is the same: a loss has the same bits, gradients too but for what XLA fuses.
+
+    `reduce` is the dtype in which gradients travel to the rank that stores them: "float32", by a reduce-scatter, or
+    "compute", that of the model. bfloat16 is half the bytes; ranks exchange pieces and add them in float32, so that
+    each summand is rounded once, to 8 bits, and no sum is.
+    """
+
+    prefetch: int = key(
+        0,
+        "layers gathered ahead, and gradients scattered behind, while one computes",
+        least=0,
+        most=1,
+        too_large="would hold more than two layers whole; use 0 or 1.",
+    )
+    reduce: str = key(
+        "float32", "dtype of gradients that travel; compute is model.dtype", choices=("float32", "compute")
+    )
+
+    def check_gather(self, gather: str) -> None:
+        """Raise ConfigError where nothing is gathered layer by layer."""
+        if self.prefetch and "blocks" in GATHERED_ONCE[gather]:
+            raise ConfigError(
+                f"fsdp.prefetch={self.prefetch} gathers a layer ahead, but pipeline.gather={gather!r} "
+                "gathers all before the first; use fsdp.prefetch=0, or pipeline.gather='microbatch'."
+            )
+
+
+@dataclass(frozen=True)
+class LossConfig(Section):
+    """What is minimised: cross-entropy, and a z-loss."""
+
+    z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", least=0, says="must be 0 or more; 1e-4 is usual.")
+    chunk_tokens: int = key(
+        1024,
+        "logits of at most so many tokens exist at once on a device",
+        least=1,
+        says="must be 1 or more; 1024 is usual.",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """How gradients become updates, and the learning rate over the steps."""
+
+    name: str = key("adamw", "with muon, AdamW does embedding, head, norms and biases", choices=("adamw", "muon"))
+    learning_rate: float = key(3e-4, "peak", least=0)
+    schedule: str = key("cosine", "after warm-up", choices=("cosine", "linear", "wsd", "constant"))
+    warmup_steps: int = key(100, "in which the rate rises to its peak, linearly", least=0)
+    decay_fraction: float = key(0.2, "wsd: last share of train.steps in which the rate falls", least=0, most=1)
+    final_ratio: float = key(0.1, "last learning rate / peak", least=0, most=1)
+    b1: float = key(
+        0.9, "AdamW's decay of the gradient's mean, also for what muon leaves to it", least=0, below=BELOW_ONE
+    )
+    b2: float = key(0.95, "AdamW's decay of the square's mean", least=0, below=BELOW_ONE)
+    eps: float = key(1e-8, "AdamW's, added to the root of that mean", least=LEAST_FLOAT, below=1)
+    weight_decay: float = key(0.1, "decoupled; norms and biases are left out", least=0)
+    clip_norm: float = key(1.0, "of the whole gradient; 0 is off", least=0)
+    muon_momentum: float = key(
+        0.95, "muon: decay of the gradient's mean; Nesterov's, as Muon has it", least=0, below=BELOW_ONE
+    )
+
+
+@dataclass(frozen=True)
+class GuardConfig(Section):
+    """A step whose loss or gradient is not finite changes nothing."""
+
+    max_skipped_steps: int = key(3, "in a row, for numbers that are not finite; one more stops the run", least=0)
+    spike_z: float = key(
+        0.0,
+        "also skip what lies so many deviations above its running mean; 0: off, 6 is usual",
+        least=0,
+        below=1e6,
+        says="must be 0 (off) or more, below 1e6; 6 is usual.",
+    )
+    spike_signal: str = key("loss", "what is judged", choices=SIGNALS)
+    spike_window_steps: int = key(
+        128, "the statistics' memory; no spike is seen before they have so many steps", least=2
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig(Section, most=2**24, says=TOO_SMALL):
+    """Which text, as which tokens, in which windows."""
+
+    source: str = key("stdlib", "where documents come from", choices=(*BUILT_IN, *FILES, "prepared"))
+    path: str = key("", "file, folder or glob of text, jsonl, parquet; folder of prepared", path=True)
+    field: str = key("text", "jsonl, parquet: the field or column that holds a document")
+    tokenizer: str = key(
+        AUTO,
+        "auto is that of the run in train.init_from, or of prepared data, or bytes; bpe is trained on the corpus",
+        choices=(AUTO, "bytes", "bpe"),
+        other="a tokenizer.json",
+        path=True,
+    )
+    bpe_vocab: int = key(4096, "entries of a bpe that is trained", least=0)
+    cache: str = key("", "folder for prepared shards; empty: inside the run folder", path=True)
+    seq: int = key(256, "tokens in a window", least=1)
+    global_batch: int = key(32, "windows in a step, over all devices", least=1)
+    eval_fraction: float = key(
+        0.02,
+        "share of documents held out",
+        least=0,
+        below=1,
+        says="is not a share; use 0 (hold out nothing) to below 1",
+    )
+    seed: int = key(0, "of the order of windows", least=0, most=2**63 - 1)
+    synthetic_tokens: int = key(
+        1_000_000, "synthetic: bytes of text, tokens of the bytes tokenizer", least=2, most=2**40
+    )
+
+    def check(self) -> None:
+        if self.source in BUILT_IN and self.path:
+            raise ConfigError(
+                f"data.path={quoted(self.path)} is not read by data.source={self.source!r}; "
+                f"use {', '.join(FILES)} or prepared"
+            )
+        if self.source not in BUILT_IN and not self.path:
+            raise ConfigError(f"data.path='' but data.source={self.source!r} needs a file, folder or glob")
+        if self.source in ("jsonl", "parquet") and not self.field:
+            raise ConfigError(
+                f"data.field='' but data.source={self.source!r} needs the name of the field that holds a document"
+            )
+        if self.cache and self.source == "prepared":
+            raise ConfigError(
+                f"data.cache={quoted(self.cache)} is not used by data.source='prepared', which is ready; leave it empty"
+            )
+        if self.tokenizer != AUTO:
+            check_tokenizer(self.tokenizer, self.bpe_vocab, f"{AUTO!r}, ")
+
+
+def check_tokenizer(tokenizer: str, bpe_vocab: int, others: str = "") -> None:
+    """Raise ConfigError unless `tokenizer` is a known name or a tokenizer.json; `others` are more names to use."""
+    if tokenizer not in ("bytes", "bpe") and not tokenizer.endswith(".json"):
+        raise ConfigError(
+            f"data.tokenizer={quoted(tokenizer)} is unknown; use {others}'bytes', 'bpe' or the path of a tokenizer.json"
+        )
+    if tokenizer == "bpe" and bpe_vocab < SMALLEST_BPE_VOCAB:
+        raise ConfigError(f"data.bpe_vocab={bpe_vocab} {TOO_SMALL.format(SMALLEST_BPE_VOCAB)}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section, says=TOO_SMALL):
+    """How long to train, and how often to log and evaluate."""
+
+    steps: int = key(1000, "of the whole run, those before a resume too", least=1)
+    seed: int = key(0, "of initial values and dropout", least=0)
+    init_from: str = key("", "a run folder whose weights, and nothing else of it, a fresh run starts from", path=True)
+    log_every_steps: int = key(10, "console lines; metrics.jsonl has every step", least=1)
+    eval_every_steps: int = key(200, "0: only at the end", least=0)
+    eval_batches: int = key(4, "global batches in an evaluation; 0 turns evaluation off", least=0)
+    stall_factor: float = key(
+        10.0,
+        "a step that takes so many medians has all stacks printed; 0 is off",
+        least=1,
+        also=0,
+        says="must be 1 or more, or 0 for no watchdog",
+    )
+    check_every: int = key(0, "steps; one is taken twice and compared, to find faulty hardware; 0: never", least=0)
+    tensorboard: bool = key(False, "also write TensorBoard events (extra: tensorboard)")
+    wandb: str = key("", "project of Weights & Biases that also gets the numbers (extra: wandb); empty: none")
+    compile_cache: str = key(
+        "auto",
+        "where compiled programs are kept; auto: on accelerators, in the user's cache folder (~/.cache/parallax/jax)",
+        choices=("auto", "off"),
+        other="a folder, which all processes see",
+        path=True,
+        added=True,
+    )
+    profile_steps: str = key("", "FIRST:LAST, as 20:25: these steps are traced, both ends too; empty: none")
+
+    def check(self) -> None:
+        if not self.compile_cache:
+            raise ConfigError("train.compile_cache='' names no folder; use 'auto', 'off' or a folder")
+        profiled = self.profiled
+        if profiled and profiled[-1] > self.steps:
+            raise ConfigError(
+                f"train.profile_steps={quoted(self.profile_steps)} ends at step {profiled[-1]}, but "
+                f"train.steps={self.steps}; use steps of the run"
+            )
+
+    @property
+    def profiled(self) -> range:
+        """The steps that are traced; none where `profile_steps` is empty, ConfigError where it is no range."""
+        if not self.profile_steps:
+            return range(0)
+        found = STEP_RANGE.fullmatch(self.profile_steps)
+        if not found:
+            raise ConfigError(
+                f"train.profile_steps={quoted(self.profile_steps)} is no range of steps; write FIRST:LAST, counted "
+                "from 1, as 20:25, or leave it empty"
+            )
+        first, last = map(int, found.groups())
+        if last < first:
+            raise ConfigError(
+                f"train.profile_steps={quoted(self.profile_steps)} ends at {last}, before it begins at {first}; write "
+                f"the smaller one first, as {last}:{first}"
+            )
+        return range(first, last + 1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section, says=TOO_SMALL):
+    """When to save and what to keep: the last few, and the best few by eval/loss."""
+
+    every_steps: int = key(500, "0: only at the end", least=0)
+    keep_last: int = key(2, "newest checkpoints that stay", least=1)
+    keep_best: int = key(1, "by eval/loss", least=0)
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Section, says="is too short; use a number of seconds of {} or more"):
+    """How long the processes of a job wait for each other; in seconds."""
+
+    start_secs: int = key(300, "for all to be there", least=1)
+    heartbeat_secs: int = key(60, "a process that gives no sign of life for so long is lost", least=1)
+    wait_secs: int = key(900, "in a step, an evaluation, a save", least=1)
+    compile_secs: int = key(7200, "in what is compiled first: the first step, the first evaluation", least=1)
+    prepare_secs: int = key(86_400, "for process 0 to prepare the data", least=1)
+    clock_secs: int = key(60, "clocks may differ by so much", least=1)
+
+
+@dataclass(frozen=True)
+class SampleConfig(Section, says=TOO_SMALL):
+    """The text that a finished run writes."""
+
+    prompt: str = key("", "empty: no sample")
+    tokens: int = key(200, "behind the prompt", least=1, most=2**20)
+    temperature: float = key(
+        0.8,
+        "0 is greedy",
+        least=LEAST_TEMPERATURE,
+        also=0,
+        says=f"must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual",
+    )
+    top_k: int = key(0, "0 is off", least=0)
+    top_p: float = key(0.95, "1 is off", least=SMALLEST, most=1, says="must be above 0 and at most 1 (off)")
+    seed: int = key(0, "of the draw", least=0, most=2**32 - 1)  # JAX keys forget the bits above
