@@ -38,7 +38,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.training.batches import own_rows, put_on
-    from parallax.training.evaluation import measure
+    from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
 FLAGS = {
@@ -149,7 +149,7 @@ def evaluate(
     shape = reader.rows.size, reader.seq
     put = put_on(trained.model.batch_sharding, shape)
     with waiting("compiling the evaluation, and evaluating") as show:
-        loss, tokens = measure(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
+        loss, tokens = mean_loss(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
     if not tokens:
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
     size, exact = reader.text_bytes()

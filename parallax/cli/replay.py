@@ -74,7 +74,7 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
         simulate_devices(settings.mesh.simulate)
     parts = build(settings, folder)
     with waiting("restoring the state"):
-        start, state = load(parts, folder, step)
+        start, state = load_before(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
     train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
     put, lines = put_batches(parts), []
@@ -88,10 +88,10 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     lines.append(f"step {step}: {text_of(parts.train_data, step)}")
     with waiting("compiling the step with its checks, and taking it"):
         lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
-        return [*lines, *compare(train_step(state, batch)[1], folder, step)]
+        return [*lines, *compare_with_metrics(train_step(state, batch)[1], folder, step)]
 
 
-def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
+def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     """The step's numbers beside those that the run has written."""
     rows = read_metrics(folder.metrics)
     written = next((row for row in rows if row["step"] == step), None)
@@ -105,7 +105,7 @@ def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
-def load(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
     """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
         if parts.settings.train.init_from:

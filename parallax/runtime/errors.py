@@ -89,12 +89,12 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
     for stream in (sys.stdout, sys.stderr):
         # What is left in them would fail when Python ends, and change the status.
         if _is_gone(stream):
-            lead_nowhere(stream)
+            discard_output(stream)
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:  # a full disk
-        lead_nowhere(sys.stdout)
+        discard_output(sys.stdout)
         tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
         status = status or EXIT_BAD_INPUT
     return status
@@ -127,7 +127,7 @@ def tell(text: str, stream: TextIO | None) -> None:
         stream.write((printable(text) if stream.isatty() else text) + "\n")
         stream.flush()
     except OSError:
-        lead_nowhere(stream)
+        discard_output(stream)
 
 
 def _is_gone(stream: TextIO | None) -> bool:
@@ -141,7 +141,7 @@ def _is_gone(stream: TextIO | None) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def lead_nowhere(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """What the stream still holds, and what is written to it from now on, is dropped, when Python ends too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

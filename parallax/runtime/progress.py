@@ -1,6 +1,6 @@
 """What a program is waiting for, said on a terminal and in a log while it waits.
 
-A command installs a `Speaker`; code that takes long says so with `waiting`, which says nothing without one:
+A command installs a `ProgressPrinter`; code that takes long says so with `waiting`, which says nothing without one:
 
     with waiting("compiling the training step"):
         program = lowered.compile()
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from parallax.runtime.errors import INTERRUPTED, lead_nowhere, printable, tell
+from parallax.runtime.errors import INTERRUPTED, discard_output, printable, tell
 from parallax.runtime.units import duration
 
 FIRST_SECS = 1.0  # of silence, before a wait is named
@@ -34,7 +34,7 @@ Show = Callable[[float, float | None], None]
 
 
 @dataclass(eq=False)
-class Wait:
+class Task:
     """Something that takes long; `done` of `total` where that is known, written by `unit`."""
 
     what: str
@@ -67,7 +67,7 @@ class Wait:
         return f"{self.what}: done in {f'{secs:.1f} s' if secs < 60 else duration(secs)}"
 
 
-class Speaker:
+class ProgressPrinter:
     """Says what is waited for. A terminal shows it on one line that changes; a file, a pipe and a notebook get lines.
 
     Args:
@@ -86,7 +86,7 @@ class Speaker:
     ):
         self._stream, self._log, self._clock = stream, log, clock
         self._is_terminal = _has_cursor(stream)
-        self._waits: list[Wait] = []
+        self._waits: list[Task] = []
         self._spoke_at = clock()
         self._is_drawn = False
         self._lock = threading.RLock()
@@ -103,15 +103,15 @@ class Speaker:
             self._erase()
             self._spoke_at = self._clock()
 
-    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Wait:
+    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Task:
         """What follows is a wait, perhaps within another one; which comes up again when this one is over."""
         with self._lock:
-            self._waits.append(Wait(what, self._clock(), patience_secs, unit))
+            self._waits.append(Task(what, self._clock(), patience_secs, unit))
             if self._thread is not None and self._thread.ident is None:
                 self._thread.start()
             return self._waits[-1]
 
-    def end(self, wait: Wait, *, failed: bool) -> None:
+    def end(self, wait: Task, *, failed: bool) -> None:
         """The wait is over; it says how long it took if that was long, and nothing if an error will say more."""
         with self._lock:
             self._waits.remove(wait)
@@ -161,10 +161,10 @@ class Speaker:
         except ValueError:  # it is closed
             self._stream = None
         except OSError:
-            lead_nowhere(self._stream)
+            discard_output(self._stream)
 
 
-_speaker: Speaker | None = None
+_speaker: ProgressPrinter | None = None
 
 
 @contextlib.contextmanager
@@ -193,7 +193,7 @@ def waiting(
 
 
 @contextlib.contextmanager
-def speaking(speaker: Speaker | None) -> Iterator[None]:
+def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
     """Have a speaker say what is waited for in here; None says nothing."""
     global _speaker
     before, _speaker = _speaker, speaker
@@ -226,12 +226,12 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
 def speak_on(stream: TextIO | None) -> None:
     """Say what this program waits for, from now on until it ends, in the first process of a job."""
     global _speaker
-    _speaker = speaker_on(stream) if is_likely_first(os.environ) else None
+    _speaker = progress_printer(stream) if is_likely_first(os.environ) else None
 
 
-def speaker_on(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> Speaker | None:
+def progress_printer(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> ProgressPrinter | None:
     """A speaker, or None where the environment asks for silence."""
-    return None if os.environ.get(VARIABLE) == "off" else Speaker(stream, log)
+    return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log)
 
 
 def be_silent() -> None:

@@ -15,7 +15,7 @@ from parallax.config.settings import Settings
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, first_line, how_to_install, tell, writing
 from parallax.runtime.multihost.job import is_first
-from parallax.runtime.progress import make_room, speaker_on, speaking
+from parallax.runtime.progress import make_room, printing_progress, progress_printer
 from parallax.runtime.run_files import RunFiles, row_of
 
 DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
@@ -46,7 +46,7 @@ class RunLogger:
         self._metrics: Any = None
         self._writers = writers
         self._waits: list[str] | None = []  # lines for log.txt, until there is more to say than what is waited for
-        self._speaking = speaking(speaker_on(sys.stdout, self._keep_wait) if self._speaks else None)
+        self._speaking = printing_progress(progress_printer(sys.stdout, self._keep_wait) if self._speaks else None)
         self._days: dict[str, str] = {}  # of the last line in the log and on the console
 
     def __enter__(self) -> "RunLogger":

@@ -78,7 +78,7 @@ def load_newest(
     return step, parts
 
 
-def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
+def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
     """The parameters of another run's newest checkpoint, onto the shardings of `wanted`.
 
     CheckpointError if it knows its ids by another tokenizer.

@@ -35,14 +35,21 @@ from parallax.training.batches import check_eval, open_split, own_rows, put_on
 from parallax.training.build import model_and_optimizer
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
-from parallax.training.evaluation import measure
+from parallax.training.evaluation import mean_loss
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import LearningRates, TrainingLoop, parts_of, state_of
 from parallax.training.meter import Meter
 from parallax.training.peak import check_fits, peak_flops
 from parallax.training.profile import Profile
-from parallax.training.resume import check_source, code_versions, import_record, load_newest, params_of, step_to_resume
+from parallax.training.resume import (
+    check_source,
+    code_versions,
+    import_record,
+    load_newest,
+    load_params,
+    step_to_resume,
+)
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
 from parallax.training.step import (
     TrainState,
@@ -157,7 +164,7 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        prepare(parts, folder, logger)
+        tidy_checkpoints(parts, folder, logger)
         job.set_phase(f"step {start}, loading or making the first state", compiling=True)
         state, start = begin(parts, folder, start, logger.say)
         checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
@@ -191,7 +198,7 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
         return end(parts, folder, logger, stop, state, done, loop.eval_loss)
 
 
-def prepare(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
+def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
     """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
     if job.is_first():
         check_writable(folder.checkpoints)
@@ -214,7 +221,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     if not source:
         return state, 0
     with waiting(f"restoring the weights of {source}"):
-        return state._replace(params=params_of(source, wanted.params, checkpoint_settings(parts), say)), 0
+        return state._replace(params=load_params(source, wanted.params, checkpoint_settings(parts), say)), 0
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
@@ -319,7 +326,7 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return measure(step, params, reader, put, count, show).loss
+            return mean_loss(step, params, reader, put, count, show).loss
 
     return evaluate
 

@@ -140,15 +140,15 @@ def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, mon
 def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
     from parallax.training import run as run_module
 
-    measure, config = run_module.measure, tiny_config(corpus, **{"checkpoint.every_steps": 0})
+    measure, config = run_module.mean_loss, tiny_config(corpus, **{"checkpoint.every_steps": 0})
 
     def fails(*_):
         raise DataError("shard x cannot be read")
 
-    monkeypatch.setattr(run_module, "measure", fails)
+    monkeypatch.setattr(run_module, "mean_loss", fails)
     with pytest.raises(DataError, match="shard x cannot be read"):
         train(config, tmp_path)
-    monkeypatch.setattr(run_module, "measure", measure)
+    monkeypatch.setattr(run_module, "mean_loss", measure)
     assert latest_step(tmp_path / "checkpoints") == 4
     assert_saved_and_goes_on(config, tmp_path, least=4)
 
@@ -191,7 +191,7 @@ def test_where_the_log_fails_with_the_data_the_data_is_named(what, corpus, tmp_p
             failing.append(1)
             raise DataError("shard x.ids cannot be read")
 
-        monkeypatch.setattr("parallax.training.run.measure", measure)
+        monkeypatch.setattr("parallax.training.run.mean_loss", measure)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus), tmp_path)
     assert "CheckpointError: cannot write in" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from parallax.config.load import load_config, settings_of
 from parallax.config.settings import load_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
-from parallax.runtime.progress import Speaker, speaking, waiting
+from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
 from parallax.training.divergence import SkippedSteps
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, drop_after, read_metrics
@@ -372,7 +372,7 @@ def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus,
 
 def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
     now, out = [0.0], io.StringIO()
-    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+    speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
 
     def step(state, batch):
         for _ in range(12 if now[0] == 0 else 0):
@@ -380,7 +380,7 @@ def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
             speaker.tick()
         return state, {**COUNTS, "loss": np.float32(1)}
 
-    with speaking(speaker):
+    with printing_progress(speaker):
         take_steps(settings_of(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
     assert out.getvalue().splitlines() == [
         "compiling the training step: 1s so far",
@@ -412,8 +412,8 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
 def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("parallax.training.logger.is_first", lambda: False)
     now, out = [0.0], io.StringIO()
-    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
-    with speaking(speaker), RunLogger(RunFolder(tmp_path)), waiting("compiling"):
+    speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
+    with printing_progress(speaker), RunLogger(RunFolder(tmp_path)), waiting("compiling"):
         now[0] += 100
         speaker.tick()
     assert out.getvalue() == capsys.readouterr().out == ""
