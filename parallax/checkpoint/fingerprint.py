@@ -46,11 +46,6 @@ def _of_all(arrays: list[Array]) -> Array:
     return jnp.stack([fingerprint(array) for array in arrays])
 
 
-def differing(found: Mapping[str, int], written: Mapping[str, Any]) -> list[str]:
-    """Names whose fingerprint is not the one that was written."""
-    return [name for name, number in found.items() if written.get(name) != number]
-
-
 class RunningFingerprint:
     """The fingerprint of an array that passes through the host piece by piece, in order."""
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
-from parallax.checkpoint.fingerprint import differing, fingerprints
+from parallax.checkpoint.fingerprint import fingerprints
 from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, shortened, wrong_files
 from parallax.runtime.errors import CheckpointError, first_line, tell
 
@@ -92,8 +92,8 @@ def restore(
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
     loaded = _load(folder, step, parts)
     for part, tree in loaded.items():
-        written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
-        wrong = differing(fingerprints(flatten(tree)), written)
+        arrays = manifest["arrays"][part]
+        wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
         if wrong:
             raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
     return loaded

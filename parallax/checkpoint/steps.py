@@ -196,9 +196,11 @@ def remove_step(folder: Path, step: int) -> None:
     files.remove(at)
 
 
-def set_damaged_aside(folder: Path, step: int) -> Path:
-    """Rename a damaged step, so that the step can be saved again and the damage looked at."""
-    return _set_aside(folder, step, "damaged")
+def set_aside(folder: Path, step: int, why: str) -> Path:
+    """Rename a step, as "damaged-7", so that the step can be saved again and this one be looked at."""
+    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
+    aside = next(folder / name for name in names if not files.is_taken(folder / name))
+    return files.move(folder / str(step), aside)
 
 
 def tidy(folder: Path) -> list[str]:
@@ -239,13 +241,7 @@ def _tidy(folder: Path) -> Iterator[str]:
             files.remove(at)
             yield f"removed what was left of step {step}: {at}"
         else:
-            yield f"set aside a checkpoint that was never finished: {_set_aside(folder, step, 'unfinished')}"
-
-
-def _set_aside(folder: Path, step: int, why: str) -> Path:
-    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
-    aside = next(folder / name for name in names if not files.is_taken(folder / name))
-    return files.move(folder / str(step), aside)
+            yield f"set aside a checkpoint that was never finished: {set_aside(folder, step, 'unfinished')}"
 
 
 def _has_manifest(step: Path) -> bool:

@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -313,12 +312,9 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
 def _is_deep(content: dict[str, Any]) -> bool:
     level: list[Any] = [content]
     for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
+        items = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in items if isinstance(each, dict | list)]
     return bool(level)
-
-
-def _inside(outer: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    return iter(outer.values() if isinstance(outer, dict) else outer)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

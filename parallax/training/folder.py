@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,30 +79,13 @@ class RunFolder(RunFiles):
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
         self._started = True
 
-    @contextlib.contextmanager
-    def end_recorded(self) -> Iterator[Callable[[str], None]]:
-        """Keep with the latest start how the run ended: the word that the yielded function is given, or the error."""
-        reason = ""
-
-        def because(word: str) -> None:
-            nonlocal reason
-            reason = word
-
-        try:
-            yield because
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            # What ends the run may be a disk that takes no more: the error says so, and not this.
-            with contextlib.suppress(OSError):
-                self._write_end(reason)
-
-    def _write_end(self, reason: str) -> None:
-        if self._started and (starts := self._starts()):
-            ended = {"time": time.strftime(TIME), "reason": reason}
-            starts[-1] = {**starts[-1], "ended": ended}
-            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
+    def write_end(self, reason: str) -> None:
+        """Keep with the latest start how the run ended."""
+        # What ends the run may be a disk that takes no more: the error says so, and not this.
+        with contextlib.suppress(OSError):
+            if self._started and (starts := self._starts()):
+                starts[-1] = {**starts[-1], "ended": {"time": time.strftime(TIME), "reason": reason}}
+                _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def _starts(self) -> list[Any]:
         """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""

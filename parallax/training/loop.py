@@ -149,9 +149,7 @@ class TrainingLoop:
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")
 
-    def _save_before_the_error(
-        self, done: int, state: TrainState, pending: DispatchedStep | None = None, start: int | None = None
-    ) -> None:
+    def _save_before_the_error(self, done: int, state: TrainState, pending: DispatchedStep | None, start: int) -> None:
         """Save what is done when data cannot be read any more, and report the step that is `pending`.
 
         With several processes the others do not know of the error, and no save would come about.

@@ -10,7 +10,7 @@ from parallax.checkpoint.steps import (
     complete_steps,
     latest_step,
     read_manifest,
-    set_damaged_aside,
+    set_aside,
     wrong_files,
 )
 from parallax.config.settings import with_added
@@ -72,7 +72,7 @@ def load_newest(
     step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
         how = f"the checkpoint of step {error.step} is damaged: {error.how}"
-        aside = set_damaged_aside(folder.checkpoints, error.step) if is_first() else None
+        aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
         say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
     wait_for_all("damaged checkpoints are set aside")
     return step, parts

@@ -121,9 +121,15 @@ def train(
             return Outcome("nothing to do", start)
         for warning in warnings:
             logger.say(warning)
-        with folder.end_recorded() as because:
+        reason = ""
+        try:
             outcome = run(parts, folder, logger, stop, start)
-            because(outcome.reason)
+            reason = outcome.reason
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            folder.write_end(reason)
         if outcome.reason == "stopped":
             # One that has asked for it may have an error to tell of.
             job.wait_for_all("the other processes to stop")
