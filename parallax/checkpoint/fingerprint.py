@@ -1,4 +1,4 @@
-"""A number for the bits of an array, the same however the array is cut over devices.
+"""Fingerprints of arrays, the same for every sharding.
 
 The bits of each element, as integers of 32, are multiplied by an odd number that follows from the element's
 position, and summed modulo 2^32. Integers add up to the same sum in any order, so the cut does not matter; an

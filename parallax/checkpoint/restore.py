@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto any mesh, and knowing that it is what was saved."""
+"""Loading a checkpoint onto any mesh, with its integrity checked."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping

@@ -49,7 +49,7 @@ class CheckedSteps(NamedTuple):
 
 
 def numbered_steps(folder: Path) -> set[int]:
-    """Numbers of all that could be a step, or stands where one would be saved."""
+    """Numbers of all folders named like a step, complete or not."""
     try:
         return {int(name) for name in files.names_in(folder) if NUMBER.fullmatch(name)}
     except OSError as error:
@@ -71,7 +71,7 @@ def unfinished_saves(folder: Path) -> list[tuple[int, Path]]:
 
 
 def check_steps(folder: Path) -> CheckedSteps:
-    """Hold every complete step to its manifest, contents aside; CheckpointError if one has another format."""
+    """Check files and sizes of every complete step against its manifest; CheckpointError if one has another format."""
     checked = CheckedSteps([], {})
     for step in sorted(complete_steps(folder), reverse=True):
         try:
@@ -204,7 +204,7 @@ def set_aside(folder: Path, step: int, why: str) -> Path:
 
 
 def tidy(folder: Path) -> list[str]:
-    """Clear away what a kill has left: says what was removed or renamed."""
+    """Remove or rename incomplete steps; returns what was done."""
     try:
         return list(_tidy(folder))
     except OSError as error:
@@ -212,7 +212,7 @@ def tidy(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: Path, step: int) -> None:
-    """Give back the disk that a failed save of a step takes, until nothing of it comes any more.
+    """Remove the files of a failed save, until no more of them appear.
 
     When one file fails, others are still being written, each in folders that are made for it.
     """

@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def python_command(command: Sequence[str]) -> list[str]:
-    """What is started for a command, unbuffered: a line is shown when it is written."""
+    """The command to start, with unbuffered output."""
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
         raise ConfigError("nothing to start; write it last, as in `-- train.py --config=configs/quickstart.py`")

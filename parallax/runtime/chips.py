@@ -1,4 +1,4 @@
-"""What chips can do, from their makers' data sheets: one table.
+"""Peak FLOP/s, memory and links of chips, from their data sheets.
 
 FLOP/s are of dense matrix products. A float32 product counts as JAX multiplies it unless told otherwise: on TPU in one
 pass of bfloat16, on NVIDIA in TF32. TPU clocks are those at which the cycles that the compiler estimates become

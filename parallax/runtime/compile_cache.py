@@ -1,4 +1,4 @@
-"""Compiled programs, kept between runs: where JAX's persistent compilation cache lies.
+"""Where JAX's persistent compilation cache is kept.
 
 Who can write there can have this process run any program, so the folder that is chosen unasked is the user's alone.
 """
@@ -21,7 +21,7 @@ _ours: str | None = None  # the folder that we told JAX; another one is of the u
 
 
 def use_compile_cache(setting: str) -> None:
-    """Have JAX keep compiled programs where train.compile_cache says; to be called before anything large is compiled.
+    """Set JAX's compilation cache as train.compile_cache says; call it before anything large is compiled.
 
     A folder that cannot be used is a line on stderr. What JAX was told before, by JAX_COMPILATION_CACHE_DIR or by the
     program, stays. With several processes, which all read what the first one writes, all must see the folder: where
@@ -50,7 +50,7 @@ def users_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _may_keep(setting: str) -> bool:
-    """Whether programs of these devices may be kept: on CPU, ones with collectives have hung when they were loaded."""
+    """Whether to cache programs of these devices: on CPU, cached programs with collectives have hung."""
     if jax.default_backend() != "cpu":
         return True
     if setting != AUTO and jax.device_count() > 1:
@@ -60,7 +60,7 @@ def _may_keep(setting: str) -> bool:
 
 
 def _made(setting: str) -> str:
-    """The folder, which can be written in; "" where it cannot, which is said."""
+    """Make the folder and check that it is writable; "" and a message if not."""
     try:
         folder = users_folder(os.environ) if setting == AUTO else Path(setting).expanduser().absolute()
         for path in (folder.parent, folder):

@@ -1,4 +1,4 @@
-"""Devices: CPU devices that are simulated, and accelerators that this machine has, whether JAX finds them or not."""
+"""Simulated CPU devices, and the accelerators of this machine, whether JAX finds them or not."""
 
 import importlib.util
 import os
@@ -17,12 +17,12 @@ SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
-    """Files of GPUs."""
+    """Device files of GPUs."""
     return [str(root / name) for name in GPU_FILES if (root / name).exists()]
 
 
 def tpu_signs(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
-    """Files of TPUs, and variables that a host of TPUs has."""
+    """Device files of TPUs, and environment variables that TPU hosts set."""
     files = [str(root / name) for name in TPU_FILES if (root / name).exists()]
     names = (name for name in environment if name.startswith(("TPU_", "MEGASCALE_")))
     return [*files, *_on_pci(root), *(name for name in names if name not in SET_BY_JAX)]
@@ -54,7 +54,7 @@ def simulate_devices(count: int, processes: int = 1) -> None:
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:
-    """Keep JAX from asking libtpu for chips, where that is installed to compile for them and there are none.
+    """Keep JAX from initializing libtpu where it is installed but there is no TPU.
 
     To be called before the first array. Libtpu would complain on stderr that it is on no host of TPUs, and take its
     time. Where anything says that there are chips, or JAX_PLATFORMS that they are wanted, what goes wrong is shown.
@@ -72,7 +72,7 @@ def leave_out_absent_tpu(root: Path = ROOT) -> None:
 
 
 def unused_accelerators(platform: str, root: Path = ROOT) -> list[str]:
-    """A line where this machine has accelerators and JAX, which runs on `platform`, has not found them."""
+    """Warnings about accelerators of this machine that JAX, which runs on `platform`, has not found."""
     wanted = os.environ.get("JAX_PLATFORMS", "")
     found = [("GPU", gpu_files(root)), ("TPU", [name for name in tpu_signs({}, root) if "vfio" not in name])]
     if platform != "cpu" or wanted.startswith("cpu"):

@@ -1,8 +1,7 @@
-"""Every file and folder of a run, a checkpoint or data is reached through here; other modules only put paths together.
+"""All access to files of runs, checkpoints and data; other modules only build paths.
 
-Reading, writing so that a file is whole or not there, listing, removing, locking, and room on the disk. Object stores
-will come in here, and nowhere else. Files that somebody else may have made are opened only where they are plain: no
-link is followed for writing, and no pipe or device is waited for. All functions raise OSError.
+Files are local. Only regular files are opened: no link is followed for writing, and no pipe or device is waited for.
+Functions raise OSError unless they say otherwise.
 """
 
 import contextlib
@@ -32,12 +31,12 @@ WHEN_FULL = "what is saved stays; make room, and the same command goes on from t
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or a folder; a link counts as what it leads to."""
+    """Whether there is a file or folder; links are followed."""
     return path.exists()
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anything has this name, a link that leads nowhere too."""
+    """Whether anything has this name, broken links included."""
     return os.path.lexists(path)
 
 
@@ -62,7 +61,7 @@ def size_bytes(path: Path) -> int:
 
 
 def tree_bytes(folder: Path) -> int:
-    """What a folder's files take together; links count as links."""
+    """The total size of a folder's files; links are not followed."""
     return sum(path.lstat().st_size for path in folder.rglob("*"))
 
 
@@ -72,22 +71,22 @@ def modified_ns(path: Path) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder, in order; nothing where it is none."""
+    """Sorted names in a folder; empty if it is not a folder."""
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def paths_below(folder: Path) -> list[Path]:
-    """All files and folders below a folder, in order."""
+    """All files and folders below a folder, sorted."""
     return sorted(folder.rglob("*"))
 
 
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
-    """What a pattern with `*`, `?` and `**` matches, in order; in a folder, relative to it."""
+    """Paths that match a glob pattern, sorted; relative to `folder` if given."""
     return sorted(map(Path, glob.glob(str(pattern), root_dir=folder, recursive=True)))
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder."""
+    """Free space on the disk of a folder."""
     return shutil.disk_usage(folder).free
 
 
@@ -95,12 +94,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
-    """`open` for plain files; to replace what is in a file, use `write_whole`."""
+    """`open` for regular files; use `write_whole` to replace a file."""
     return open(path, mode, opener=plain, **how)
 
 
 def plain(path: str | Path, flags: int) -> int:
-    """An opener for `open`: OSError where there is something else than a file; a pipe is not waited for.
+    """An opener for `open` that accepts regular files only, and never blocks on a pipe.
 
     Who writes meets no link either, symbolic or hard, which would lead what is written elsewhere.
     """
@@ -131,7 +130,7 @@ def _odd(path: str | Path, what: str) -> OSError:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a plain file; OSError too if that is absurdly much."""
+    """The content of a plain file; OSError if it is larger than LARGEST_BYTES."""
     with open_file(path) as file:
         content = file.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
@@ -140,7 +139,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Write a file so that it appears whole or not at all, even if the machine stops; what has its name is replaced."""
+    """Replace a file atomically and durably: write, flush and rename."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -158,7 +157,7 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file where nobody looks yet, or for people: a kill may leave a part of it."""
+    """Write a file without atomicity; a crash may leave a partial file."""
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -168,7 +167,7 @@ def copy_file(path: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file, or a folder's names, as writing and renaming alone do not when the power goes."""
+    """fsync a file, or a folder's entries."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -177,7 +176,7 @@ def sync(path: Path) -> None:
 
 
 class AppendFile:
-    """A file that lines are added to; CheckpointError where its disk is full, or its folder is gone."""
+    """A file to append lines to; CheckpointError if the disk is full or the folder is gone."""
 
     def __init__(self, path: Path):
         self._folder = path.parent
@@ -213,12 +212,12 @@ class AppendFile:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder and those above it, where they are not there."""
+    """Make a folder and its parents, if missing."""
     path.mkdir(mode=mode, parents=True, exist_ok=True)
 
 
 def move(path: Path, target: Path) -> Path:
-    """Give a file or a folder another name on the same disk, in one act; a file of that name is replaced."""
+    """Rename a file or folder atomically on the same disk; an existing file is replaced."""
     return path.replace(target)
 
 
@@ -231,7 +230,7 @@ def remove(path: Path, *, missing_ok: bool = False) -> None:
 
 
 def remove_what_can_be(path: Path) -> None:
-    """Remove a folder as far as that is possible; others may still be writing in it."""
+    """Remove a folder, ignoring errors; others may still be writing in it."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -241,12 +240,12 @@ def remove_empty(folder: Path) -> None:
 
 
 def lock(opened: IO, *, wait: bool) -> None:
-    """Keep others from locking an open file until it is closed; BlockingIOError where another has it, and no `wait`."""
+    """Lock an open file until it is closed; BlockingIOError if it is taken and not `wait`."""
     fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 def try_writing(folder: Path) -> None:
-    """OSError unless files can be written, renamed and removed in a folder."""
+    """Write, rename and remove a file in a folder; OSError if that fails."""
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     probe.write_text("x")
     probe.rename(probe.with_suffix(".renamed")).unlink()
@@ -260,7 +259,7 @@ def check_writable(folder: Path) -> None:
 
 
 def is_ours_alone(folder: Path) -> bool:
-    """Whether nobody but this user can write in a folder."""
+    """Whether only this user can write in a folder."""
     about = folder.stat()
     return about.st_uid == os.getuid() and not about.st_mode & 0o022
 
@@ -274,7 +273,7 @@ def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
 
 
 def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:
-    """A JSON object; ValueError says in a few words why the text is none, or one that nobody would mean.
+    """Parse a JSON object strictly; ValueError says briefly what is wrong.
 
     `odd_numbers` lets pass what Python writes and JSON does not have, NaN and infinities. With the key of the one entry
     that is `read`, that one must be there at most once, and others may be whatever JSON allows.

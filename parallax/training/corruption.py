@@ -1,4 +1,4 @@
-"""Faulty hardware computes without complaint: a step is taken twice and compared, and copies with each other."""
+"""Finds silent data corruption: a step is taken twice and compared, and replicas with each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock, and the files that say what the run is."""
+"""A run's folder: its name, its lock, config.json and metadata.json."""
 
 import contextlib
 import json
@@ -25,13 +25,13 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunFolder(RunFiles):
-    """The folder of a run, for the run itself."""
+    """A run's folder, for the run that writes it."""
 
     _started = False  # whether this run is the latest of the starts in metadata.json
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and keep every other run out of it; the lock ends with the process."""
+        """Make the folder and lock it against other runs; the lock ends with the process."""
         if not is_first():
             # One process of a job holds the lock for all.
             yield
@@ -49,7 +49,7 @@ class RunFolder(RunFiles):
                 self._remove_if_bare(before)
 
     def _remove_if_bare(self, before: set[str] | None) -> None:
-        """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
+        """Remove what is new in the folder if the run was refused before it logged anything; `before` was there."""
         with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
             names = {*files.names_in(self.path)} - (before or set())
             if names <= {self.lock.name, self.log.name} and not (files.exists(self.log) and files.size_bytes(self.log)):
@@ -80,7 +80,7 @@ class RunFolder(RunFiles):
         self._started = True
 
     def write_end(self, reason: str) -> None:
-        """Keep with the latest start how the run ended."""
+        """Record how the run ended, in the entry of its latest start."""
         # What ends the run may be a disk that takes no more: the error says so, and not this.
         with contextlib.suppress(OSError):
             if self._started and (starts := self._starts()):
@@ -88,7 +88,7 @@ class RunFolder(RunFiles):
                 _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def _starts(self) -> list[Any]:
-        """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""
+        """The starts so far; empty if the file cannot be read."""
         try:
             starts = load_json(self.metadata).get("starts")
         except CheckpointError:
@@ -97,7 +97,7 @@ class RunFolder(RunFiles):
 
 
 def check_run_name(name: str) -> str:
-    """The name again; ConfigError unless it can be a folder's name on every system.
+    """Return a valid run name; ConfigError if it could not be a folder's name on every system.
 
     >>> check_run_name("quickstart-20260102-030405")
     'quickstart-20260102-030405'

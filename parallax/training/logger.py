@@ -1,4 +1,4 @@
-"""Where a run speaks: the console, log.txt, metrics.jsonl, TensorBoard and Weights & Biases; from process 0 alone."""
+"""Logging of a run: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases; in process 0 only."""
 
 import contextlib
 import json
@@ -23,16 +23,16 @@ WANDB_SECS = 60  # for the service to answer, when a run begins and when it ends
 
 
 class MetricsWriter(Protocol):
-    """Somewhere to draw a run's numbers, besides metrics.jsonl."""
+    """Another destination for metrics, besides metrics.jsonl."""
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
         """Make ready for numbers after `step`; `say` hears what goes wrong and does not end the run."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """The numbers of a step, and its texts; what else a step has is left out."""
+        """Write a step's numbers and texts."""
 
     def close(self, *, failed: bool) -> None:
-        """No more will come."""
+        """End the writer."""
 
 
 class RunLogger:
@@ -68,7 +68,7 @@ class RunLogger:
                     file.close()
 
     def say(self, text: str) -> None:
-        """Keep in log.txt, and print while the console is there: the run does not end with it."""
+        """Print, and write to log.txt; a closed console does not end the run."""
         if self._speaks:
             make_room()
             waits, self._waits = self._waits or [], None
@@ -79,20 +79,20 @@ class RunLogger:
                 tell(self._timed(text, now, "console"), sys.stdout)
 
     def say_besides(self, text: str) -> None:
-        """Say, from any process, what went wrong while another error ends the run; a full disk does not replace it."""
+        """Report, from any process, a second error while the first one ends the run; a full disk is ignored."""
         if not self._speaks:
             return tell(text, sys.stderr)
         with contextlib.suppress(CheckpointError):
             self.say(text)
 
     def say_last(self, text: str) -> None:
-        """Keep in log.txt alone, from any thread, as why the run ends; a full disk does not keep it from ending."""
+        """Write to log.txt only, from any thread, why the run ends; a full disk is ignored."""
         if self._speaks and not self._log.closed:
             with contextlib.suppress(CheckpointError):
                 self._keep(self._timed(text))
 
     def _keep_wait(self, text: str) -> None:
-        """Keep a line on what is waited for; a run that is refused leaves an empty log, and so no folder."""
+        """Log a progress message, but not before the first other line: a refused run leaves an empty log."""
         if self._waits is not None:
             self._waits.append(self._timed(text))
         else:
@@ -102,7 +102,7 @@ class RunLogger:
         self._log.write(text + "\n")  # in one piece: another thread may write, too
 
     def _timed(self, text: str, now: time.struct_time | None = None, where: str = "log") -> str:
-        """The text behind the time of day; the first of a day, in the log and on the console, stands below its date."""
+        """The text after the time of day; the date comes above the first line of each day."""
         now = now or time.localtime()
         day, before = time.strftime(DATE, now), self._days.get(where)
         self._days[where] = day
@@ -128,7 +128,7 @@ class RunLogger:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Cut metrics.jsonl down to whole lines of steps up to `step`; a line that a kill has torn goes too."""
+    """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
     if files.exists(path):
         kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
         files.write_whole(path, "".join(line + "\n" for line in kept))
@@ -151,7 +151,7 @@ def _written(value: Any) -> Any:
 
 
 def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]:
-    """What the settings ask for, on process 0; ConfigError where a package is missing."""
+    """The writers that the settings ask for, in process 0; ConfigError if a package is missing."""
     if not is_first():
         return []
     found: list[MetricsWriter] = []
@@ -163,7 +163,7 @@ def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]
 
 
 class TensorBoard:
-    """Events in the run's folder; those that an earlier run wrote after the step it goes on from are hidden."""
+    """TensorBoard events in the run's folder; events after the resumed step are purged."""
 
     def __init__(self, folder: RunFiles):
         try:

@@ -1,4 +1,4 @@
-"""Whether a run starts or goes on, and whether its settings still fit what it did before."""
+"""Whether a run starts or resumes, and whether its settings still fit its checkpoints."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,7 +97,7 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
 
 
 def import_record(folder: RunFolder, source: str) -> bytes | None:
-    """What was kept of the folder that a run's weights were imported from, for its checkpoints to carry on.
+    """The record of the folder that a run's weights were imported from, for its checkpoints to carry.
 
     It is in the run's own newest step, or in that of `source`, the run that it starts from; None if nothing was kept.
     """
@@ -121,7 +121,7 @@ def check_source(source: str) -> None:
 
 
 def code_versions() -> dict[str, str]:
-    """What computes a run: with another version of it the last bits of losses may be others."""
+    """Versions of the code that computes a run."""
     return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
 
 

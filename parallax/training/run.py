@@ -1,4 +1,4 @@
-"""A run from its config to its end, in the order in which it happens."""
+"""A training run from its config to its end, in the order in which it happens."""
 
 import contextlib
 import dataclasses
@@ -205,7 +205,7 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
 
 
 def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
-    """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
+    """Remove incomplete checkpoints, and check the free space."""
     if job.is_first():
         check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
@@ -231,7 +231,7 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
-    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
+    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and what
     was kept of the folder that its weights were imported from."""
     record = import_record(folder, parts.settings.train.init_from) if job.is_first() else None
 
@@ -280,7 +280,7 @@ def end(
 
 
 def verdict(eval_loss: float, data: Reader) -> str:
-    """The loss beside that of a model which knows only how frequent tokens are."""
+    """The evaluation loss beside the unigram entropy of the corpus."""
     per_byte = eval_loss / data.bytes_per_token
     return (
         f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy "
@@ -289,7 +289,7 @@ def verdict(eval_loss: float, data: Reader) -> str:
 
 
 def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:
-    """Print what is about to run; returns the meter that knows its size."""
+    """Log what is about to run; returns its meter."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
@@ -371,5 +371,5 @@ def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
 
 
 def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
-    """How this run's batches get to its devices."""
+    """A function that sends this run's batches to its devices."""
     return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))

@@ -1,4 +1,4 @@
-"""What the files of a run say of it: its numbers so far, whether it goes on, and what it has saved."""
+"""A run as its files show it: metrics so far, status and checkpoints."""
 
 import math
 import os
@@ -36,7 +36,7 @@ class Status(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the run has ended."""
         return self.state in ("finished", "stopped", "failed", "gone")
 
 
@@ -176,7 +176,7 @@ class WatchedRun:
 
     @property
     def left_secs(self) -> float | None:
-        """Until the last step, at the speed of the latest; evaluations and saves are not in it."""
+        """Seconds to the last step at the current speed, without evaluations and saves."""
         if self.steps is None or self.speed is None or self.status.over:
             return None
         left = max(self.steps - self.step, 0) * self.speed.step_secs
@@ -311,12 +311,12 @@ def is_finite(value: Any) -> bool:
 
 
 def one_line(text: str) -> str:
-    """What somebody else has written, as a line to show: no character steers the terminal, and it has an end."""
+    """Text from a file as one printable line of limited length."""
     return printable(text[:LONGEST_LINE], keep="")
 
 
 def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """Those that are finite; what else a file says is left out."""
+    """The finite values of a key."""
     return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
 
 
@@ -333,7 +333,7 @@ def _time_of(file: Path) -> float:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """An object, empty where there is none yet."""
+    """A file's JSON object, empty if there is none yet."""
     try:
         return files.read_object(file, odd_numbers=True)
     except (OSError, ValueError):

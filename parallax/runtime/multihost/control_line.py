@@ -98,7 +98,7 @@ class MessageSocket:
 
 
 class QueuedMessageSocket(MessageSocket):
-    """A wire that waits for nobody: what the other end does not read is kept, and too much of it ends the connection.
+    """A socket that never blocks: unsent messages are queued, and too many of them end the connection.
 
     For one thread.
     """
@@ -135,7 +135,7 @@ class QueuedMessageSocket(MessageSocket):
         return None if self.is_cut else super().receive(longest_bytes)
 
     def _cut(self) -> None:
-        """From now on nothing is sent, and what is read next is the end."""
+        """End the connection."""
         self._unsent, self.is_cut = bytearray(), True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -159,7 +159,7 @@ class Member:
 
 
 class Hub:
-    """Answers all processes from one thread, until the process ends.
+    """Serves all processes from one thread, until process 0 ends.
 
     Args:
         listener: bound and listening; closed once all processes are there, so that JAX can have its port.
@@ -193,7 +193,7 @@ class Hub:
         threading.Thread(target=self._serve, name="hub", daemon=True).start()
 
     def wait_for_the_others(self, secs: float) -> None:
-        """Until all but process 0 have hung up: what ends with it, JAX's coordinator too, would end them unheard."""
+        """Wait until all but process 0 have disconnected: JAX's coordinator ends with process 0, and would end them."""
         self._others_gone.wait(secs)
 
     def _serve(self) -> None:
@@ -209,7 +209,7 @@ class Hub:
                 next_look = time.monotonic() + TICK_SECS
 
     def _attend(self, wire: QueuedMessageSocket, events: int) -> None:
-        """Write what can be written, and read what has come."""
+        """Send what can be sent, and read what has arrived."""
         if events & selectors.EVENT_WRITE:
             wire.flush()
         if events & selectors.EVENT_READ:
@@ -266,7 +266,7 @@ class Hub:
         return None
 
     def _welcome(self, wire: QueuedMessageSocket, hello: Message) -> Message | None:
-        """Make a member of who belongs to us; who does not is told why, and if the job cannot be, all are."""
+        """Accept a process of the job, or return why it is refused."""
         if not _is_same(hello.get("token"), self._token):
             return _refusal("this coordinator port belongs to another job; give each job a port of its own")
         if not _is(hello, HELLO, whole=True) or not _is_name(hello["host"]) or not math.isfinite(hello["clock"]):
@@ -299,7 +299,7 @@ class Hub:
             self._tell({"all": True})
 
     def _refuse(self, why: str, *, status: int = EXIT_BAD_INPUT) -> Message:
-        """Tell all members that the job cannot be; returns what they are told."""
+        """Tell all members that the job cannot start; returns the message."""
         self._tell(_refusal(why, status))
         return _refusal(why, status)
 
@@ -410,7 +410,7 @@ def _time(seconds: float) -> str:
 
 
 class ControlLine:
-    """The other processes, as one of them sees them. One thread listens, gives signs of life, and keeps the limits.
+    """A process's connection to the hub. One thread listens, sends heartbeats and enforces timeouts.
 
     When a process is lost, or a wait takes too long, that thread says so and ends this process, whatever its main
     thread is doing: a collective that waits for a dead peer would not come back.
@@ -603,7 +603,7 @@ class ControlLine:
 
 
 def end_now(status: int) -> NoReturn:
-    """End the process at once: JAX's own way out waits for processes that may never come."""
+    """End the process at once: JAX's own exit waits for processes that may never come."""
     end_within(LAST_WORDS_SECS, status)
     for stream in (sys.stdout, sys.stderr):
         with nothing_in_the_way():
@@ -612,19 +612,19 @@ def end_now(status: int) -> NoReturn:
 
 
 def end_within(secs: float, status: int) -> None:
-    """End the process after so long, whatever then still holds it: a disk or a pipe to which nothing can be written."""
+    """End the process after so long, even if a disk or a pipe blocks it."""
     late = threading.Timer(secs, os._exit, (status,))
     late.daemon = True
     late.start()
 
 
 def say_last(line: str) -> None:
-    """Last words, on stderr."""
+    """Print the reason for the end to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def nothing_in_the_way() -> contextlib.AbstractContextManager:
-    """A full disk, or a stderr that is closed, does not keep the process from its end."""
+    """Ignore a full disk or a closed stderr while the process ends."""
     return contextlib.suppress(OSError, ValueError)
 
 
