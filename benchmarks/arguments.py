@@ -54,7 +54,7 @@ def config_of(name: str) -> Any:
 
 def tpu_devices(topology: str) -> list[Any]:
     """The devices of a TPU slice that is not here; ConfigError where there is no such slice, or no compiler for it."""
-    from parallax.analysis.report.place import devices_of, read_topology, why_not, without_chips
+    from parallax.analysis.topology import devices_of, read_topology, why_not, without_chips
 
     place = read_topology(topology)
     if reason := why_not(place):

@@ -118,11 +118,11 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     """The compiled program as the report reads it, and its StepTime."""
     import math
 
-    import parallax as px
     from parallax.analysis.budget import flops_per_token
-    from parallax.analysis.report.compiled import read_compiled
-    from parallax.analysis.report.shares import branch_shares
-    from parallax.analysis.report.steptime import step_time
+
+    import parallax as px
+    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
     from parallax.sharding import compiler
 

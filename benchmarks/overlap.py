@@ -100,10 +100,9 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import math
 
     import parallax as px
-    from parallax.analysis.budget import flops_per_token
-    from parallax.analysis.report.compiled import read_compiled
-    from parallax.analysis.report.shares import branch_shares
-    from parallax.analysis.report.steptime import step_time
+    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
     from parallax.sharding import compiler
     from parallax.training.build import step_of

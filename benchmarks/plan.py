@@ -36,9 +36,9 @@ def main() -> None:
     import parallax as px
 
     px.simulate_devices(DEVICES)
-    from parallax.analysis.plan.analytic import predict
-    from parallax.analysis.plan.layouts import Choice
-    from parallax.analysis.plan.machine import local_place
+    from parallax.analysis.devices import local_place
+    from parallax.analysis.layouts import Choice
+    from parallax.analysis.step_time import predict
 
     settings, choices = work(args.config), [Choice(*layout) for layout in LAYOUTS[: args.layouts]]
     place = local_place(settings.model.dtype)

@@ -37,7 +37,6 @@ ON_CPU = (  # config, meshes, schedules, remat: heads and layers of the first tw
 ON_TPU = (
     ("llama_1b_16", "1,16,1", "v5e:4x4"),
     ("llama_1b_16", "1,8,2", "v5e:4x4"),
-    ("llama_1b_16", "4,4,1", "v5e:4x4"),
     ("deepseek_v2_lite_mla", "1,8,2", "v5p:2x2x4"),
     ("llama2_7b_64", "1,64,1", "v5p:4x4x4"),
     ("llama2_7b_64", "1,16,4", "v5p:4x4x4"),
@@ -164,14 +163,13 @@ def in_percent(error: float) -> str:
 def figures(case: Case) -> tuple[Figures, str]:
     """What is predicted and what was compiled, and the schedule that ran: without a pipeline none of the named ones."""
     import parallax as px
-    from parallax.analysis.report.rows import by_fate
-    from parallax.analysis.report.whole import report_settings
+    from parallax.analysis.report import report_settings, traced_beside_compiled
 
     settings = px.read_settings(config_for(case).to_dict())
     mesh = px.make_mesh(settings.mesh, devices(case))
     found = report_settings(settings, mesh, name=case.config)
     _, memory = (pair for _, *pair in found.beside_compiler())
-    fates = by_fate(found.sent_on_average, found.compiled.collectives)
+    fates = traced_beside_compiled(found.sent_on_average, found.compiled.collectives)
     passes = [row for row in fates if not row.update]
     return Figures(
         memory=tuple(memory),

@@ -201,7 +201,7 @@ def executed(work: Work) -> list[int]:
     """FLOPs by pipeline rank, its data and tensor ranks together."""
     import jax
 
-    from parallax.analysis.report.executed import matmul_flops
+    from parallax.analysis.flops import matmul_flops
     from parallax.model.batch import BATCH_ARRAYS
 
     model, sizes = work.model, work.model.axis_sizes

@@ -78,7 +78,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatche
     import jax
 
     import parallax as px
-    from parallax.analysis.budget import flops_per_token
+    from parallax.analysis.flops import flops_per_token
     from parallax.training.build import model_and_optimizer
     from parallax.training.step import init_state, make_train_step
 

@@ -26,8 +26,8 @@ COLUMNS = (*SIZES, *COLLECTIVES, "messages", *TIMES, "compile s")
 
 
 class Step(NamedTuple):
-    compiled: Any  # parallax.analysis.report.compiled.Compiled
-    time: Any  # parallax.analysis.report.steptime.StepTime
+    compiled: Any  # parallax.analysis.compiled.Compiled
+    time: Any  # parallax.analysis.step_time.StepTime
     compile_secs: float
 
 
@@ -68,10 +68,9 @@ def parse() -> Any:
 
 def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     import parallax as px
-    from parallax.analysis.budget import flops_per_token
-    from parallax.analysis.report.compiled import read_compiled
-    from parallax.analysis.report.shares import branch_shares
-    from parallax.analysis.report.steptime import step_time
+    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
     from parallax.training.build import step_of
 
@@ -116,7 +115,7 @@ def row(step: Step) -> str:
 
 def messages(events: list) -> list[bool]:
     """For each message between stages, whether there is a branch or a loop between its start and its done."""
-    from parallax.analysis.report.timeline import Begin, Branch, End, Loop
+    from parallax.analysis.compiled import Begin, Branch, End, Loop
 
     found = []
     for at, event in enumerate(events):

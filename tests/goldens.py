@@ -11,14 +11,15 @@ import pathlib
 import subprocess
 import sys
 
+from parallax.analysis.report import report_settings, report_text
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import traced_counts
 
 from docs import config_keys, step_picture
-from parallax.analysis.report.text import text
-from parallax.analysis.report.whole import abstract_mesh, report_settings
+from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.sharding.mesh import INFERRED, resolve_sizes
 
@@ -43,7 +44,7 @@ def report_of(name):
 
 def golden(name):
     """The report of a config as it is kept."""
-    return text(report_of(name), line_numbers=False) + "\n"
+    return report_text(report_of(name), line_numbers=False) + "\n"
 
 
 def documented():

@@ -6,8 +6,8 @@ python tests/tpu_configs.py CONFIG CHIP
 import importlib
 import sys
 
-from parallax.analysis.plan.compiling import compile_step
-from parallax.analysis.report.place import devices_of, without_chips
+from parallax.analysis.step_time import compile_step
+from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.command import with_likely_vocab
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings

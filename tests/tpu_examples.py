@@ -9,8 +9,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.report.compiled import read_compiled
-from parallax.analysis.report.steptime import step_time
+from parallax.analysis.compiled import read_compiled
+from parallax.analysis.step_time import step_time
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import chip
 from parallax.sharding.mesh import make_mesh

@@ -3,7 +3,7 @@
 import contextlib
 import io
 
-from parallax.analysis.report.place import devices_of, read_topology, without_chips
+from parallax.analysis.topology import devices_of, read_topology, without_chips
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS
 from parallax.sharding import compiler

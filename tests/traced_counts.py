@@ -13,8 +13,8 @@ from jaxprs import KINDS, is_jaxpr
 from traced_settings import CASES, ROWS, SEQ, settings_of
 
 import parallax as px
-from parallax.analysis.report.traced import collectives_by_rank, step_program
-from parallax.analysis.report.whole import abstract_mesh
+from parallax.analysis.collectives import collectives_by_rank
+from parallax.analysis.trace import abstract_mesh, step_program
 from parallax.sharding.mesh import AXES
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "collectives.txt"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from parallax.analysis.report.hlo import COLLECTIVES, Computation, Instruction, Module, parse
+from parallax.analysis.hlo import COLLECTIVES, Computation, Instruction, Module, parse
 
 HOLDERS = ("while", "conditional", "call")
 

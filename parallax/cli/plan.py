@@ -21,21 +21,31 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import jax
 
-    from parallax.analysis.plan import text
-    from parallax.analysis.plan.analytic import predict_of
-    from parallax.analysis.plan.cache import Cache
-    from parallax.analysis.plan.changes import helpful
-    from parallax.analysis.plan.compiling import Outcome, compile_step
-    from parallax.analysis.plan.layouts import build, placed
-    from parallax.analysis.plan.machine import local_place
-    from parallax.analysis.plan.picture import draw, front
-    from parallax.analysis.plan.sweep import Sweep
-    from parallax.analysis.report.place import Place, devices_of, read_topology, why_not, without_chips
+    from parallax.analysis.devices import local_place
+    from parallax.analysis.layouts import build, placed
+    from parallax.analysis.plan import (
+        analytic_parts,
+        changes_table,
+        compiled_lines,
+        fastest_line,
+        heading,
+        helpful_changes,
+        largest_line,
+        memory_table,
+        passed_over_line,
+        sweep_table,
+        verdict,
+    )
+    from parallax.analysis.render import time_table
+    from parallax.analysis.step_time import Outcome, compile_step, predict_of
+    from parallax.analysis.sweep import Cache, Sweep, draw, front
+    from parallax.analysis.topology import Place, devices_of, read_topology, why_not, without_chips
     from parallax.cli.command import Flag, read_command, run_command, with_likely_vocab, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
+    from parallax.runtime.units import percent
 
 FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
@@ -103,29 +113,29 @@ def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
 def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
     model = build(settings, place)
-    print(text.heading(name, settings, place), flush=True)
+    print(heading(name, settings, place), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, place)
-    print("", text.verdict(now.peak_bytes, place, "predicted"), f"MFU {text.percent(now.mfu)} (analytic)", sep="\n")
-    print("", *text.memory(now), "", *text.times(text.analytic_parts(now), now.secs), sep="\n")
-    print(text.beneath(now), flush=True)
+    print("", verdict(now.peak_bytes, place, "predicted"), f"MFU {percent(now.mfu)} (analytic)", sep="\n")
+    print("", *memory_table(now), "", *time_table(analytic_parts(now), now.secs), sep="\n")
+    print(largest_line(now), flush=True)
     with waiting("pricing what would change it") as show:
-        changes = helpful(settings, place, now, show)
+        changes = helpful_changes(settings, place, now, show)
     if changes:
-        print("", *text.changes(changes), sep="\n", flush=True)
+        print("", *changes_table(changes), sep="\n", flush=True)
     if values["analytic"]:
         return
     devices = compiler_devices(place, values)
     if devices:
         with waiting(f"compiling the step for {place.name}"):
             made = compile_step(settings, place, devices)
-        print("", *text.outcome(made, place), sep="\n")
+        print("", *compiled_lines(made, place), sep="\n")
 
 
 def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
     search = Sweep(settings, place, Cache(values["cache"]), keep=values["keep"])
-    print(text.heading(name, settings, place), flush=True)
+    print(heading(name, settings, place), flush=True)
     compiled: dict[Any, Outcome] = {}
     try:
         with waiting("pricing layouts") as show:
@@ -138,8 +148,8 @@ def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -
     finally:
         shown = search.shown()
         marked = front(search.rows)
-        print("", *text.sweep_table(shown, compiled, marked, search.own), "", text.counted(search), sep="\n")
-        print(*text.fastest(compiled, search.own), sep="\n", end="")
+        print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
+        print(*fastest_line(compiled, search.own), sep="\n", end="")
         if values["svg"] is not None:
             write(values["svg"], draw(f"{name} on {place.name}", search.rows, place, search.own))
 

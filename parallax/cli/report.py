@@ -20,10 +20,10 @@ with loading(__name__, sys.stderr):
     import jax
     from jax.sharding import AbstractMesh, Mesh
 
-    from parallax.analysis.report.place import Place, devices_of, read_topology, sizes_on, why_not, without_chips
-    from parallax.analysis.report.spent import spent
-    from parallax.analysis.report.trace import read_traces
-    from parallax.analysis.report.whole import abstract_mesh, report_settings
+    from parallax.analysis.profile import profile_steps, read_traces
+    from parallax.analysis.report import report_settings
+    from parallax.analysis.topology import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.cli.command import usage as usage_of
@@ -92,7 +92,7 @@ def report_trace(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(arguments)
     with waiting(f"reading the traces in {flags.trace}"):
-        found = spent(read_traces(flags.trace))
+        found = profile_steps(read_traces(flags.trace))
     print(found.to_json() if flags.json else found)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from parallax.analysis.devices import most_memory
 from parallax.runtime.units import count, duration, in_bytes, in_flops
-from parallax.training.peak import most_memory
 
 WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
 LEAST_WAIT = 0.01  # of a step's time: less waiting for data is no news

@@ -5,14 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.checkpoint.restore import compare_settings, restore_newest
-from parallax.checkpoint.steps import (
-    check_steps,
-    complete_steps,
-    latest_step,
-    read_manifest,
-    set_aside,
-    wrong_files,
-)
+from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.settings import with_added
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes

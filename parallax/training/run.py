@@ -13,7 +13,9 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
+from parallax.analysis.devices import check_fits, peak_flops
+from parallax.analysis.flops import flops_per_token, parameters_by_component
+from parallax.analysis.memory import memory
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.load import lines_of, settings_of
@@ -40,7 +42,6 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import LearningRates, TrainingLoop, parts_of, state_of
 from parallax.training.meter import Meter
-from parallax.training.peak import check_fits, peak_flops
 from parallax.training.profile import Profile
 from parallax.training.resume import (
     check_source,

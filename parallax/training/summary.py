@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallax.analysis.budget import Memory
+from parallax.analysis.memory import Memory
 from parallax.runtime.units import in_bytes
 
 WIDTH = 88

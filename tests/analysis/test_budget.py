@@ -9,7 +9,8 @@ import pytest
 from jaxprs import equations
 from run_examples import tiny_config
 
-from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
+from parallax.analysis.flops import flops_per_token, parameters_by_component
+from parallax.analysis.memory import memory
 from parallax.config.load import settings_of
 from parallax.config.sections import MeshConfig
 from parallax.runtime.jaxprs import called, loop

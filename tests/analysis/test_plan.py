@@ -14,20 +14,16 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from parallax.analysis.plan import changes as changes_module
-from parallax.analysis.plan import sweep as sweep_module
-from parallax.analysis.plan.analytic import by_axes, hidden_secs, messages, predict, predicted_memory, trace
-from parallax.analysis.plan.bounds import Bound, Bounds
-from parallax.analysis.plan.cache import Cache
-from parallax.analysis.plan.changes import Change, helpful, neighbours
-from parallax.analysis.plan.compiling import Outcome
-from parallax.analysis.plan.layouts import VIRTUAL, Choice, build, build_if_legal, choices
-from parallax.analysis.plan.machine import local_place
-from parallax.analysis.plan.picture import draw, front
-from parallax.analysis.plan.sweep import Sweep
-from parallax.analysis.plan.text import heading, sweep_table, verdict
-from parallax.analysis.report.place import read_topology
-from parallax.analysis.report.traced import collectives
+from parallax.analysis import plan as plan_module
+from parallax.analysis import sweep as sweep_module
+from parallax.analysis.collectives import collectives
+from parallax.analysis.devices import local_place
+from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
+from parallax.analysis.memory import predicted_memory
+from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
+from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, trace
+from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
+from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
 from parallax.config.sections import REMAT
@@ -531,10 +527,10 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     now = predict(tiny(), PAIR)
     half, third = now.peak_bytes // 2, now.peak_bytes // 3
     priced = [Change("larger", half, -0.5), Change("less", -third, 0.1), Change("least", -half, -0.1)]
-    monkeypatch.setattr(changes_module, "_priced", lambda *args: priced)
+    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
     tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes // 4))
-    assert [change.flags for change in helpful(tiny(), tight, now)] == ["least", "less"]
-    assert [change.flags for change in helpful(tiny(), PAIR, now)] == ["larger", "least", "less"]
+    assert [change.flags for change in helpful_changes(tiny(), tight, now)] == ["least", "less"]
+    assert [change.flags for change in helpful_changes(tiny(), PAIR, now)] == ["larger", "least", "less"]
 
 
 def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
@@ -549,7 +545,7 @@ def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_aske
 def test_flags_of_a_change_do_what_it_says(config):
     settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
     now = predict(settings, place)
-    change = helpful(settings, place, now)[0]
+    change = helpful_changes(settings, place, now)[0]
     then = predict(read_command(["plan", config, *change.flags.split()], {})[0], place)
     assert then.secs == pytest.approx(now.secs * (1 + change.secs))
     assert then.peak_bytes == now.peak_bytes + change.bytes
@@ -611,7 +607,7 @@ def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
 
 
 def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):
-    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    monkeypatch.setattr(command, "helpful_changes", lambda *args: [])
     assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
     out = capsys.readouterr().out
     assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
@@ -619,7 +615,7 @@ def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(con
 
 
 def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, monkeypatch):
-    monkeypatch.setattr(command, "helpful", lambda *args: [])
+    monkeypatch.setattr(command, "helpful_changes", lambda *args: [])
     monkeypatch.setattr(command, "compile_step", None)
     assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
     out = capsys.readouterr().out

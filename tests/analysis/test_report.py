@@ -15,13 +15,13 @@ import pytest
 import tiny
 
 import parallax as px
-from parallax.analysis.report.cycles import ModuleSecs
-from parallax.analysis.report.executed import flops_by_direction
-from parallax.analysis.report.flops import step_flops
-from parallax.analysis.report.place import GET_LIBTPU
-from parallax.analysis.report.steptime import StepTime
-from parallax.analysis.report.text import WIDTH
-from parallax.analysis.report.whole import abstract_mesh, report_settings
+from parallax.analysis.compiled import ModuleSecs
+from parallax.analysis.flops import flops_by_direction, step_flops
+from parallax.analysis.render import WIDTH
+from parallax.analysis.report import report_settings
+from parallax.analysis.step_time import StepTime
+from parallax.analysis.topology import GET_LIBTPU
+from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import likely_entries, read_command
 from parallax.cli.report import main
 from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig

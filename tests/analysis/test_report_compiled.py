@@ -15,14 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import schedules
-from parallax.analysis.report.compiled import read_compiled, read_text
-from parallax.analysis.report.cycles import secs_by_module
-from parallax.analysis.report.groups import axes_of, groups_of
-from parallax.analysis.report.hlo import parse
-from parallax.analysis.report.links import one_way, route
-from parallax.analysis.report.shares import Share, name_of, shares_of
-from parallax.analysis.report.steptime import step_time
-from parallax.analysis.report.timeline import Branch, Loop
+from parallax.analysis.compiled import Branch, Loop, Share, name_of, read_compiled, read_text, secs_by_module, shares_of
+from parallax.analysis.hlo import axes_of, groups_of, parse
+from parallax.analysis.step_time import step_time
+from parallax.analysis.topology import one_way, route
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS, chip
 from parallax.runtime.errors import ConfigError

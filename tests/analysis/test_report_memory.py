@@ -9,11 +9,11 @@ import tiny
 from run_examples import as_flags, write_corpus
 
 import train
-from parallax.analysis.budget import memory
-from parallax.analysis.plan import machine
-from parallax.analysis.report.compiled import read_compiled
-from parallax.analysis.report.place import read_topology
-from parallax.analysis.report.whole import GIVEN
+from parallax.analysis import devices
+from parallax.analysis.compiled import read_compiled
+from parallax.analysis.memory import memory
+from parallax.analysis.report import GIVEN
+from parallax.analysis.topology import read_topology
 from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
 from parallax.config.sections import GuardConfig
@@ -159,8 +159,8 @@ def commands(monkeypatch, tmp_path):
     monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
     monkeypatch.setattr(run_module, "make_train_step", stop)
     monkeypatch.setattr(run_module, "peak_flops", lambda dtype: (None, "not measured"))
-    monkeypatch.setattr(machine, "measured", lambda dtype: read_topology("v5e:2x4").chip)
-    monkeypatch.setattr(plan_command, "helpful", lambda *_: [])
+    monkeypatch.setattr(devices, "measured", lambda dtype: read_topology("v5e:2x4").chip)
+    monkeypatch.setattr(plan_command, "helpful_changes", lambda *_: [])
     corpus = write_corpus(tmp_path / "corpus")
     data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}
     return ["--config=configs/quickstart.py", *as_flags(SMALL | data | {"data.tokenizer": "bytes"})]

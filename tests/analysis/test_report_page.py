@@ -13,11 +13,11 @@ from html import escape
 
 import pytest
 
-from parallax.analysis.report.compiled import Compiled, Made
-from parallax.analysis.report.flops import Flops
-from parallax.analysis.report.steptime import StepTime
-from parallax.analysis.report.traced import Sent
-from parallax.analysis.report.whole import Report
+from parallax.analysis.collectives import Sent
+from parallax.analysis.compiled import Compiled, Made
+from parallax.analysis.flops import Flops
+from parallax.analysis.report import Report
+from parallax.analysis.step_time import StepTime
 
 MIB = 2**20
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

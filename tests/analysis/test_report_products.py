@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from parallax.analysis.report.products import compiled_flops
-from parallax.analysis.report.shares import Share
+from parallax.analysis.compiled import Share, compiled_flops
 
 
 def compiled_text(function, *shapes):

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from tiny import build, model_config, section
 
-from parallax.analysis.report.executed import flops_by_direction, matmul_flops
-from parallax.analysis.report.traced import (
+from parallax.analysis.collectives import (
     Sent,
     busiest,
     collectives,
@@ -22,6 +21,7 @@ from parallax.analysis.report.traced import (
     step_collectives,
     totals,
 )
+from parallax.analysis.flops import flops_by_direction, matmul_flops
 from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.collectives import (
@@ -238,7 +238,7 @@ def test_sources_are_lines_of_this_project_that_ask_for_what_they_are_said_to(sc
 def test_modules_are_named_as_the_model_names_them():
     modules = {one.module for one in step_collectives(step(attention="mla", tied=False), ROWS, SEQ)}
     assert {"embedding", "attention", "attention/norm", "attention/out", "mlp", "mlp/down", "head/norm"} <= modules
-    assert {"loss", "pipeline/executor", "pipeline/storage"} <= modules
+    assert {"model/loss", "pipeline/executor", "pipeline/storage"} <= modules
 
 
 def test_a_report_has_of_each_entry_the_count_of_the_rank_that_sends_it_most():

@@ -8,8 +8,7 @@ from jax.profiler import ProfileData
 from process_examples import flags_of, launched
 from run_examples import stop_at, tiny_config
 
-from parallax.analysis.report.spent import spent
-from parallax.analysis.report.trace import Ran, Trace, read_traces
+from parallax.analysis.profile import Operation, Trace, profile_steps, read_traces
 from parallax.cli.report import main
 from parallax.config.load import settings_of
 from parallax.runtime.errors import ConfigError, DataError
@@ -66,7 +65,7 @@ def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus
 
 @pytest.fixture(scope="module")
 def found(observed_run):
-    return spent(read_traces(observed_run))
+    return profile_steps(read_traces(observed_run))
 
 
 def test_a_run_writes_a_trace_of_its_steps_with_the_program_that_ran(observed_run):
@@ -128,14 +127,14 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
 
 
 def ran(start, end, module, collective=False):
-    return Ran(start, end, module, collective, product=False)
+    return Operation(start, end, module, collective, product=False)
 
 
 def test_each_moment_is_counted_once():
     """Ten seconds: 0-2 mlp, 2-4 mlp and attention at once, 3-6 a gather of which 3-4 is hidden, 8-12 cut at 10."""
     device = [ran(0, 4, "mlp"), ran(2, 4, "attention"), ran(3, 6, "all-gather", True), ran(8, 12, "update")]
     trace = Trace("hand", {0: device, 1: []}, (0.0, 10.0), (1,), {}, (0, 1), "")
-    found = spent(trace)
+    found = profile_steps(trace)
     by_name = {part.name: (part.secs, part.hidden) for part in (*found.modules, *found.collectives)}
     # Of an average device: the other one is idle.
     assert by_name == {"mlp": (1.5, 0), "attention": (0.5, 0), "update": (1, 0), "all-gather": (1, 0.5)}
@@ -195,7 +194,7 @@ def write_gpu(folder, *, about, process=0):
 
 
 def test_streams_of_a_gpu_are_read_by_their_operations(tmp_path):
-    found = spent(
+    found = profile_steps(
         read_traces(write_gpu(tmp_path / "run" / "profile" / "steps-7-7" / "process-0", about=True).parents[2])
     )
     secs = {part.name: (round(part.secs * 1e6, 6), round(part.hidden * 1e6, 6)) for part in found.modules}
@@ -206,7 +205,7 @@ def test_streams_of_a_gpu_are_read_by_their_operations(tmp_path):
 
 
 def test_a_trace_without_its_program_is_read_by_names(tmp_path):
-    found = spent(read_traces(write_gpu(tmp_path / "alone", about=False)))
+    found = profile_steps(read_traces(write_gpu(tmp_path / "alone", about=False)))
     assert {part.name for part in (*found.modules, *found.collectives)} == {"dot", "add", "ag"}
 
 
@@ -218,7 +217,7 @@ def test_the_processes_of_a_job_are_put_together_and_the_newest_steps_are_taken(
     other = write_gpu(profile / "steps-7-7" / "process-1", about=True, process=1)  # counts its device as 0, too
     moved = GPU.replace("timestamp_ns: 1000", "timestamp_ns: 900000")
     (other / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(moved))
-    found = spent(read_traces(tmp_path))
+    found = profile_steps(read_traces(tmp_path))
     assert [(one.device, one.place) for one in found.devices] == [(0, "pp=0 dp=0 tp=0"), (1, "pp=0 dp=0 tp=1")]
     # Their clocks differ; each is measured against its own.
     assert found.devices[0][2:] == pytest.approx(found.devices[1][2:])
@@ -242,7 +241,7 @@ def test_each_process_of_a_job_traces_its_own_devices(corpus, tmp_path):
     with launched("train.py", *flags_of(corpus, **changes), f"--workdir={tmp_path}") as job:
         status, text = job.end()
     assert status == 0, text
-    found = spent(read_traces(tmp_path))
+    found = profile_steps(read_traces(tmp_path))
     places = [f"pp={pp} dp={dp} tp={tp}" for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert sorted(one.place for one in found.devices) == places
     assert all(one.compute > 0 and one.total == pytest.approx(found.secs, rel=1e-9) for one in found.devices)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from parallax.analysis.report.place import read_topology
+from parallax.analysis.topology import read_topology
 from parallax.cli.command import read_command, with_likely_vocab
 from parallax.cli.firstrun import __main__ as command
 from parallax.cli.firstrun import choose as choose_module

@@ -11,12 +11,12 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from parallax.analysis.budget import flops_per_token, memory, parameters_by_component
-from parallax.analysis.plan.analytic import predicted_memory
-from parallax.analysis.plan.layouts import build as build_on
-from parallax.analysis.plan.layouts import placed
-from parallax.analysis.plan.text import JAX_TAKES
-from parallax.analysis.report.place import read_topology
+from parallax.analysis.flops import flops_per_token, parameters_by_component
+from parallax.analysis.layouts import build as build_on
+from parallax.analysis.layouts import placed
+from parallax.analysis.memory import memory, predicted_memory
+from parallax.analysis.plan import JAX_TAKES
+from parallax.analysis.topology import read_topology
 from parallax.config.load import settings_of
 from parallax.config.settings import with_vocab
 from parallax.runtime.units import in_bytes

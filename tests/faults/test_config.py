@@ -13,13 +13,13 @@ from run_examples import tiny_config
 
 import train as command_line
 from configs.base import get_config
+from parallax.analysis.devices import check_fits, device_memory
 from parallax.config.settings import SECTIONS, load_settings, read_settings
 from parallax.data.tokenizer import load
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.training import run as run_module
 from parallax.training.loop import LearningRates
 from parallax.training.optimizer import learning_rate
-from parallax.training.peak import check_fits, device_memory
 from parallax.training.run import train
 
 NUMBERS = [

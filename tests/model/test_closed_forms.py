@@ -7,7 +7,7 @@ import pytest
 from formulas import Step
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
-from parallax.analysis.report.traced import step_collectives, totals
+from parallax.analysis.collectives import step_collectives, totals
 from parallax.sharding.layout import Layout
 
 RESIDUALS = {"hidden": HIDDEN_CUT, "seq": SEQ_CUT}

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations, inside
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
-from parallax.analysis.report.executed import product_flops
+from parallax.analysis.flops import product_flops
 from parallax.model.attention import attend
 from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context, causal_mask

@@ -16,8 +16,8 @@ from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config
-from parallax.analysis.report.flops import step_flops
-from parallax.analysis.report.whole import abstract_mesh
+from parallax.analysis.flops import step_flops
+from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import SampleConfig
 from parallax.config.settings import load_settings, read_settings, with_vocab

@@ -15,7 +15,7 @@ from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
 
-from parallax.analysis.report.executed import flops_by_direction
+from parallax.analysis.flops import flops_by_direction
 from parallax.config.sections import REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of

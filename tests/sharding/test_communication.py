@@ -16,7 +16,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
-from parallax.analysis.report.traced import collectives, step_collectives
+from parallax.analysis.collectives import collectives, step_collectives
 from parallax.model.context import training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout

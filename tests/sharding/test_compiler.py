@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from tiny import build, mesh_of
 
-from parallax.analysis.report.traced import step_collectives
+from parallax.analysis.collectives import step_collectives
 from parallax.sharding import compiler
 from parallax.sharding.compiler import compiler_options, first_group
 

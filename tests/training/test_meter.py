@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from parallax.analysis.devices import measure_matmul, most_memory, peak_flops
 from parallax.runtime.chips import CHIPS
 from parallax.training.meter import Meter
-from parallax.training.peak import measure_matmul, most_memory, peak_flops
 
 FIXED = {"clock": lambda: 0.0, "memory": lambda: int(1.3 * 2**30)}
 VALUES = {"train/loss": 4.12344, "train/grad_norm": 1.234, "train/learning_rate": 3e-4}

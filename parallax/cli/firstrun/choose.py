@@ -5,16 +5,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from parallax.analysis.budget import Memory
-from parallax.analysis.plan.analytic import predicted_memory
-from parallax.analysis.report.whole import abstract_mesh
+from parallax.analysis.devices import device_memory
+from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import CONFIGS, read_command, with_likely_vocab
 from parallax.config.settings import Settings
 from parallax.runtime.errors import ParallaxError
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
 from parallax.training.build import model_of
-from parallax.training.peak import device_memory
 
 ALL_ALONG_DP = "--config.mesh.dp=-1"
 # By platform, the largest first: a config, and what is changed of it.

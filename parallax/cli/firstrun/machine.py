@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 from jax.extend.backend import get_backend
 
+from parallax.analysis.devices import device_memory
 from parallax.runtime.units import in_bytes
 from parallax.runtime.version import code_version, version_of, versions
-from parallax.training.peak import device_memory
 
 # What drives the devices, where it is installed.
 DRIVERS = (

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 
-from parallax.analysis.plan.text import heading
+from parallax.analysis.plan import heading
 from parallax.cli.firstrun.work import WARM_UP, Found, seconds
 from parallax.runtime.units import in_bytes, percent
 

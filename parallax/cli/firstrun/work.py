@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.analysis.budget import Memory, flops_per_token
-from parallax.analysis.plan.analytic import Estimate, predict
-from parallax.analysis.plan.machine import local_place
-from parallax.analysis.report.compiled import read_compiled
-from parallax.analysis.report.place import Place
-from parallax.analysis.report.shares import branch_shares
-from parallax.analysis.report.steptime import step_time
+from parallax.analysis.compiled import branch_shares, read_compiled
+from parallax.analysis.devices import device_memory, local_place, most_memory
+from parallax.analysis.flops import flops_per_token
+from parallax.analysis.memory import Memory
+from parallax.analysis.step_time import Estimate, predict, step_time
+from parallax.analysis.topology import Place
 from parallax.cli.firstrun.choose import planned_memory
 from parallax.config.settings import Settings
 from parallax.runtime.errors import ConfigError
@@ -27,7 +26,6 @@ from parallax.sharding.compiler import compiler_options
 from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import own_rows, put_on
 from parallax.training.build import step_of
-from parallax.training.peak import device_memory, most_memory
 from parallax.training.step import TrainState, TrainStep
 
 WARM_UP = 2  # steps that are left out of the times

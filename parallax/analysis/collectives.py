@@ -1,4 +1,4 @@
-"""What a step sends, read from its traced program: nothing is compiled, and no device is needed."""
+"""What a step or a function sends, read from its traced program: nothing is compiled, and no device is needed."""
 
 import functools
 import math
@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.report.origin import Origin
-from parallax.analysis.report.walk import walk
-from parallax.model.batch import BATCH_ARRAYS
+from parallax.analysis.trace import Origin, step_program, walk
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import AXES
 
 # How JAX calls what the notation calls.
@@ -54,13 +55,6 @@ def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Ma
     Raises ValueError where it depends on data what is sent.
     """
     return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
-
-
-@functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
-def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
-    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
-    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
-    return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
 
 
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
@@ -142,3 +136,28 @@ def _bytes(kind: str, operand: int, devices: int) -> int:
         return (devices - 1) * operand
     share = -(-(devices - 1) * operand // devices)
     return 2 * share if kind == "all-reduce" else share
+
+
+def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh: Any) -> list[Sent]:
+    """What a device sends when it runs `local` on its pieces of arrays, and takes the gradients in those of floats.
+
+    An array that is not cut over an axis is the same on its ranks, and its gradient is summed over it. Nothing runs:
+    `arrays` may be shapes, the mesh abstract. Raises NotationError where a layout is none.
+
+    >>> import jax.numpy as jnp
+    >>> from parallax.sharding.collectives import all_gather
+    >>> from parallax.sharding.mesh import mesh_of
+    >>> gather = lambda w: all_gather("d_model/dp d_ff -> d_model d_ff", w)
+    >>> sent = sent_by(gather, ["d_model/dp d_ff"], [jnp.ones((8, 4))], mesh_of(dp=1))
+    >>> sorted((one.direction, one.kind) for one in sent)
+    [('backward', 'reduce-scatter'), ('forward', 'all-gather')]
+    """
+
+    def passes(*pieces: Any) -> Any:
+        y, pull = jax.vjp(local, *pieces)
+        gradients = [leaf for leaf in jax.tree.leaves(pull(y)) if leaf.dtype != jax.dtypes.float0]
+        return as_varying(sum(as_varying(leaf.sum()) for leaf in gradients)[None])
+
+    specs = tuple(Layout.parse(layout).spec() for layout in layouts)
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=True)
+    return collectives(mapped, *arrays, at=dict.fromkeys(AXES, 0), sizes=dict(mesh.shape))

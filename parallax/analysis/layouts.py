@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parallax.analysis.report.place import Place, sizes_on
-from parallax.analysis.report.whole import abstract_mesh
+from parallax.analysis.topology import Place, sizes_on
+from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on

@@ -1,20 +1,25 @@
 """A trace that JAX's profiler wrote, read: which operation ran when on which device, and in which part of the model."""
 
+import dataclasses
+import heapq
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from parallax.analysis.report.cycles import NO_COMPUTE, PRODUCT, module_of
-from parallax.analysis.report.groups import axes_of, groups_of
-from parallax.analysis.report.hlo import COLLECTIVES, Instruction, parse
+from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
+from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse
+from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
 from parallax.runtime.errors import DataError
 from parallax.runtime.files import read_object
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
+from parallax.runtime.units import percent
 
 XPLANE = "*.xplane.pb"
 STEP = "train"  # the span of a step's dispatch, which has its number
@@ -27,7 +32,7 @@ NAMED |= {"psum": "all-reduce"}
 OTHERS = "other programs"
 
 
-class Ran(NamedTuple):
+class Operation(NamedTuple):
     """An operation on a device, from `start` to `end` in seconds; `module` is the part of the model that it belongs to,
     of a collective its kind and axes. `product` is whether it multiplies matrices."""
 
@@ -42,7 +47,7 @@ class Trace(NamedTuple):
     """What each device did in the traced steps, by number; `span` is their wall time, in seconds on the same clock."""
 
     name: str
-    devices: dict[int, list[Ran]]
+    devices: dict[int, list[Operation]]
     span: tuple[float, float]
     steps: tuple[int, ...]
     mesh: dict[str, int]
@@ -181,7 +186,7 @@ def _about(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Ran]]:
+def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. CPUs write theirs by thread, each with its device; GPUs and TPUs have
     a plane each, GPUs with a line for each stream."""
     found = DEVICE.match(plane.name)
@@ -202,7 +207,7 @@ def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Ran]]:
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
-                yield number, Ran(start, start + event.duration_ns / 1e9, *about)
+                yield number, Operation(start, start + event.duration_ns / 1e9, *about)
 
 
 def _global(number: int, local: list[int]) -> int:
@@ -219,7 +224,7 @@ def _of(name: str, stats: dict[str, Any], program: Program) -> tuple[str, bool, 
     return program.about(op)
 
 
-def _span(planes: list[Any], devices: dict[int, list[Ran]]) -> tuple[tuple[float, float], tuple[int, ...]]:
+def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple[float, float], tuple[int, ...]]:
     """From the first to the last moment of the traced steps, and their numbers."""
     span, steps = None, set()
     for plane in planes:
@@ -247,3 +252,221 @@ def _guessed(op: str) -> tuple[str, bool, bool] | None:
     if stem in CONTROL:
         return None
     return stem or op, False, "gemm" in plain or stem in ("dot", "convolution")
+
+
+class PartTime(NamedTuple):
+    """Seconds of an average device in all traced steps. `hidden` are those of a collective during which the device
+    computed: they are part of its compute. `calls` are of an average device, too."""
+
+    name: str
+    secs: float
+    hidden: float
+    products: float
+    calls: float
+
+
+class DeviceTime(NamedTuple):
+    """Seconds of one device: `compute`, `exposed` collectives, `idle`; their sum is the wall time."""
+
+    device: int
+    place: str
+    compute: float
+    exposed: float
+    idle: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.idle
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepProfile:
+    """The time of traced steps; it prints as text."""
+
+    name: str
+    steps: tuple[int, ...]
+    secs: float
+    kind: str
+    mesh: dict[str, int]
+    modules: tuple[PartTime, ...]
+    collectives: tuple[PartTime, ...]
+    idle: float
+    devices: tuple[DeviceTime, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists that JSON can hold."""
+        plain = dataclasses.asdict(self)
+        plain["modules"] = [one._asdict() for one in self.modules]
+        plain["collectives"] = [one._asdict() for one in self.collectives]
+        plain["devices"] = [one._asdict() for one in self.devices]
+        return plain
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __repr__(self) -> str:
+        return profile_text(self)
+
+
+class Account:
+    """Adds one device's operations up, moment by moment."""
+
+    def __init__(self, span: tuple[float, float]):
+        self.span = span
+        self.modules: dict[str, float] = defaultdict(float)
+        self.products: dict[str, float] = defaultdict(float)
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.hidden: dict[str, float] = defaultdict(float)
+        self.calls: Counter = Counter()
+        self.idle = 0.0
+
+    def add(self, ran: list[Operation]) -> None:
+        """A moment belongs to the operations that compute then, in equal parts; to collectives where none does; and is
+        idle where nothing runs."""
+        ran = sorted(ran)
+        self.calls.update(one.module for one in ran)
+        running: list[tuple[float, int]] = []  # ends, first to end first
+        now, at = self.span[0], 0
+        while now < self.span[1]:
+            while at < len(ran) and ran[at].start <= now:
+                if ran[at].end > now:
+                    heapq.heappush(running, (ran[at].end, at))
+                at += 1
+            following = [self.span[1], *(end for end, _ in running[:1])]
+            if at < len(ran):
+                following.append(ran[at].start)
+            until = min(following)
+            self._share(until - now, [ran[number] for _, number in running])
+            now = until
+            while running and running[0][0] <= now:
+                heapq.heappop(running)
+
+    def _share(self, secs: float, running: list[Operation]) -> None:
+        computing = [one for one in running if not one.collective]
+        sending = [one for one in running if one.collective]
+        for one in computing:
+            self.modules[one.module] += secs / len(computing)
+            self.products[one.module] += secs / len(computing) * one.product
+        for one in sending:
+            (self.hidden if computing else self.exposed)[one.module] += secs / len(sending)
+        if not running:
+            self.idle += secs
+
+
+def profile_steps(trace: Trace) -> StepProfile:
+    """The account of a trace, of an average device and of each."""
+    accounts = {number: Account(trace.span) for number in trace.devices}
+    for number, account in accounts.items():
+        account.add(trace.devices[number])
+    secs, products, exposed, hidden, calls = (
+        _means(accounts.values(), of) for of in ("modules", "products", "exposed", "hidden", "calls")
+    )
+    modules = [PartTime(name, secs[name], 0.0, products[name], calls[name]) for name in secs]
+    sent = [PartTime(name, exposed[name], hidden[name], 0.0, calls[name]) for name in {**exposed, **hidden}]
+    devices = [
+        DeviceTime(number, _place(trace, number), sum(one.modules.values()), sum(one.exposed.values()), one.idle)
+        for number, one in accounts.items()
+    ]
+    return StepProfile(
+        name=trace.name,
+        steps=trace.steps,
+        secs=trace.secs,
+        kind=trace.kind,
+        mesh=trace.mesh,
+        modules=tuple(sorted(modules, key=lambda part: -part.secs)),
+        collectives=tuple(sorted(sent, key=lambda part: -part.secs - part.hidden)),
+        idle=sum(one.idle for one in accounts.values()) / len(accounts),
+        devices=tuple(devices),
+    )
+
+
+def _means(accounts: Collection[Account], of: str) -> defaultdict[str, float]:
+    """Over all devices; 0 for what none of them has."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for account in accounts:
+        for name, value in getattr(account, of).items():
+            total[name] += value / len(accounts)
+    return total
+
+
+def _place(trace: Trace, number: int) -> str:
+    """Where on the mesh a device lies, as "pp=0 dp=1 tp=0"."""
+    if number not in trace.order or not trace.mesh:
+        return ""
+    at, ranks = trace.order.index(number), []
+    for axis, size in reversed(trace.mesh.items()):
+        at, rank = divmod(at, size)
+        ranks.append(f"{axis}={rank}")
+    return " ".join(reversed(ranks))
+
+
+SHOWN_DEVICES = 16
+
+
+def profile_text(found: StepProfile) -> str:
+    """All sections."""
+    sections = [_heading(found), _parts(found), _devices(found)]
+    return "\n\n".join("\n".join(wrapped(section)) for section in sections)
+
+
+def _heading(found: StepProfile) -> Iterator[str]:
+    """What was traced."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    where = f"{len(found.devices)} devices" + (f" ({found.kind})" if found.kind else "")
+    steps = found.steps
+    which = (
+        "unknown steps" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    )
+    yield f"{found.name}: {which} on {where}" + (f", {mesh}" if mesh else "")
+    each = f", {_ms(found.secs / len(steps))} a step" if steps else ""
+    yield f"{_ms(found.secs)} of wall time{each}; below, an average device in one step"
+
+
+def _parts(found: StepProfile) -> Iterator[str]:
+    """Parts of the model, collectives and idle: they add up to the wall time."""
+    steps, least = max(len(found.steps), 1), LEAST_SHOWN * found.secs
+    rows = [
+        [*_cells(part, found, steps), f"{_ms(part.products / steps)} in products" if part.products else ""]
+        for part in found.modules
+        if part.secs >= least
+    ]
+    rows += _rest([part for part in found.modules if part.secs < least], found, steps)
+    for part in found.collectives:
+        rows.append([*_cells(part, found, steps), f"{_ms(part.hidden / steps)} hidden" if part.hidden else ""])
+    rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
+    total = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
+    rows.append(["together", "", _ms(total / steps), percent(total / found.secs), ""])
+    yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=WIDTH)
+    yield ""
+    yield "hidden: a collective runs while the device computes, and is counted there."
+    if found.kind == "cpu":
+        yield "Simulated devices share the machine's cores: collectives hold the wait for the others, too."
+
+
+def _cells(part: PartTime, found: StepProfile, steps: int) -> list[str]:
+    return [part.name, f"{part.calls / steps:,.0f}", _ms(part.secs / steps), percent(part.secs / found.secs)]
+
+
+def _devices(found: StepProfile) -> Iterator[str]:
+    """Each device's share of compute, collectives and idle."""
+    rows = [
+        [str(one.device), one.place, *(percent(part / found.secs) for part in (one.compute, one.exposed, one.idle))]
+        for one in found.devices[:SHOWN_DEVICES]
+    ]
+    yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=WIDTH)
+    if len(found.devices) > SHOWN_DEVICES:
+        yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
+
+
+def _rest(parts: Sequence[Any], found: StepProfile, steps: int) -> list[list[str]]:
+    secs = sum(part.secs for part in parts)
+    if not secs:
+        return []
+    calls = sum(part.calls for part in parts)
+    name = f"{len(parts)} more parts" if len(parts) > 1 else parts[0].name
+    return [[name, f"{calls / steps:,.0f}", _ms(secs / steps), percent(secs / found.secs), ""]]
+
+
+def _ms(secs: float) -> str:
+    return f"{1e3 * secs:,.2f} ms"

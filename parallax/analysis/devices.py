@@ -1,21 +1,75 @@
-"""What the devices could do a second, from data sheets or measured where there is none, and what they hold."""
+"""The devices that are here: what they do a second, from data sheets or measured, and how much memory they have."""
 
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.budget import bytes_on_device
-from parallax.runtime.chips import chip
+from parallax.analysis.memory import bytes_on_device
+from parallax.analysis.topology import Place
+from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes
 
-MEASURED_SIZE = 1024
-MEASURED_SECS = 0.4
+MATMUL, MACHINE_MATMUL = 512, 1024  # rows and columns of factors: of each device, and of all together
+COPIED_BYTES = 2**24  # of each device: larger than caches
+GATHERED_BYTES = 2**20  # of each device's piece
+MEASURED_SECS = 0.5
+
+
+def local_place(dtype: str) -> Place:
+    """The devices that JAX has here. What CPUs do a second is measured, in `dtype`, by all of them together."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return Place(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
+    return Place(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
+
+
+def measured(dtype: str) -> Chip:
+    """A chip as good as one of the devices is while all are at work; takes a few seconds."""
+    count = jax.device_count()
+    mesh = Mesh(jax.devices(), "all", axis_types=(AxisType.Auto,))
+    square = jnp.ones((count * MATMUL, MATMUL), dtype)
+    copied = jnp.ones(count * COPIED_BYTES // 4, jnp.float32)
+    gathered = jnp.ones(count * GATHERED_BYTES // 4, jnp.float32)
+    gather = partial(jax.lax.all_gather, axis_name="all", tiled=True)
+    sent = max(count - 1, 1) * GATHERED_BYTES
+    return Chip(
+        name="this machine",
+        platform="cpu",
+        flops={dtype: 2 * MATMUL**3 / _best_secs(mesh, lambda x: x @ x, square)},
+        usable_bytes=device_memory(),
+        hbm_bandwidth=2 * COPIED_BYTES / _best_secs(mesh, lambda x: x + 1, copied),
+        ici_bandwidth=sent / _best_secs(mesh, lambda x: gather(x).sum(keepdims=True), gathered),
+        ici_links=1,
+        torus_dims=0,
+        ring_multiple=0,
+        cube=False,
+        switched=count,
+        dcn_bandwidth=0.0,
+        clock_hz=None,
+    )
+
+
+def _best_secs(mesh: Mesh, local: Callable[[Array], Array], x: Array) -> float:
+    """The least time in which all devices have done this once, each with its piece of x."""
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=True))
+    run(x).block_until_ready()
+    end, best = time.perf_counter() + MEASURED_SECS, float("inf")
+    while (begun := time.perf_counter()) < end:
+        run(x).block_until_ready()
+        best = min(best, time.perf_counter() - begun)
+    return best
 
 
 def peak_flops(dtype: str) -> tuple[float | None, str]:
@@ -67,7 +121,7 @@ def check_fits(state: Any) -> None:
 
 def measure_matmul(dtype: str) -> float:
     """FLOPs a second of square matmuls on one device, the best of as many as fit into half a second."""
-    x = jnp.ones((MEASURED_SIZE, MEASURED_SIZE), dtype)
+    x = jnp.ones((MACHINE_MATMUL, MACHINE_MATMUL), dtype)
     multiply = jax.jit(jnp.matmul)
     multiply(x, x).block_until_ready()
     end = time.perf_counter() + MEASURED_SECS
@@ -75,4 +129,4 @@ def measure_matmul(dtype: str) -> float:
     while (begun := time.perf_counter()) < end:
         multiply(x, x).block_until_ready()
         best = min(best, time.perf_counter() - begun)
-    return 2 * MEASURED_SIZE**3 / best
+    return 2 * MACHINE_MATMUL**3 / best

@@ -1,18 +1,119 @@
-"""Where the FLOPs of a step go: into the model, and into what only this way of running it needs."""
+"""Parameters, and FLOPs: of the model, as traced for each device, and what only this way of running it needs."""
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, AxisType
 
-from parallax.analysis.budget import flops_per_token, matmul_parameters, qk_width
-from parallax.analysis.report.executed import flops_by_direction
-from parallax.analysis.report.traced import step_program
-from parallax.model.kernels import attention_flops, cudnn_flops
+from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.sections import ModelConfig
+from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.mesh import AXES
+
+COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
+# Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.
+FLOPS_PER_WEIGHT = 6
+
+
+def parameters_by_component(shapes: Any) -> dict[str, int]:
+    """Number of parameters of each of COMPONENTS, over all layers and devices.
+
+    >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
+    >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
+    {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
+    """
+    counts = dict.fromkeys(COMPONENTS, 0)
+    for path, leaf in _named_leaves(shapes):
+        counts[component_of(path)] += math.prod(leaf.shape)
+    return counts
+
+
+def component_of(path: str) -> str:
+    """Which of COMPONENTS a parameter belongs to, by its path.
+
+    >>> [component_of(path) for path in ("blocks/attention/norm/scale", "blocks/mlp/gate/kernel")]
+    ['norms', 'mlp']
+    """
+    if path.endswith("/scale"):
+        return "norms"
+    names = path.split("/")
+    return names[1] if names[0] == "blocks" else names[0]
+
+
+def qk_width(model: ModelConfig) -> int:
+    """Width of one query head."""
+    return model.sizes["d_qk"] if model.attention == "mla" else model.d_head
+
+
+def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
+    """Parameters that multiply every token: all kernels, and the head's table, tied or not, without rows that pad its
+    vocab; no embedding."""
+    kernels = (math.prod(leaf.shape) for path, leaf in _named_leaves(shapes) if path.endswith("/kernel"))
+    return sum(kernels) + model.vocab * model.d_model
+
+
+def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
+    """FLOPs of the model's mathematics for one token, forward and backward; recomputation is not in it.
+
+    6 for each parameter in a matmul; in causal attention a token reads seq / 2 others on average, in each
+    head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    """
+    attention = 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
+    return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + attention
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
+
+
+def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
+    """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add.
+
+    Raises ValueError where it depends on data which side of a branch is taken, and the sides cost differently.
+
+    >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+    >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
+    256
+    """
+    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at).values())
+
+
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[str, int]:
+    """The same of a program that was traced, apart for "forward", "backward" and "recompute"."""
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        flops = product_flops(equation)
+        if flops is None:
+            name = equation.primitive.name
+            raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
+        return Counter({origin.direction: flops})
+
+    return dict(walk(program, at=at, count=count))
+
+
+def product_flops(equation: JaxprEqn) -> int | None:
+    """FLOPs of one equation's matrix products; None where it has some that nobody can count."""
+    name = equation.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "pallas_call":
+        arrays = (var.aval for var in equation.invars)
+        floats = [x.shape for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+        return kernel_flops(equation.params["name"] or "", floats)
+    return None if name in UNCOUNTED else 0
 
 
 class Flops(NamedTuple):

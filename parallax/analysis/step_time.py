@@ -14,31 +14,44 @@ bandwidth.
 
 import dataclasses
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn
 
-from parallax.analysis.budget import Memory, flops_per_token, memory
-from parallax.analysis.plan.layouts import build, placed
-from parallax.analysis.report.executed import product_flops
-from parallax.analysis.report.origin import Origin
-from parallax.analysis.report.place import Place
-from parallax.analysis.report.shares import attention_share, costs_of
-from parallax.analysis.report.traced import Sent, program_collectives, step_program
-from parallax.analysis.report.walk import walk
-from parallax.analysis.report.whole import abstract_mesh
+from parallax.analysis.collectives import Sent, program_collectives
+from parallax.analysis.compiled import (
+    Begin,
+    Branch,
+    Call,
+    Compiled,
+    Compute,
+    End,
+    Kernel,
+    Loop,
+    attention_share,
+    branch_shares,
+    costs_of,
+    read_compiled,
+)
+from parallax.analysis.flops import flops_per_token, product_flops
+from parallax.analysis.layouts import build, placed
+from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.topology import Place, Route, one_way, route
+from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import MeshConfig, PipelineConfig
 from parallax.config.settings import Settings
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.pipeline.storage import ENDS
+from parallax.runtime.chips import Chip
+from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures
-from parallax.sharding.mesh import AXES
-from parallax.training.build import model_of
-from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state
+from parallax.sharding.mesh import AXES, make_mesh
+from parallax.training.build import model_of, step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
@@ -101,7 +114,7 @@ def predict(settings: Settings, place: Place) -> Estimate:
     """The step of these settings on a place; ConfigError where their mesh or layout is not legal there.
 
     >>> from configs.llama_1b_16 import get_config
-    >>> from parallax.analysis.report.place import read_topology
+    >>> from parallax.analysis.topology import read_topology
     >>> from parallax.config.settings import read_settings
     >>> place = read_topology("v5e:4x4")
     >>> predict(read_settings(get_config().to_dict()), place).peak_bytes < place.chip.usable_bytes
@@ -114,13 +127,6 @@ def predict(settings: Settings, place: Place) -> Estimate:
 def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimate:
     """The same of a model that was built, of settings that were placed."""
     return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
-
-
-def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
-    """Bytes on each device, by component."""
-    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
-    data = settings.data
-    return memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
 
 
 def trace(model: ShardedModel, settings: Settings) -> Traced:
@@ -192,7 +198,7 @@ def hidden_secs(work: float, sent: float) -> float:
     """Of so many seconds of messages that can hide behind the work, those that do: the more there are, the oftener one
     waits for another.
 
-    Fitted to the waits of compiled steps of llama_1b_16, by analysis.report.steptime: of 166 ms of messages 14 with
+    Fitted to the waits of compiled steps of llama_1b_16, by analysis.step_time: of 166 ms of messages 14 with
     2 microbatches, of 677 ms 207 with 8.
 
     >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
@@ -251,3 +257,167 @@ def _product(equation: JaxprEqn, origin: Origin) -> Counter:
     moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
     return Counter({Product(product_flops(equation) or 0, moved, origin.direction, 0): 1})
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on the rank that the others wait for.
+
+    `exposed_secs` are those in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
+    are priced apart and can be left out: see `step_time`. `bubble` is the share of the time in which an average rank
+    waits for others. `mfu` is model FLOPs over what the chip could do in `total_secs`.
+    """
+
+    compute_secs: float
+    exposed_secs: dict[str, float]
+    pallas_secs: float
+    total_secs: float
+    bubble: float
+    mfu: float
+
+
+def step_time(
+    compiled: Compiled,
+    chip: Chip,
+    model_flops: float,
+    *,
+    dtype: str = "bfloat16",
+    kernel_secs: Callable[[Kernel], float] | None = None,
+) -> StepTime:
+    """The time of one step, with `model_flops` a device.
+
+    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
+    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
+    axes follow each other, but messages in two directions travel at once. What compute between its start and its end
+    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take `kernel_secs(kernel)`: by
+    default the longer of their FLOPs at peak and of reading operands and writing results once, which no kernel beats;
+    `lambda kernel: 0.0` leaves them out. Raises ConfigError where the program has no cycles, as on backends other than
+    TPU.
+    """
+    if compiled.cycles is None or chip.clock_hz is None:
+        raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
+    price = kernel_secs or (lambda kernel: roofline_secs(kernel, chip, dtype))
+    critical, own = (Clock(compiled, chip, price, lockstep).run(compiled.timeline) for lockstep in (True, False))
+    total = sum(critical.values())
+    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
+    mfu = model_flops / (chip.peak(dtype) * total)
+    assert mfu < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    return StepTime(
+        critical["compute"],
+        exposed,
+        critical["pallas"],
+        total,
+        1 - sum(own.values()) / total,
+        mfu,
+    )
+
+
+def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
+    """At least so long a kernel takes: FLOPs at peak, or operands and results once through memory."""
+    moved = kernel.operand_bytes + kernel.result_bytes
+    return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
+
+
+class Clock:
+    """Runs through a timeline as a device does, and tells where its time goes."""
+
+    def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
+        self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
+        self._routes: dict[tuple, Route] = {}
+
+    def run(self, events: list) -> Counter:
+        """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
+        spent: Counter = Counter()
+        free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
+        ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
+        for event in events:
+            now = sum(spent.values())
+            if isinstance(event, Begin):
+                links = event.call.axes, event.call.shift
+                free[links] = max(now, free.get(links, 0.0)) + self._secs(event.call)
+                ready[event.call.op] = free[links], "+".join(event.call.axes)
+            elif isinstance(event, End) and event.op in ready:
+                done, axes = ready.pop(event.op)
+                spent[axes] += max(0.0, done - now)
+            else:
+                spent.update(self._local(event))
+        return spent
+
+    def _local(self, event: Compute | Kernel | Loop | Branch | End) -> dict[str, float]:
+        if isinstance(event, Compute):
+            return {"compute": event.cycles / self.chip.clock_hz}
+        if isinstance(event, Kernel):
+            return {"pallas": self.kernel_secs(event)}
+        if isinstance(event, Loop):
+            return {name: event.trips * secs for name, secs in self.run(event.body).items()}
+        if isinstance(event, Branch):
+            spent: Counter = Counter()
+            for share, side in zip(event.lockstep if self.lockstep else event.own, event.sides, strict=True):
+                spent.update({name: share * secs for name, secs in self.run(side).items()} if share else {})
+            return spent
+        return {}
+
+    def _secs(self, call: Call) -> float:
+        """How long one call takes with the links to itself."""
+        if call.pairs:
+            return call.bytes / one_way(self.mesh, call.pairs, self.chip)
+        key = call.axes, call.group
+        if key not in self._routes:
+            self._routes[key] = route(self.mesh, call.axes, self.chip, call.group)
+        found = self._routes[key]
+        return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
+
+
+class Outcome(NamedTuple):
+    """What the compiler says of a step: bytes of a device, seconds where it estimates cycles.
+
+    `refused` is its own word where the step does not fit, and then there is nothing else.
+    """
+
+    refused: str
+    arguments: int
+    temporaries: int
+    peak_bytes: int
+    compute_secs: float | None
+    pallas_secs: float | None
+    exposed_secs: dict[str, float]
+    secs: float | None
+    bubble: float | None
+    mfu: float | None
+
+
+def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
+    """Compile the training step of these settings and read the result."""
+    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
+    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    model, lowered = step.model, step.lower(*shape)
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _refused(str(error))
+    found = read_compiled(program, mesh, branch_shares(model))
+    if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
+        return Outcome("", found.arguments, found.temporaries, found.together, None, None, {}, None, None, None)
+    sizes = found.arguments, found.temporaries, found.peak
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / place.devices
+    time = step_time(found, place.chip, flops, dtype=settings.model.dtype)
+    seconds = time.compute_secs, time.pallas_secs, time.exposed_secs, time.total_secs
+    return Outcome("", *sizes, *seconds, time.bubble, time.mfu)
+
+
+def _refused(message: str) -> Outcome:
+    used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", message)
+    short = used[0].replace("hbm", "HBM") if used else _first_line(message)
+    return Outcome(short, 0, 0, 0, None, None, {}, None, None, None)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).splitlines()[0]
+
+
+def compiled_parts(compute: float, pallas: float, exposed: dict[str, float]) -> dict[str, float]:
+    """Seconds of a compiled step, with their names."""
+    return {"compute": compute, "attention kernel": pallas} | {
+        f"exposed over {axes}": secs for axes, secs in exposed.items()
+    }

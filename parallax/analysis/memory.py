@@ -1,0 +1,355 @@
+"""Memory of a device: exact for what a step is given, and for the rest the most that its traced program holds at once.
+
+What an operation writes takes memory until its last reader has run. Elementwise operations, slices and broadcasts are
+fused into whatever reads them and write nothing, but for expensive ones with several readers and for what a loop, a
+kernel or a collective reads. Loops carry in place, and branches hand on in place what they do not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import PartitionSpec as P
+
+from parallax.analysis.trace import step_program
+from parallax.config.settings import Settings
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.jaxprs import Loop, called, closed, loop
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state
+
+# fmt: off
+SAME_BYTES = {
+    "pvary", "pcast", "copy", "stop_gradient", "optimization_barrier", "layout_constraint", "name", "reshape",
+    "squeeze", "expand_dims", "bitcast_convert_type",
+}
+# Fused into each reader, unless there are several.
+EXPENSIVE = {
+    "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "div", "rem", "pow", "erf",
+    "sin", "cos", "tan",
+}
+FUSED = EXPENSIVE | SAME_BYTES | {
+    "add", "sub", "mul", "neg", "max", "min", "abs", "sign", "floor", "ceil", "round", "square", "integer_pow",
+    "add_any", "clamp", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not",
+    "xor", "is_finite", "shift_left", "shift_right_logical", "shift_right_arithmetic", "broadcast_in_dim", "iota",
+    "axis_index", "transpose", "slice", "dynamic_slice", "pad", "rev", "split", "concatenate", "stack", "unstack",
+    "gather", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_seed", "threefry2x32",
+    "reduce_precision",
+}
+# fmt: on
+IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
+# They compute on the way what they read.
+FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin"}
+REDUCTION = "reduce_"
+NOTHING, WEIGHTS, DATA = range(3)  # what a value is made of: neither, parameters alone, the batch
+END = 1 << 60  # the number of what comes after all operations
+
+
+class Memory(NamedTuple):
+    """Bytes of a device at the moment of a step when they are most: the sum is the predicted peak.
+
+    `gradients` are summed over microbatches, and those of a layer before they are. `gathered_weights` are copies in
+    the compute dtype: of a layer at a time or of all once a step. `saved_activations` are residuals, as many
+    microbatches as the schedule has slots; `pipeline_buffers` messages, and what enters the first stage and leaves the
+    last. `working_activations` are those of the layer or, with remat="stage", of the stage that runs, and their
+    gradients; `logits` those of a chunk of tokens, and their gradients.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    gathered_weights: int
+    saved_activations: int
+    pipeline_buffers: int
+    working_activations: int
+    logits: int
+    other: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self)
+
+
+def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
+    """Bytes of a device, by component."""
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    data = settings.data
+    return memory(model, abstract_state(model, tx).opt_state, global_batch=data.global_batch, seq=data.seq)
+
+
+def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) -> Memory:
+    """What a step holds on an accelerator; `opt_state` is a tree of ShapeDtypeStruct with shardings.
+
+    The update of the parameters is taken to be in place, and so never to hold more than the passes did.
+    """
+    traced = step_program(model, global_batch, seq).jaxpr
+    (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
+    program, parameters = flat(called(mapped)), set(traced.invars[: len(jax.tree.leaves(model.shapes))])
+    made_of = {value: WEIGHTS if var in parameters else DATA for var, value in zip(mapped.invars, program.inputs)}
+    held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
+    held["parameters"] = sum(value.bytes for value, kind in made_of.items() if kind == WEIGHTS)
+    held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)
+    held["optimizer"] = bytes_on_device(opt_state, jax.tree.map(lambda leaf: leaf.sharding, opt_state))
+    return Memory(**{name: held[name] for name in Memory._fields})
+
+
+def bytes_on_device(shapes: Any, shardings: Any) -> int:
+    """Bytes of each device's pieces of a tree of arrays."""
+    pieces = jax.tree.map(lambda x, sharding: math.prod(sharding.shard_shape(x.shape)), shapes, shardings)
+    sizes = jax.tree.map(lambda x, piece: piece * x.dtype.itemsize, shapes, pieces)
+    return sum(jax.tree.leaves(sizes))
+
+
+def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str]]:
+    """Shape on a device and component of each array that the loops over ticks carry."""
+    found: list[tuple[tuple[int, ...], str]] = []
+
+    def start(params, batch, noise):
+        executor, ends_state, _ = model.ready(params, batch, noise)
+        state = jax.tree_util.tree_leaves_with_path(executor.start(ends_state))
+        found.extend((leaf.shape, _component_of_state(jax.tree_util.keystr(path))) for path, leaf in state)
+        return jnp.float32(0)
+
+    batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
+    jax.eval_shape(model.mapped(start, P()), model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
+    return found
+
+
+def _component_of_state(path: str) -> str:
+    if "grads" in path:
+        return "gradients"
+    if path.endswith(".loss"):
+        return "other"
+    return "saved_activations" if path.startswith(".kept") else "pipeline_buffers"
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What an operation makes or a program takes, as a device has it."""
+
+    shape: tuple[int, ...]
+    bytes: int
+
+    @staticmethod
+    def of(aval: Any) -> Value:
+        return Value(tuple(aval.shape), math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """An operation; literal operands are None. `inner` are a loop's body or the branches of a conditional."""
+
+    name: str
+    ins: list[Value | None]
+    outs: list[Value]
+    inner: Sequence[Program] = ()
+    loop: Loop | None = None
+
+    def reads_from_memory(self, at: int) -> bool:
+        """Whether operand `at` is read from memory, and not computed on the way; a loop may begin with a constant."""
+        if self.loop:
+            return not self.loop.consts <= at < self.loop.consts + self.loop.carried
+        return self.name not in FUSES_OPERANDS and not self.name.startswith(REDUCTION)
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A traced program with its calls inlined."""
+
+    inputs: list[Value]
+    ops: list[Op]
+    outputs: list[Value | None]
+
+
+def flat(program: ClosedJaxpr) -> Program:
+    """A traced program, and those in it, each as one list of operations that something needs."""
+    inputs, ops = [Value.of(var.aval) for var in program.jaxpr.invars], []
+    outputs = _inline(program, inputs, ops)
+    needed, used = {value for value in outputs if value}, []
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outs):
+            used.append(op)
+            needed.update(value for value in op.ins if value)
+    return Program(inputs, used[::-1], outputs)
+
+
+def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
+    jaxpr = program.jaxpr
+    value_of = dict(zip(jaxpr.invars, inputs)) | {var: Value.of(var.aval) for var in jaxpr.constvars}
+    read = lambda atom: None if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+    for equation in jaxpr.eqns:
+        ins, inner = [read(atom) for atom in equation.invars], called(equation)
+        if inner is not None:
+            outs = _inline(inner, ins, ops)
+        else:
+            outs = [Value.of(var.aval) for var in equation.outvars]
+            op = Op(equation.primitive.name, ins, outs)
+            if op.name == "scan":
+                op.loop = loop(equation)
+                op.inner = [flat(op.loop.body)]
+            elif op.name == "cond":
+                op.inner = [flat(closed(branch)) for branch in equation.params["branches"]]
+            ops.append(op)
+        value_of |= zip(equation.outvars, outs)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+class Buffers:
+    """Which values of a program are written to memory, in whose place each lies, and who reads it last.
+
+    `home` is the value in whose memory another one lies, None where it is in none. `sources` are the values in memory
+    from which one is computed.
+    """
+
+    def __init__(self, program: Program, buffers_of: Callable[[Program], Buffers]):
+        self.program, self.buffers_of = program, buffers_of
+        self.written = self._fused_but_written()
+        self.home: dict[Value | None, Value | None] = {value: value for value in program.inputs}
+        self.sources: dict[Value | None, frozenset[Value]] = {value: frozenset([value]) for value in program.inputs}
+        for op in program.ops:
+            self._place(op)
+        self.last = {
+            source: at
+            for at, op in enumerate(program.ops)
+            if op.name not in FUSED or op.outs[0] in self.written
+            for value in op.ins
+            for source in self.sources.get(value, ())
+        }
+
+    def passed_on(self, output: int) -> int | None:
+        """The number of the input in whose place an output lies."""
+        home = self.home.get(self.program.outputs[output])
+        return self.program.inputs.index(home) if home in self.program.inputs else None
+
+    def _fused_but_written(self) -> set[Value]:
+        """Results of operations that could be fused, but that something needs in memory, or that cost too much."""
+        written: set[Value] = set()
+        needed: set[Value] = set()
+        readers: dict[Value, set] = defaultdict(set)
+        for at, value in enumerate(self.program.outputs):
+            if value:
+                readers[value].add(("output", at))
+        for op in reversed(self.program.ops):
+            out = op.outs[0]
+            again = op.name in EXPENSIVE and len(readers[out]) > 1
+            if op.name in FUSED - SAME_BYTES and (out in needed or again):
+                written.add(out)
+            fused = op.name in FUSED and out not in written
+            for at, value in enumerate(op.ins):
+                if value is not None:
+                    readers[value] |= readers[out] if fused else {op}
+                    if op.reads_from_memory(at) or (op.name in SAME_BYTES and out in needed):
+                        needed.add(value)
+        return written
+
+    def _place(self, op: Op) -> None:
+        taken: set[Value] = set()
+        for at, value in enumerate(op.outs):
+            if op.name in FUSED and value not in self.written:
+                self.home[value] = self.home.get(op.ins[0]) if op.name in SAME_BYTES and op.ins else None
+                self.sources[value] = frozenset().union(*(self.sources.get(one, ()) for one in op.ins))
+                continue
+            home = self.home.get(self._continued(op, at))
+            if home is None or home in taken:
+                home = value
+                self.written.add(value)
+            taken.add(home)
+            self.home[value], self.sources[value] = home, frozenset([home])
+
+    def _continued(self, op: Op, output: int) -> Value | None:
+        """The operand in whose place an output lies."""
+        if op.name in IN_PLACE:
+            return op.ins[0]
+        if op.loop:
+            return op.ins[op.loop.consts + output] if output < op.loop.carried else None
+        found = (self.buffers_of(branch).passed_on(output) for branch in op.inner)
+        return next((op.ins[1 + number] for number in found if number is not None), None)
+
+
+class Liveness:
+    """Finds the moment when a program holds most, and what it holds then, by component."""
+
+    def __init__(self, model: ShardedModel, state: list[tuple[tuple[int, ...], str]], inputs: dict[Value, int]):
+        """`state` is what ticks carry, see `carried_by_ticks`; `inputs` say what each input is made of."""
+        vocab = model.model.padded_vocab
+        self.columns, self.state, self.inputs = {vocab, vocab // model.axis_sizes["tp"]}, state, inputs
+        # Residuals that no tick leaves to another are in no loop's state.
+        of_a_tick = not model.schedule.keeps_across_ticks
+        self.residuals = {shape for shape, component in state if of_a_tick and component == "saved_activations"}
+        weights = (value.shape for value, kind in inputs.items() if kind == WEIGHTS)
+        self.weight_shapes = {shape for whole in weights for shape in (whole, whole[1:])}
+        self.named: dict[Value, str] = {}
+        self.buffers_of, self.inside = cache(lambda program: Buffers(program, self.buffers_of)), cache(self._inside)
+
+    def peak(self, program: Program) -> Counter:
+        """Bytes at the peak of a step, inputs left out."""
+        for op in program.ops:
+            self.named |= self._names_of_state(op)
+        return self._run(program, [self.inputs[value] for value in program.inputs], given=set())[0]
+
+    def _names_of_state(self, op: Op) -> dict[Value, str]:
+        """The components of what a loop carries if that is the ticks' state, or some of it in the same order."""
+        names, rest = {}, iter(self.state)
+        for value in op.outs[: op.loop.carried] if op.loop else ():
+            names[value] = next((component for shape, component in rest if shape == value.shape), None)
+        return {} if None in names.values() else names
+
+    def _inside(self, program: Program, made_of: tuple[int, ...]) -> tuple[Counter, list[int]]:
+        """Of a body or a branch: the peak besides its inputs and outputs, and what the outputs are made of."""
+        home = self.buffers_of(program).home
+        return self._run(program, made_of, given={home.get(value) for value in program.outputs})
+
+    def _run(self, program: Program, made_of: Sequence[int], given: set) -> tuple[Counter, list[int]]:
+        buffers, kinds = self.buffers_of(program), dict(zip(program.inputs, made_of))
+        kept = {buffers.home.get(value) for value in program.outputs}
+        held, most, ends = Counter(), Counter(), defaultdict(Counter)
+        for at, op in enumerate(program.ops):
+            inner, outs = self._inner(op, [kinds.get(value, NOTHING) for value in op.ins])
+            kinds |= zip(op.outs, outs)
+            for value in op.outs:
+                if value in buffers.written and value not in given:
+                    size = Counter({self._component(value, kinds[value]): value.bytes})
+                    held += size
+                    ends[END if value in kept else buffers.last.get(value, at)] += size
+            most = max(most, held + inner, key=Counter.total)
+            held -= ends[at]
+        return most, [kinds.get(value, NOTHING) for value in program.outputs]
+
+    def _inner(self, op: Op, made_of: list[int]) -> tuple[Counter, list[int]]:
+        """What the programs of an operation hold at most, and what its outputs are made of."""
+        if op.loop:
+            first, last = op.loop.consts, op.loop.consts + op.loop.carried
+            while True:
+                peak, outs = self.inside(op.inner[0], tuple(made_of))
+                carried = [*map(max, made_of[first:last], outs)]
+                if carried == made_of[first:last]:
+                    return peak, outs
+                made_of = [*made_of[:first], *carried, *made_of[last:]]
+        if op.inner:
+            peaks, outs = zip(*(self.inside(branch, tuple(made_of[1:])) for branch in op.inner))
+            return max(peaks, key=Counter.total), [*map(max, *outs)]
+        return Counter(), [max(made_of, default=NOTHING)] * len(op.outs)
+
+    def _component(self, value: Value, made_of: int) -> str:
+        if value in self.named:
+            return self.named[value]
+        if value.shape in self.residuals:
+            return "saved_activations"
+        if made_of == WEIGHTS:
+            self.weight_shapes.add(value.shape)
+            return "gathered_weights"
+        if value.shape in self.weight_shapes:
+            return "gradients"
+        if made_of == NOTHING:
+            return "other"
+        return "logits" if len(value.shape) == 2 and value.shape[1] in self.columns else "working_activations"

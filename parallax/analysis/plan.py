@@ -1,0 +1,349 @@
+"""A plan as a value: what a step holds and how long it takes on chips that are not there; and plans side by side."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from parallax.analysis.layouts import Choice, build_if_legal, gathers, placed
+from parallax.analysis.render import stacked_bar, text_table, time_table
+from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
+from parallax.analysis.sweep import Row, Sweep, draw, front
+from parallax.analysis.topology import Place, read_topology
+from parallax.cli.command import with_likely_vocab
+from parallax.config.sections import REMAT
+from parallax.config.settings import Settings
+from parallax.model.kernels import KERNELS
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.units import in_bytes, percent
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """The predicted step of settings on a place. It prints as text; notebooks show it as bars."""
+
+    name: str
+    settings: Settings
+    place: Place
+    estimate: Estimate
+
+    @property
+    def secs(self) -> float:
+        """Seconds of a step."""
+        return self.estimate.secs
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of the model's mathematics over what the chips could do in that time."""
+        return self.estimate.mfu
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the chip that holds most."""
+        return self.estimate.peak_bytes
+
+    @property
+    def memory_table(self) -> dict[str, int]:
+        """The peak's bytes by component."""
+        return self.estimate.components
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.place.chip.usable_bytes
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what they go to; their sum is `secs`."""
+        return analytic_parts(self.estimate)
+
+    @property
+    def layout(self) -> Choice:
+        """What of the settings a sweep varies: mesh, microbatches, schedule, what is kept and gathered."""
+        return Choice.of(self.settings)
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [
+                *self._heading(),
+                "",
+                *memory_table(self.estimate),
+                "",
+                *time_table(self.parts, self.secs),
+                largest_line(self.estimate),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        held = {name.replace("_", " "): size for name, size in sorted(self.memory.items(), key=lambda item: -item[1])}
+        lines = "<br>".join(map(escape, self._heading()))
+        time = stacked_bar("a step", self.parts, "{:.3f} s".format)
+        return f"<p>{lines}</p>{stacked_bar('memory of a chip', held, in_bytes)}{time}"
+
+    def _heading(self) -> list[str]:
+        return [
+            *heading(self.name, self.settings, self.place).splitlines(),
+            verdict(self.peak_bytes, self.place, "predicted"),
+            f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison:
+    """Plans for one place, the fastest first. It prints as a table, * on the Pareto front of memory and time, > the
+    first of those that were given; notebooks draw it. What does not fit is named below the table."""
+
+    name: str
+    own: Choice
+    place: Place
+    plans: tuple[Plan, ...]
+    too_large: tuple[Plan, ...]
+
+    @property
+    def front(self) -> list[Choice]:
+        """Layouts than which no other here is faster in as little memory."""
+        return front(self._rows)
+
+    @property
+    def _rows(self) -> list[Row]:
+        return [Row(plan.layout, plan.estimate) for plan in self.plans]
+
+    def __repr__(self) -> str:
+        lines = [f"{self.name} on {self.place.name}", *sweep_table(self._rows, {}, self.front, self.own)]
+        verdicts = (verdict(plan.peak_bytes, self.place, "predicted") for plan in self.too_large)
+        layouts = ("{pp}·{dp}·{tp} remat {remat}".format(**plan.layout._asdict()) for plan in self.too_large)
+        return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
+
+    def _repr_svg_(self) -> str:
+        return draw(f"{self.name} on {self.place.name}", self._rows, self.place, self.own)
+
+
+def plan(settings: Settings, topology: str | Place, *, name: str = "step") -> Plan:
+    """The step of these settings on `topology`, as "v5p:4x4x4" or "H100:8"; nothing is compiled, no device needed.
+
+    Raises ConfigError where the topology is unknown, or where mesh or layout are not legal there.
+    """
+    place = read_topology(topology) if isinstance(topology, str) else topology
+    place.chip.peak(settings.model.dtype)
+    settings = placed(with_likely_vocab(settings), place)
+    return Plan(name, settings, place, predict(settings, place))
+
+
+def compare(plans: Sequence[Plan]) -> Comparison:
+    """Plans side by side; the first is the one that the others are compared with.
+
+    Raises ConfigError where there is none, or where they are for different places.
+    """
+    if not plans:
+        raise ConfigError("there is no plan to compare; give at least one")
+    first = plans[0]
+    other = next((plan for plan in plans if plan.place != first.place), None)
+    if other:
+        raise ConfigError(f"plans for {first.place.name} and {other.place.name} cannot be compared; plan for one place")
+    ordered = sorted(plans, key=lambda plan: plan.secs)
+    fitting = tuple(plan for plan in ordered if plan.fits)
+    return Comparison(first.name, first.layout, first.place, fitting, tuple(p for p in ordered if not p.fits))
+
+
+SHOWN = 6
+LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares below which a change is none
+
+
+class Change(NamedTuple):
+    """Flags to add to the command, and what they do: bytes of a chip, and a share of the step's time."""
+
+    flags: str
+    bytes: int
+    secs: float
+
+
+def helpful_changes(
+    settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
+) -> list[Change]:
+    """The changes that save time or memory; those first that save most time and fit, then those that save memory.
+
+    Where nothing fits yet, these are shown although none of them alone may be enough. `show` is told how many of how
+    many are priced.
+    """
+    found = list(_priced(settings, place, now, show))
+    room = place.chip.usable_bytes - now.peak_bytes
+    faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
+    smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
+    half = SHOWN // 2
+    most, least = max(half, SHOWN - len(smaller)), max(half, SHOWN - len(faster))
+    return (
+        sorted(faster, key=lambda change: change.secs)[:most] + sorted(smaller, key=lambda change: change.bytes)[:least]
+    )
+
+
+def _priced(settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None]) -> Iterator[Change]:
+    tried = list(neighbours(settings, place))
+    for done, (flags, changed) in enumerate(tried):
+        show(done, len(tried))
+        model = build_if_legal(changed, place)
+        if model is not None:
+            then = predict_of(model, changed, place)
+            yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
+
+
+def neighbours(settings: Settings, place: Place) -> Iterator[tuple[str, Settings]]:
+    """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
+    that the place's chips run, not those that they interpret."""
+    own = Choice.of(settings)
+    for choice in _layouts(own):
+        yield " ".join(own.flags_to(choice)), choice.applied(settings)
+    for kernel, runs in KERNELS.items():
+        if settings.model.kernel == "xla" != kernel and place.chip.platform in runs.native:
+            yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
+    if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
+        yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
+    chunk = settings.loss.chunk_tokens // 2
+    if chunk:
+        yield f"--config.loss.chunk_tokens={chunk}", _with(settings, "loss", chunk_tokens=chunk)
+
+
+def _layouts(own: Choice) -> Iterator[Choice]:
+    for remat in REMAT:
+        if remat != own.remat:
+            yield own._replace(remat=remat)
+    for microbatches in (2 * own.microbatches, own.microbatches // 2):
+        if microbatches:
+            yield own._replace(microbatches=microbatches)
+    for gather, prefetch in gathers(own.pp, own.dp):
+        if (gather, prefetch) != (own.gather, own.prefetch):
+            yield own._replace(gather=gather, prefetch=prefetch)
+    for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
+        if getattr(own, one) % 2 == 0:
+            yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
+    if own.pp > 1:
+        for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+            if (schedule, virtual) != (own.schedule, own.virtual):
+                yield own._replace(schedule=schedule, virtual=virtual)
+
+
+def _with(settings: Settings, section: str, **changes: object) -> Settings:
+    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
+
+
+JAX_TAKES = 0.75  # of a GPU's memory
+
+
+def heading(name: str, settings: Settings, place: Place) -> str:
+    """What is planned, and where."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
+    data, pipeline = settings.data, settings.pipeline
+    windows = data.global_batch // settings.mesh.dp // pipeline.microbatches
+    stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
+    schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
+    gather = pipeline.gather + " one layer ahead" * settings.fsdp.prefetch
+    return "\n".join(
+        [
+            f"{name} on {place.name}: {place.devices} x {place.chip.name}",
+            f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {data.seq} tokens a device",
+            f"remat {pipeline.remat}, gather per {gather}, attention by {settings.model.kernel}",
+        ]
+    )
+
+
+def verdict(peak_bytes: int, place: Place, who: str) -> str:
+    """Whether it fits."""
+    usable = place.chip.usable_bytes
+    fits = "fits" if peak_bytes <= usable else "does not fit"
+    share = percent(peak_bytes / usable)
+    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
+    if place.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
+        said += f"\nJAX takes {in_bytes(JAX_TAKES * usable)} if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    return said
+
+
+def memory_table(found: Estimate) -> Iterator[str]:
+    """Bytes by component, the largest first."""
+    parts = sorted(found.components.items(), key=lambda item: -item[1])
+    rows = [[name.replace("_", " "), in_bytes(size), percent(size / found.peak_bytes)] for name, size in parts if size]
+    yield from text_table(["memory of a chip", "predicted", "of the peak"], rows, left=1)
+
+
+def analytic_parts(found: Estimate) -> dict[str, float]:
+    """The parts of a predicted step, with their names."""
+    return {
+        "work of the model": found.work_secs - found.recompute_secs,
+        "work done again": found.recompute_secs,
+        **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
+        "bubble of the pipeline": found.bubble_secs,
+        "update": found.update_secs,
+    }
+
+
+def largest_line(found: Estimate) -> str:
+    """What is largest, and what goes on beside the work."""
+    name, size = max(found.components.items(), key=lambda item: item[1])
+    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
+    return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
+
+
+def compiled_lines(made: Outcome, place: Place) -> Iterator[str]:
+    """The compiler's word."""
+    if made.refused:
+        yield f"does not fit: the compiler says {made.refused}"
+        return
+    yield verdict(made.peak_bytes, place, "compiled")
+    yield f"arguments {in_bytes(made.arguments)}, temporaries {in_bytes(made.temporaries)}"
+    if made.secs is None:
+        yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
+        return
+    yield f"MFU {percent(made.mfu)} (compiled; bubble {percent(made.bubble)})"
+    yield ""
+    yield from time_table(compiled_parts(made.compute_secs, made.pallas_secs, made.exposed_secs), made.secs)
+
+
+def changes_table(found: Sequence[Change]) -> Iterator[str]:
+    """What each change of one setting would do, by the analytic plan."""
+    rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"] for change in found]
+    yield from text_table(["what would change it, each alone", "memory", "step"], rows, left=1)
+
+
+def sweep_table(
+    rows: Iterable[Row], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
+) -> Iterator[str]:
+    """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
+    head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "gather", "GiB", "s/step", "MFU", "bubble"]
+    lines = []
+    for choice, found in rows:
+        marks = ("*" if choice in front else " ") + (">" if choice == own else "")
+        schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
+        sizes = map(str, (choice.pp, choice.dp, choice.tp, choice.microbatches))
+        figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
+        lines.append([marks, *sizes, schedule, choice.remat, _gathers(choice), *figures])
+        if choice in compiled:
+            lines.append(["", "", "", "", "", "  compiled", "", "", *_figures(compiled[choice])])
+    yield from (line.rstrip() for line in text_table(head, lines, left=1))
+
+
+def _gathers(choice: Choice) -> str:
+    if choice.dp == 1:
+        return "-"
+    return choice.gather + ", ahead" * choice.prefetch
+
+
+def _figures(made: Outcome) -> tuple[str, str, str, str]:
+    if made.secs is None:
+        return f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", "", "", ""
+    return f"{made.peak_bytes / 2**30:.2f}", f"{made.secs:.3f}", percent(made.mfu), percent(made.bubble)
+
+
+def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
+    """Of what was compiled the fastest layout, and the flags that make it of the config's own."""
+    timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
+    if not timed:
+        return
+    best = min(timed, key=lambda choice: timed[choice].secs)
+    flags = " ".join(own.flags_to(best)) or "the config as it is"
+    yield f"fastest as compiled: {timed[best].secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+
+
+def passed_over_line(search: Sweep) -> str:
+    """What became of the layouts that are not in the table."""
+    passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())
+    return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
+
+
+plan.compare = compare  # px.plan.compare

@@ -1,0 +1,611 @@
+"""The report of a step: what it sends, stores and computes, and what the compiler makes of it."""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from parallax.analysis.collectives import Sent, busiest, collectives_by_rank, on_average
+from parallax.analysis.compiled import (
+    Compiled,
+    CompiledFlops,
+    ModuleSecs,
+    branch_shares,
+    compiled_flops,
+    read_compiled,
+    secs_by_module,
+)
+from parallax.analysis.flops import Flops, step_flops
+from parallax.analysis.hlo import of_update
+from parallax.analysis.memory import memory
+from parallax.analysis.render import (
+    LEAST_SHOWN,
+    WIDTH,
+    bar,
+    bar_row,
+    html_page,
+    html_row,
+    html_table,
+    legend,
+    text_table,
+    time_table,
+    wrapped,
+)
+from parallax.analysis.step_time import StepTime, compiled_parts, step_time
+from parallax.cli.command import likely_entries, with_likely_vocab
+from parallax.config.settings import Settings
+from parallax.runtime.chips import chip
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.progress import waiting
+from parallax.runtime.units import in_bytes, in_flops, percent
+from parallax.sharding.mesh import AXES
+from parallax.training.build import step_of
+from parallax.training.step import TrainStep, abstract_state
+
+GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
+LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """A report as plain data. It prints as text; notebooks show it as a page.
+
+    `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
+    rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
+    when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
+    `compiled_flops` are those that an average device executes of the compiled program, the update's apart; `time` is
+    None where the compiler estimates no cycles, `computed` its compute by module.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    schedule: str
+    microbatches: int
+    rows: int
+    seq: int
+    sent: tuple[Sent, ...]
+    sent_on_average: tuple[Sent, ...]
+    flops: Flops
+    memory: dict[str, int]
+    compiled: Compiled | None
+    compiled_for: str
+    compiled_flops: CompiledFlops | None = None
+    time: StepTime | None = None
+    computed: tuple[ModuleSecs, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, on all devices."""
+        return self.rows * self.seq
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def peak(self) -> int:
+        """Predicted bytes on a device, all components together."""
+        return sum(self.memory.values())
+
+    def beside_compiler(self) -> list[tuple[str, int, int]]:
+        """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
+        arguments = sum(size for name, size in self.memory.items() if name in GIVEN)
+        made = self.compiled
+        return [("arguments", arguments, made.arguments), ("together", self.peak, made.together)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists that JSON can hold."""
+        plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
+        plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
+        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
+        plain["time"] = self.time and self.time._asdict()
+        plain["computed"] = [one._asdict() for one in self.computed]
+        if self.compiled is not None:
+            plain["compiled_flops"] = self.compiled_flops._asdict()
+            found = self.compiled._asdict()
+            found["collectives"] = [one._asdict() for one in self.compiled.collectives]
+            found["pallas_calls"] = [one._asdict() for one in self.compiled.pallas_calls]
+            plain["compiled"] = {key: value for key, value in found.items() if key not in LEFT_OUT}
+        return plain
+
+    def to_json(self) -> str:
+        """All of it, every collective too."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """One page that needs nothing else."""
+        return page(self)
+
+    def __repr__(self) -> str:
+        return report_text(self)
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own: the page's style is not the notebook's.
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:40rem;border:0"></iframe>'
+
+
+def report(
+    step: TrainStep,
+    batch: Any = None,
+    *,
+    name: str = "step",
+    entries: int | None = None,
+    compiled: bool = True,
+) -> Report:
+    """What a step of `make_train_step` sends, stores and computes.
+
+    Args:
+        batch: the arrays that the step takes, or their shapes; those of the last step where it has taken one.
+        name: what is reported, as it is printed.
+        entries: of the model's vocab that are tokens, where some are padding.
+        compiled: whether to compile the step and read what became of it. Not where the mesh is abstract.
+
+    Raises ConfigError where the batch's shape is not known.
+    """
+    rows, seq = _shape_of(step, batch)
+    model = step.model
+    with waiting("tracing the step"):
+        planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
+        ranks = collectives_by_rank(model, rows, seq)
+        flops = step_flops(model, rows, seq, entries=entries)
+        shares = branch_shares(model)
+    made, made_for, time, computed = None, "", None, ()
+    if compiled and isinstance(model.mesh, Mesh):
+        kind = model.mesh.devices.flat[0].device_kind
+        made_for = f"{model.mesh.size} x {kind}"
+        with waiting(f"compiling the step for {made_for}"):
+            program = step.lower(rows, seq).compile()
+        with waiting("reading the compiled step"):
+            made = read_compiled(program, model.mesh, shares)
+            if made.cycles is not None:
+                time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
+                computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
+    return Report(
+        name=name,
+        mesh=dict(model.axis_sizes),
+        schedule=model.schedule.name,
+        microbatches=model.pipeline.microbatches,
+        rows=rows,
+        seq=seq,
+        sent=tuple(busiest(ranks)),
+        sent_on_average=tuple(on_average(ranks)),
+        flops=flops,
+        memory=dict(planned._asdict()),
+        compiled=made,
+        compiled_for=made_for,
+        compiled_flops=made and compiled_flops(made.text, shares),
+        time=time,
+        computed=computed,
+    )
+
+
+def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str) -> Report:
+    """The report of the step that these settings train on a mesh; compiled where its devices are real or simulated."""
+    filled = with_likely_vocab(settings)
+    array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
+    entries = None if settings.model.vocab else likely_entries(settings.data)
+    return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)
+
+
+def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
+    shape = step.batch_shape if batch is None else batch["tokens"].shape
+    if shape is None:
+        raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
+    return shape
+
+
+DIRECTIONS = ("forward", "recompute", "backward")
+FLOPS_LABELS = {
+    "model": "the model's own",
+    "masked": "attention scores that are masked or made again",
+    "padding": "heads and vocab filled up, other products",
+    "repeated": "done on several devices alike, or in vain",
+    "recomputed": "forward run again in the backward pass",
+    "waiting": "could be done while waiting in ticks",
+}
+
+
+class AxisRow(NamedTuple):
+    """What a device sends over some axes by one kind of collective: bytes in a step by direction, and calls."""
+
+    axes: tuple[str, ...]
+    kind: str
+    forward: int
+    recompute: int
+    backward: int
+    calls: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.recompute + self.backward
+
+
+class CallSiteRow(NamedTuple):
+    """The calls of one collective from one place, whatever their sizes."""
+
+    axes: tuple[str, ...]
+    kind: str
+    direction: str
+    module: str
+    source: str
+    calls: int
+    total: int
+
+
+class CompiledRow(NamedTuple):
+    """What the compiler made of the collectives of one kind over some axes; an average device's."""
+
+    axes: tuple[str, ...]
+    kind: str
+    update: bool  # of the optimizer, whose collectives the compiler chooses
+    traced_calls: float
+    traced_bytes: float
+    calls: float
+    bytes: float
+    asynchronous_bytes: float
+    cycles_between: float
+
+
+def by_axis_and_kind(sent: Iterable[Sent]) -> list[AxisRow]:
+    """Totals, axes in mesh order, of each the kind that sends most first; what sends nothing is left out."""
+    found: dict[tuple, dict[str, int]] = defaultdict(lambda: dict.fromkeys((*DIRECTIONS, "calls"), 0))
+    for one in sent:
+        if one.bytes:
+            found[one.axes, one.kind][one.direction] += one.total_bytes
+            found[one.axes, one.kind]["calls"] += one.count
+    rows = [AxisRow(*key, **values) for key, values in found.items()]
+    return sorted(rows, key=lambda row: (axes_order(row.axes), -row.total, row.kind))
+
+
+def by_call_site(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[CallSiteRow]:
+    """Each place that sends something, axes in mesh order, the one that sends most first."""
+    found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    for one in sent:
+        if one.bytes:
+            source = one.source if line_numbers else one.source.partition(":")[0]
+            totals = found[one.axes, one.kind, one.direction, one.module, source]
+            totals[0] += one.count
+            totals[1] += one.total_bytes
+    rows = [CallSiteRow(*key, *totals) for key, totals in found.items()]
+    return sorted(rows, key=lambda row: (axes_order(row.axes), -row.total, row))
+
+
+def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
+    """Traced beside compiled, of an average device, by axes and kind; what only one of them has too."""
+    found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CompiledRow._fields[3:], 0))
+    for one in sent:
+        if one.bytes:
+            row = found[one.axes, one.kind, False]
+            row["traced_calls"] += one.count
+            row["traced_bytes"] += one.total_bytes
+    for one in made:
+        if one.bytes:
+            row = found[one.axes, one.kind, of_update(one.source)]
+            row["calls"] += one.count
+            row["bytes"] += one.bytes * one.count
+            row["asynchronous_bytes"] += one.bytes * one.count * one.asynchronous
+            row["cycles_between"] += one.cycles_between * one.count
+    rows = [CompiledRow(*key, **values) for key, values in found.items()]
+    return sorted(rows, key=lambda row: (row.update, axes_order(row.axes), -max(row.bytes, row.traced_bytes), row.kind))
+
+
+def shares_of_flops(flops: Flops) -> list[tuple[str, float, float]]:
+    """Label, FLOPs and share of all, waiting included, of what there is."""
+    whole = sum(flops)
+    pairs = ((label, getattr(flops, name)) for name, label in FLOPS_LABELS.items())
+    return [(label, value, value / whole) for label, value in pairs if value / whole >= 0.00005]
+
+
+def axes_order(axes: tuple[str, ...]) -> tuple:
+    """A key that sorts single axes in mesh order, then pairs."""
+    return len(axes), [AXES.index(axis) for axis in axes]
+
+
+COLLECTIVES_HEAD = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
+COLLECTIVES_HEAD += ["cycles\nbetween"]
+
+
+def report_text(report: Report, *, line_numbers: bool = True) -> str:
+    """All sections; without line numbers it does not change when a file does."""
+    sections = [
+        text_heading(report),
+        text_sent(report),
+        text_call_sites(report, line_numbers),
+        text_flops(report),
+        text_memory(report),
+        text_collectives(report),
+        text_time(report),
+    ]
+    return "\n\n".join("\n".join(wrapped(lines)) for lines in map(list, sections) if lines)
+
+
+def text_heading(report: Report) -> Iterator[str]:
+    """What is reported."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    yield f"{report.name}: {mesh} on {report.devices} devices"
+    batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
+    yield f"{report.schedule} with {report.microbatches} microbatches; {batch}"
+
+
+def text_sent(report: Report) -> Iterator[str]:
+    """Totals by axes and kind."""
+    yield "What a device sends in a step, by axis and kind"
+    yield ""
+    rows, before = [], None
+    for row in by_axis_and_kind(report.sent):
+        axes = ", ".join(row.axes)
+        sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
+        rows += [axes] * (axes != before)
+        rows.append([f"  {row.kind}", *sizes, *_total(row.total, report), f"{row.calls:,}"])
+        before = axes
+    total = sum(one.total_bytes for one in report.sent)
+    ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
+    calls = sum(one.count for one in report.sent if one.bytes)
+    rows.append(["all", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
+    yield from text_table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, left=1, width=WIDTH)
+    yield from silent(report)
+
+
+def silent(report: Report) -> Iterator[str]:
+    """The calls that send nothing."""
+    calls = sum(one.count for one in report.sent if not one.bytes)
+    if calls:
+        yield f"{calls:,} calls more send nothing: their axes are of one device."
+
+
+def text_call_sites(report: Report, line_numbers: bool) -> Iterator[str]:
+    """Who asked for it, by axis and kind, of each the place that sends most first."""
+    yield "Who asks for it"
+    yield ""
+    groups = defaultdict(list)
+    for row in by_call_site(report.sent, line_numbers=line_numbers):
+        groups[row.axes, row.kind].append(row)
+    rows: list[str | list[str]] = []
+    for axes, kind in sorted(groups, key=lambda key: (axes_order(key[0]), -sum(row.total for row in groups[key]), key)):
+        _, *cells = call_site_cells(groups[axes, kind])
+        rows += [f"{', '.join(axes)} {kind}", *([f"  {way}", *rest] for _, _, way, *rest in cells)]
+    yield from text_table(["axis, kind", "module", "source", "calls", "total"], rows, left=3, width=WIDTH)
+
+
+def call_site_cells(rows: Iterable[CallSiteRow]) -> Iterator[list[str]]:
+    """A head, and the cells of each place."""
+    yield ["axis", "kind", "direction", "module", "source", "calls", "total"]
+    for row in rows:
+        source = row.source.removeprefix("parallax/")
+        calls, total = f"{row.calls:,}", in_bytes(row.total)
+        yield [", ".join(row.axes), row.kind, row.direction, row.module, source, calls, total]
+
+
+def text_flops(report: Report) -> Iterator[str]:
+    """What is executed, and what could be."""
+    yield "FLOPs of a device in a step"
+    yield ""
+    rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
+    yield from text_table(["", "FLOPs", "share"], rows, left=1, width=WIDTH)
+    yield executed(report)
+    yield f"MFU is at most {percent(report.flops.ceiling)}."
+
+
+def executed(report: Report) -> str:
+    """What a device executes, as traced and as compiled."""
+    traced = f"A device executes {in_flops(report.flops.executed)}"
+    if report.compiled_flops is None:
+        return f"{traced}."
+    passes, update = map(in_flops, report.compiled_flops)
+    return f"{traced}; in the compiled program {passes}, and {update} for the optimizer's update."
+
+
+def text_memory(report: Report) -> Iterator[str]:
+    """Bytes by component, beside the compiler's totals."""
+    yield "Memory of a device"
+    yield ""
+    rows = [[name.replace("_", " "), in_bytes(size), "", ""] for name, size in report.memory.items()]
+    if report.compiled is None:
+        yield from text_table(
+            ["", "predicted"], [row[:2] for row in [*rows, ["together", in_bytes(report.peak)]]], left=1
+        )
+        return
+    for name, mine, theirs in report.beside_compiler():
+        rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])
+    yield from text_table(["", "predicted", "compiler", "difference"], rows, left=1)
+
+
+def text_collectives(report: Report) -> Iterator[str]:
+    """What became of the collectives."""
+    if report.compiled is None:
+        if report.compiled_for:
+            yield report.compiled_for
+        return
+    yield f"What the compiler made of the collectives, for {report.compiled_for}"
+    yield ""
+    rows, before = [], None
+    whole, *cells = collective_cells(report)
+    for axes, kind, *figures in cells:
+        rows += [axes] * (axes != before)
+        rows.append([f"  {kind}", *figures])
+        before = axes
+    yield from text_table(COLLECTIVES_HEAD[: len(whole) - 1], rows, left=1, width=WIDTH)
+    yield from collective_notes(report)
+
+
+def collective_cells(report: Report) -> Iterator[list[str]]:
+    """A head, and the cells of each axis and kind; those of the update, which no traced program has, last."""
+    timed = report.compiled.cycles is not None
+    head = ["axis", "kind", "calls traced", "compiled", "bytes traced", "compiled", "asynchronous"]
+    yield [*head, "cycles between"] if timed else head
+    for row in traced_beside_compiled(report.sent_on_average, report.compiled.collectives):
+        cells = [
+            ", ".join(row.axes) + " (update)" * row.update,
+            row.kind,
+            f"{row.traced_calls:,.0f}" if row.traced_calls else "-",
+            f"{row.calls:,.0f}" if row.calls else "-",
+            in_bytes(row.traced_bytes) if row.traced_calls else "-",
+            in_bytes(row.bytes) if row.calls else "-",
+            percent(row.asynchronous_bytes / row.bytes) if row.calls else "-",
+        ]
+        yield [*cells, f"{row.cycles_between:,.0f}"] if timed else cells
+
+
+def collective_notes(report: Report) -> Iterator[str]:
+    """What the table says, in words."""
+    rows = [row for row in traced_beside_compiled(report.sent_on_average, report.compiled.collectives)]
+    merged = sum(one.count for one in report.compiled.collectives if one.merged > 1)
+    arrays = sum(one.count * one.merged for one in report.compiled.collectives if one.merged > 1)
+    if merged:
+        calls = "1 call moves" if merged == 1 else f"{merged:,.0f} calls move"
+        yield f"{calls} {arrays:,.0f} arrays that were merged."
+    gone = [f"{row.kind} over {', '.join(row.axes)}" for row in rows if row.traced_calls and not row.calls]
+    if gone:
+        yield f"Turned into others: {'; '.join(gone)}."
+    if any(row.update for row in rows):
+        yield "(update): of the optimizer, for which the compiler chooses what is sent; nothing of it is traced."
+
+
+def text_time(report: Report) -> Iterator[str]:
+    """Where the time of a step goes, if the compiler estimates cycles."""
+    if report.time is not None:
+        yield "Time of a step, by the compiler's cycles and the bandwidth of links"
+        yield ""
+        yield from time_table(parts_of(report.time), report.time.total_secs)
+        mfu, bubble = percent(report.time.mfu), percent(report.time.bubble)
+        yield f"MFU {mfu}; an average rank waits for others {bubble} of the time."
+        yield ""
+        head = ["compute of", "products", "the rest", "share of the step"]
+        yield from text_table(head, computed_cells(report), left=1, width=WIDTH)
+
+
+def computed_cells(report: Report) -> list[list[str]]:
+    """Module, seconds in products and what is fused with them, in the rest, and the share of both in the step."""
+    total = report.time.total_secs
+    shown = [one for one in report.computed if one.total / total > LEAST_SHOWN]
+    return [[one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)] for one in shown]
+
+
+def parts_of(time: StepTime) -> dict[str, float]:
+    """The parts of a compiled step, with their names."""
+    return compiled_parts(time.compute_secs, time.pallas_secs, time.exposed_secs)
+
+
+def _total(size: int, report: Report) -> tuple[str, str]:
+    return in_bytes(size), in_bytes(size / report.tokens)
+
+
+def page(report: Report) -> str:
+    """The report as an HTML page."""
+    sections = (html_heading, html_sent, html_memory, html_flops, html_time, html_collectives, html_call_sites)
+    title = f"{report.name}: what a step sends, stores and computes"
+    return html_page(title, (line for section in sections for line in section(report)))
+
+
+def html_heading(report: Report) -> Iterator[str]:
+    """What is reported, and the figures to know first."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    yield f"<h1>{escape(report.name)}</h1>"
+    yield (
+        f"<p>{mesh} on {report.devices} devices; {escape(report.schedule)} with {report.microbatches} microbatches; "
+        f"{report.rows:,} × {report.seq:,} = {report.tokens:,} tokens a step</p>"
+    )
+    total = sum(one.total_bytes for one in report.sent)
+    facts = {
+        "A device sends": in_bytes(total),
+        "for each token": in_bytes(total / report.tokens),
+        "Memory, predicted": in_bytes(report.peak),
+        "MFU at most": percent(report.flops.ceiling),
+    }
+    yield '<dl class="facts">'
+    yield from (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    yield "</dl>"
+
+
+def html_sent(report: Report) -> Iterator[str]:
+    """A bar for each axis and kind."""
+    yield "<h2>What a device sends in a step</h2>"
+    yield "<p>Bytes by mesh axis and kind of collective, and for each token of the step.</p>"
+    rows = by_axis_and_kind(report.sent)
+    most, before = max((row.total for row in rows), default=1), None
+    yield '<div class="bars" id="sent">'
+    for row in rows:
+        if row.axes != before:
+            yield f'<div class="group">{", ".join(row.axes)}</div>'
+        before = row.axes
+        parts = [(way, getattr(row, way) / most) for way in DIRECTIONS]
+        yield from bar_row(row.kind, parts, in_bytes(row.total), f"{in_bytes(row.total / report.tokens)} a token")
+    yield "</div>"
+    yield from legend((way, way) for way in DIRECTIONS)
+
+
+def html_memory(report: Report) -> Iterator[str]:
+    """A bar for each component, and for the compiler's totals."""
+    yield "<h2>What a device holds</h2>"
+    yield "<p>Predicted from the config and the schedule's slots" + (
+        ", beside what the compiler counts.</p>" if report.compiled else ".</p>"
+    )
+    beside = report.beside_compiler() if report.compiled else []
+    most = max(report.peak, *(theirs for _, _, theirs in beside), 1)
+    yield '<div class="bars" id="memory">'
+    for name, size in report.memory.items():
+        yield from bar_row(name.replace("_", " "), [("model", size / most)], in_bytes(size))
+    yield from bar_row("together", [("model", report.peak / most)], in_bytes(report.peak), kind="sum")
+    for name, mine, theirs in beside:
+        yield from bar_row(
+            f"compiler: {name}", [("theirs", theirs / most)], in_bytes(theirs), prediction_error(mine, theirs)
+        )
+    yield "</div>"
+
+
+def html_flops(report: Report) -> Iterator[str]:
+    """One bar of all FLOPs, and what its parts are."""
+    ceiling = percent(report.flops.ceiling)
+    yield "<h2>What a device computes</h2>"
+    yield f"<p>{escape(executed(report))} MFU is at most {ceiling}, the share of the model's own.</p>"
+    rows = shares_of_flops(report.flops)
+    names = {label: name for name, label in FLOPS_LABELS.items()}
+    yield bar([(names[label], share) for label, _, share in rows], "tall", "flops")
+    yield '<div class="wide"><table class="split"><tbody>'
+    for label, value, share in rows:
+        swatch = f'<i class="{names[label]}"></i>'
+        yield html_row([f"{swatch}{escape(label)}", in_flops(value), percent(share)], left=1, raw=True)
+    yield "</tbody></table></div>"
+
+
+def html_time(report: Report) -> Iterator[str]:
+    """A bar for each part of a step's time, if the compiler estimates cycles."""
+    if report.time is None:
+        return
+    total = report.time.total_secs
+    yield "<h2>Where the time of a step goes</h2>"
+    yield f"<p>{total:.3f} s by the compiler's cycles and the bandwidth of links: MFU {percent(report.time.mfu)}.</p>"
+    yield '<div class="bars" id="time">'
+    for name, secs in parts_of(report.time).items():
+        yield from bar_row(name, [("theirs", secs / total)], f"{secs:.3f} s", percent(secs / total))
+    yield "</div>"
+    yield from html_table(["compute of", "products", "the rest", "share of the step"], computed_cells(report), left=1)
+
+
+def html_collectives(report: Report) -> Iterator[str]:
+    """What became of the collectives."""
+    yield "<h2>What the compiler made of the collectives</h2>"
+    if report.compiled is None:
+        yield f"<p>{escape(report.compiled_for)}</p>"
+        return
+    yield f"<p>Compiled for {escape(report.compiled_for)}. {escape(' '.join(collective_notes(report)))}</p>"
+    head, *rows = collective_cells(report)
+    yield from html_table(head, rows, left=2)
+
+
+def html_call_sites(report: Report) -> Iterator[str]:
+    """Who asked for it."""
+    yield "<h2>Who asks for it</h2>"
+    head, *rows = call_site_cells(by_call_site(report.sent))
+    yield from html_table(head, rows, left=5, source=4)
+
+
+def prediction_error(mine: int, theirs: int) -> str:
+    """How far a prediction is from what the compiler says."""
+    return f"predicted {(mine / theirs - 1) * 100:+.1f} %"

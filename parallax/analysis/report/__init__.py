@@ -1,1 +1,0 @@
-"""What a step sends, stores and computes."""

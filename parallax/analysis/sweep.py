@@ -1,0 +1,419 @@
+"""What a layout takes at least, in microseconds of thought: a sweep passes over layouts that cannot be among the best.
+
+Never more than what `analytic` finds, as a test holds; far less where that is not known without a trace.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
+from parallax.analysis.layouts import Choice, build, build_if_legal, choices
+from parallax.analysis.memory import predicted_memory
+from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
+from parallax.analysis.step_time import Estimate, Outcome, compile_step, estimate, hidden_secs, lockstep_bubble, trace
+from parallax.analysis.topology import Place
+from parallax.config.settings import Settings
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime.chips import Chip
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.files import read_object
+from parallax.runtime.units import in_bytes, percent
+from parallax.schedules import by_name, figures
+
+PARAMETER_BYTES = 4  # float32
+SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
+DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
+
+
+class Bound(NamedTuple):
+    """What a layout takes at least."""
+
+    secs: float
+    peak_bytes: float
+
+
+class Bounds:
+    """Bounds of one model on one place."""
+
+    def __init__(self, settings: Settings, place: Place, model: ShardedModel):
+        """`model` is the model on any mesh: its global shapes are the same on all."""
+        self.settings, self.place = settings, place
+        self.tokens = settings.data.global_batch * settings.data.seq
+        self.parameters = parameters_by_component(model.shapes)
+        self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
+
+    def of(self, choice: Choice) -> Bound:
+        """The bound of a layout, legal or not."""
+        return Bound(self._secs(choice), self._bytes(choice))
+
+    def _secs(self, choice: Choice) -> float:
+        settings = choice.applied(self.settings)
+        bubble = 0.0 if self.place.shared else lockstep_bubble(settings)
+        work = self._work_secs(choice)
+        return work / (1 - bubble) + self._exposed_secs(choice, work) + self._residual_secs(settings)
+
+    def _work_secs(self, choice: Choice) -> float:
+        model, tokens = self.settings.model, self.tokens / self.place.devices
+        rate, bandwidth = self.place.matmul_rate(model.dtype), self.place.chip.hbm_bandwidth
+        flops = self.flops - self._attention_flops + 2 * self._made_again(choice)
+        scores = SCORES_MOVED * self._itemsize * model.layers * model.heads * self.settings.data.seq
+        attention = self._attention_flops / rate
+        if model.kernel == "xla":  # all scores are computed, and pass through memory
+            attention = max(2 * attention, scores / bandwidth)
+        kept = 2 * self._width_kept(choice.remat) * model.layers * self._itemsize / bandwidth
+        return tokens * (flops / rate + attention + kept)
+
+    @property
+    def _attention_flops(self) -> int:
+        """Of the model's for each token, those of attention's two products, forward and backward."""
+        kernels = self._layers + self.settings.model.vocab * self.settings.model.d_model
+        return self.flops - FLOPS_PER_WEIGHT * kernels
+
+    def _made_again(self, choice: Choice) -> float:
+        """Parameters of the products that are run once more for each token if layers are recomputed."""
+        mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
+        if choice.remat not in mlp:
+            return 0.0
+        return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
+
+    def _exposed_secs(self, choice: Choice, work: float) -> float:
+        """Of the layers' gathers over dp and sums of gradients, in the compute dtype or wider, what at least shows:
+        all of what is sent once a step, else what does not hide behind the work."""
+        sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
+        share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
+        once = share * self._itemsize / self.place.bandwidth(sizes, ["dp"])
+        if choice.gather != "microbatch":
+            return 2 * once
+        gathers, sums = 2 * choice.microbatches * once, choice.microbatches * once
+        if choice.prefetch or self.settings.fsdp.reduce == "compute":
+            gathers, sums = gathers + sums, 0.0  # all of it can hide
+        return gathers - hidden_secs(work, gathers) + sums
+
+    def _residual_secs(self, settings: Settings) -> float:
+        """Columns then rows: a layer's two branches gather their inputs and scatter their outputs, forward and back."""
+        sizes, model = settings.mesh.sizes, settings.model
+        if sizes["tp"] == 1 or settings.layout.tensor_parallel != "column_row":
+            return 0.0
+        share = (sizes["tp"] - 1) / sizes["tp"]
+        tokens = self.tokens / sizes["dp"] * model.layers / sizes["pp"]
+        sent = 8 * share * tokens * model.d_model * self._itemsize
+        return sent / self.place.bandwidth(sizes, ["tp"])
+
+    def _bytes(self, choice: Choice) -> float:
+        """Parameters and gradients, cut as far as can be; whole layers if gathered once; what no pass makes again."""
+        ranks = choice.pp * choice.tp
+        gathered = self._layers / ranks * (self._itemsize + PARAMETER_BYTES) * (choice.gather != "microbatch")
+        state = 2 * PARAMETER_BYTES * self._layers / self.place.devices
+        return max(state, state / 2 + gathered) + self._kept_bytes(choice)
+
+    def _kept_bytes(self, choice: Choice) -> float:
+        """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once."""
+        if choice.remat != "none":
+            return 0.0
+        tokens = self.tokens / choice.dp / choice.microbatches
+        held = 1.0
+        if choice.pp > 1:
+            schedule = by_name(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
+            held = max(figures(schedule).activations)
+        layers = self.settings.model.layers / choice.pp
+        return held * tokens * self._width_kept("none") / choice.tp * layers * self._itemsize
+
+    def _width_kept(self, remat: str) -> int:
+        """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
+        reads of the residual stream; the weights of attention."""
+        model = self.settings.model
+        gate_and_up, queries = 2 * model.d_ff, model.heads * model.d_head
+        if remat == "stage":
+            return 0
+        if remat == "layer":
+            return model.d_model
+        if remat == "attention":
+            return model.d_model + gate_and_up
+        if remat == "elementwise":
+            return model.d_model + gate_and_up + queries
+        scores = (model.kernel == "xla") * model.heads * self.settings.data.seq
+        return 2 * model.d_model + gate_and_up + queries + scores
+
+    @property
+    def _layers(self) -> int:
+        return self.parameters["attention"] + self.parameters["mlp"]
+
+    @property
+    def _itemsize(self) -> int:
+        return jnp.dtype(self.settings.model.dtype).itemsize
+
+
+PACKAGES = ("jax", "jaxlib", "libtpu")
+SOURCES = Path(__file__).parents[1]
+
+
+class Cache:
+    """A folder with a file for each result, named by the hash of all that it follows from."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
+
+    def get(self, key: str) -> Any | None:
+        """What was put there, None where nothing was or where the file is damaged."""
+        try:
+            entry = read_object(self._path(key), odd_numbers=True)
+            return entry["value"] if entry["digest"] == digest(entry["value"]) else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        # Written aside and renamed: whoever reads, and whoever is interrupted, leaves whole files alone.
+        aside = self._path(key).with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps({"digest": digest(value), "value": value}))
+        aside.replace(self._path(key))
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def digest(value: Any) -> str:
+    """A hash of anything that JSON can hold.
+
+    >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a prediction depends on, and a hash of our own source."""
+    sources = hashlib.sha256()
+    for path in sorted(SOURCES.rglob("*.py")):
+        sources.update(path.read_bytes())
+    return {"parallax": sources.hexdigest()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")  # that a plan follows from
+
+
+class Row(NamedTuple):
+    """A layout that fits, and its predicted step."""
+
+    choice: Choice
+    estimate: Estimate
+
+
+class Sweep:
+    """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first; `passed` counts the
+    others by the reason why they were passed over: "not legal", "too large", "slower"."""
+
+    def __init__(self, settings: Settings, place: Place, cache: Cache, *, keep: int):
+        """ConfigError where the settings' own layout is not legal."""
+        self.settings, self.cache, self.keep = settings, cache, keep
+        self.own = Choice.of(settings)
+        self.rows: list[Row] = []
+        self.passed: Counter[str] = Counter()
+        self._versions = versions()
+        self.place = as_measured_first(place, cache, self._versions)
+        self.bounds = Bounds(settings, self.place, build(settings, self.place))
+
+    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Price layouts, those first whose bound is least, until no other can be among the best.
+
+        `progress` is told how many of how many are done. What was done before an interruption is kept.
+        """
+        bound_of = {choice: self.bounds.of(choice) for choice in choices(self.settings, self.place.devices)}
+        waiting = sorted(bound_of, key=lambda choice: bound_of[choice].secs)
+        self._look_at(self.own)
+        for done, choice in enumerate(waiting):
+            progress(done, len(waiting))
+            if len(self.rows) >= self.keep and bound_of[choice].secs > self.rows[self.keep - 1].estimate.secs:
+                self.passed["slower"] += len(waiting) - done
+                break
+            if choice == self.own:
+                continue
+            if bound_of[choice].peak_bytes > self.place.chip.usable_bytes:
+                self.passed["too large"] += 1
+            else:
+                self._look_at(choice)
+        progress(len(waiting), len(waiting))
+
+    def _look_at(self, choice: Choice) -> None:
+        found = priced(choice.applied(self.settings), self.place, self.cache, self._versions)
+        if found is None:
+            self.passed["not legal"] += 1
+        elif found["estimate"] is None:
+            self.passed["too large"] += 1
+        else:
+            self.rows.append(Row(choice, Estimate(*found["estimate"])))
+            self.rows.sort(key=lambda row: row.estimate.secs)
+
+    def shown(self) -> list[Row]:
+        """The rows of the table: the fastest, and the config's own where it is none of them."""
+        own = [row for row in self.rows[self.keep :] if row.choice == self.own]
+        return self.rows[: self.keep] + own
+
+    def compiled(self, choice: Choice, devices: list[Any]) -> Outcome:
+        """What the compiler says of a layout, from the cache or compiled."""
+        settings = choice.applied(self.settings)
+        key = digest(["compiled", key_of(settings, self.place, self._versions)])
+        if (found := self.cache.get(key)) is not None:
+            return Outcome(*found)
+        made = compile_step(settings, self.place, devices)
+        self.cache.put(key, made)
+        return made
+
+
+def as_measured_first(place: Place, cache: Cache, known: dict[str, str]) -> Place:
+    """The place, with this machine's devices as they were measured when the cache first had them.
+
+    A new measurement differs a little, and nothing that was found before would be found again.
+    """
+    if not place.shared:
+        return place
+    key = digest(["measured", place.name, sorted(place.chip.flops), place.chip.usable_bytes, known])
+    if (found := cache.get(key)) is not None:
+        return place._replace(chip=Chip(*found))
+    cache.put(key, place.chip)
+    return place
+
+
+def priced(settings: Settings, place: Place, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
+    """`{"peak_bytes", "estimate"}` of a layout, from the cache or traced; None where it is not legal.
+
+    Without an estimate where it is too large. `known` are the versions that the cache is kept for.
+    """
+    key = key_of(settings, place, known)
+    if (found := cache.get(key)) is not None:
+        return found or None
+    model = build_if_legal(settings, place)
+    if model is None:
+        cache.put(key, {})
+        return None
+    held = predicted_memory(model, settings)
+    fits = held.peak <= place.chip.usable_bytes
+    made = estimate(settings, place, held, trace(model, settings)) if fits else None
+    cache.put(key, {"peak_bytes": held.peak, "estimate": made})
+    return {"peak_bytes": held.peak, "estimate": made}
+
+
+def key_of(settings: Settings, place: Place, known: dict[str, str]) -> str:
+    """The hash of all that a prediction follows from."""
+    sections = settings.to_dict()
+    data = {name: sections["data"][name] for name in ("global_batch", "seq")}
+    return digest([{name: sections[name] for name in SECTIONS}, data, place, known])
+
+
+def front(rows: Sequence[Row]) -> list[Choice]:
+    """The layouts than which no other is faster in as little memory, the fastest first.
+
+    Times that differ by less than three digits show are the same.
+    """
+    found, least = [], math.inf
+    for choice, cost in sorted(rows, key=lambda row: (float(f"{row.estimate.secs:.3g}"), row.estimate.peak_bytes)):
+        if cost.peak_bytes < least:
+            found.append(choice)
+            least = cost.peak_bytes
+    return found
+
+
+# By what the mesh uses.
+MESH_COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7"}
+MESH_LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
+LIGHT = ("pp", "pp tp")  # colours on which ink is dark
+KEY_LINE = 17  # the height of a line of the key
+
+
+def draw(title: str, rows: Sequence[Row], place: Place, own: Choice) -> str:
+    """An SVG of memory against time with a point for each layout; `own` has a ring around it."""
+    frame = Frame.around([row.estimate.peak_bytes for row in rows], [row.estimate.secs for row in rows])
+    row_of, marked = {row.choice: row for row in rows}, front(rows)
+    on_front = [row_of[choice] for choice in marked]
+    under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(place.chip.usable_bytes)}"
+    parts = [
+        svg_text(LEFT, 26, title, "font-size='15' font-weight='bold'"),
+        svg_text(LEFT, 44, under, fill="#555555"),
+        *frame.axes("memory of a chip, GiB", "time of a step, s", x_unit=2**30),
+        *_front_line(on_front, frame),
+        *(_point(row, row.choice in marked, row.choice == own, frame) for row in reversed(rows)),
+        *_legend(rows),
+        *_key(on_front, frame),
+    ]
+    return svg(parts, SVG_HEIGHT + KEY_LINE * (len(on_front) + 1))
+
+
+def _front_line(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
+    at = [(frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)) for row in on_front]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+    yield f"<polyline class='front' points='{points}' fill='none' stroke='{INK}' stroke-dasharray='4 3'/>"
+
+
+def _point(row: Row, marked: bool, own: bool, frame: Frame) -> str:
+    x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
+    colour = MESH_COLOURS[_kind(row.choice)]
+    radius, opacity = (9, 1) if marked else (4, 0.55)
+    edge = f"stroke='{INK}' stroke-width='1.2'" if marked else f"stroke='{PAPER}' stroke-width='0.5'"
+    at, fill = f"cx='{x:.2f}' cy='{y:.2f}'", f"fill='{colour}' fill-opacity='{opacity}'"
+    ring = f"<circle {at} r='13' fill='none' stroke='{INK}' stroke-width='1.5'/>" if own else ""
+    figures = f"{in_bytes(row.estimate.peak_bytes)}, {row.estimate.secs:.3f} s, MFU {percent(row.estimate.mfu)}"
+    title = f"<title>{escape(_name(row.choice))}: {figures}</title>"
+    return f"{ring}<circle class='layout' {at} r='{radius}' {fill} {edge}>{title}</circle>"
+
+
+def _key(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
+    """Numbers on the points of the front, and what they stand for."""
+    for number, row in enumerate(on_front, 1):
+        x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
+        ink = INK if _kind(row.choice) in LIGHT else PAPER
+        yield svg_text(x, y + 4, str(number), "text-anchor='middle' font-weight='bold'", fill=ink)
+        line = SVG_HEIGHT + KEY_LINE * number
+        yield svg_text(LEFT + 12, line, str(number), "text-anchor='end' font-weight='bold'")
+        yield svg_text(LEFT + 22, line, _name(row.choice))
+        yield svg_text(LEFT + 470, line, in_bytes(row.estimate.peak_bytes), "text-anchor='end'")
+        yield svg_text(LEFT + 540, line, f"{row.estimate.secs:.3f} s", "text-anchor='end'")
+        yield svg_text(LEFT + 630, line, f"MFU {percent(row.estimate.mfu)}", "text-anchor='end'")
+
+
+def _legend(rows: Sequence[Row]) -> Iterator[str]:
+    x, y = float(LEFT), SVG_HEIGHT - 18
+    kinds = {_kind(row.choice) for row in rows}
+    for kind in (kind for kind in MESH_COLOURS if kind in kinds):
+        yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='{MESH_COLOURS[kind]}'/>"
+        yield svg_text(x + 15, y, MESH_LABELS[kind])
+        x += 15 + 6.2 * len(MESH_LABELS[kind]) + 14
+    yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='none' stroke='{INK}' stroke-width='1.2'/>"
+    yield svg_text(x + 15, y, "numbered: Pareto front; ringed: the config")
+
+
+def _kind(choice: Choice) -> str:
+    return " ".join(axis for axis in ("pp", "tp") if getattr(choice, axis) > 1) or "dp"
+
+
+def _name(choice: Choice) -> str:
+    """A layout in few letters.
+
+    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "step", 0))
+    '4·8·2 M=16 one_f_one_b remat layer gather step'
+    """
+    schedule = f" {choice.schedule}" if choice.pp > 1 else ""
+    return (
+        f"{choice.pp}·{choice.dp}·{choice.tp} M={choice.microbatches}{schedule} "
+        f"remat {choice.remat} gather {choice.gather}" + " ahead" * choice.prefetch
+    )

@@ -1,0 +1,392 @@
+"""A traced program, walked as one device runs it, counting on the way; and where each equation comes from.
+
+Values that follow from tables, loop counters and the device's place in the mesh are computed, so that of a branch only
+the side is counted that is taken, and of a loop every turn. What no output needs is not counted: XLA drops it.
+"""
+
+import functools
+import math
+import pathlib
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+import parallax
+from parallax.model.batch import BATCH_ARRAYS
+from parallax.pipeline import simulated
+from parallax.pipeline.sharded_model import ShardedModel
+from parallax.runtime import jaxprs
+from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
+from parallax.sharding import collectives, layout
+
+PACKAGE = pathlib.Path(parallax.__file__).parent
+# They ask on behalf of others.
+PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
+LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
+# Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
+SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
+REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
+# Holds an array back until a gradient is there.
+WAITING = pathlib.Path(simulated.__file__).relative_to(PACKAGE.parent).as_posix()
+OUTERMOST = "Block"  # names no part of the model: every layer is one
+
+
+class Origin(NamedTuple):
+    """`stack` holds names of transformations, scopes and modules, outermost first, with those of calling programs;
+    `gradient` is whether the equation works on gradients."""
+
+    stack: str
+    gradient: bool
+    traceback: Any
+
+    @staticmethod
+    def of(equation: JaxprEqn, outer: str, reads_gradient: bool) -> "Origin":
+        """The origin of an equation of a program that was called under the stack `outer`."""
+        stack = "/".join(filter(None, [outer, str(equation.source_info.name_stack)]))
+        transposed = "transpose(" in stack and REMATTED not in stack
+        return Origin(stack, transposed or reads_gradient, equation.source_info.traceback)
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether this is forward's by its scope."""
+        return _scope(self.stack) == "forward"
+
+    @property
+    def makes_no_gradient(self) -> bool:
+        """Whether what this returns is made of no gradient, even if it waits for one."""
+        return self.is_forward or self.source.startswith(WAITING)
+
+    @property
+    def direction(self) -> str:
+        """What works on gradients is "backward"; what forward did, and the backward pass does again, "recompute"."""
+        if self.gradient and not self.is_forward:
+            return "backward"
+        return _scope(self.stack) or ("recompute" if REMATTED in self.stack else "forward")
+
+    @property
+    def module(self) -> str:
+        """The Flax module, as "attention/q"; of what none asked for, the file, as "pipeline/executor"."""
+        return _module(self.stack) or self.source.rpartition(":")[0].removeprefix("parallax/").removesuffix(".py")
+
+    @property
+    def source(self) -> str:
+        """The innermost line that is not the library's: "parallax/model/dense.py:57"; "" where none is known."""
+        for frame in self.traceback.frames if self.traceback else ():
+            if (name := _shown(frame.file_name)) is not None:
+                return f"{name}:{frame.line_num}"
+        return ""
+
+
+@functools.cache
+def _scope(stack: str) -> str | None:
+    """What the innermost of the executor's scopes says."""
+    return next((SCOPES[name] for name in reversed(_names(stack)) if name in SCOPES), None)
+
+
+@functools.cache
+def _module(stack: str) -> str:
+    # A name with a dot is a method of the module before it.
+    names = [name for name in _names(stack) if name not in (*SCOPES, REMATTED, OUTERMOST) and "." not in name]
+    return "/".join(names).lower()
+
+
+def _names(stack: str) -> list[str]:
+    """The names in a stack, without those of transformations.
+
+    >>> _names("B/transpose(jvp(Block))/mlp/down")
+    ['B', 'Block', 'mlp', 'down']
+    """
+    return [name for name in re.sub(r"\w+\(|\)", "", stack).split("/") if name]
+
+
+@functools.cache
+def _shown(file_name: str) -> str | None:
+    """How a file is named in a report; None of a file that only passes calls on."""
+    if file_name in PLUMBING:
+        return None
+    path = pathlib.Path(file_name)
+    if path.is_relative_to(PACKAGE):
+        return path.relative_to(PACKAGE.parent).as_posix()
+    return None if any(path.is_relative_to(folder) for folder in LIBRARIES) else path.name
+
+
+LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
+UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "layout_constraint")
+Count = Callable[[JaxprEqn, Origin], Counter]
+Value = np.ndarray | None  # None: not known before the program runs
+
+
+def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counter:
+    """The sum of `count` over every equation that the device at these mesh coordinates runs, as often as it does.
+
+    Raises ValueError where it depends on data which side of a branch is taken, or how often a loop turns, and that
+    changes the sum.
+    """
+    device = Walk(at, count)
+    device.call(program, Call("", set(), set()), [None] * len(program.jaxpr.invars))
+    return device.total
+
+
+class Call(NamedTuple):
+    """How a program is called."""
+
+    stack: str  # of names, as in Origin
+    gradients: Set[int]  # inputs that are made from gradients
+    wanted: Set[int]  # outputs whose values steer what runs later
+
+
+class Walk:
+    """One device's way through a program; `total` is what it has counted."""
+
+    def __init__(self, at: Mapping[str, int], count: Count):
+        self.at, self.count, self.total = dict(at), count, Counter()
+        self._steering, self._gradients, self._calls, self._used = Steering(), Gradients(), {}, {}
+
+    def call(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
+        """Run a program; its outputs, known at least where they are wanted and can be.
+
+        It is run again only with other values of what steers it: most ticks are like others, and layers alike.
+        """
+        steers = self._steering.inputs(program.jaxpr, how.wanted)
+        args = [value if at in steers else None for at, value in enumerate(args)]
+        values = tuple(None if value is None else value.tobytes() for value in args)
+        key = program.jaxpr, how.stack, frozenset(how.gradients), frozenset(how.wanted), values
+        if key not in self._calls:
+            counted, outs = self._apart(lambda: self._run(program, how, args))
+            self._calls[key] = counted, outs
+        counted, outs = self._calls[key]
+        self.total.update(counted)
+        return outs
+
+    def _apart(self, run: Callable[[], list[Value]]) -> tuple[Counter, list[Value]]:
+        """What a run counts, not added to the total, and what it returns."""
+        before, self.total = self.total, Counter()
+        outs = run()
+        counted, self.total = self.total, before
+        return counted, outs
+
+    def _run(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
+        jaxpr = program.jaxpr
+        steering = self._steering.variables(jaxpr, how.wanted)
+        gradients = self._gradients.variables(jaxpr, how.stack, how.gradients)
+        value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
+        read = lambda atom: np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+        for equation in self._needed(jaxpr):
+            given = inputs_in(equation, gradients)
+            origin = Origin.of(equation, how.stack, bool(given))
+            self.total.update(self.count(equation, origin))
+            inner = Call(origin.stack, given, {at for at, out in enumerate(equation.outvars) if out in steering})
+            outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
+            value_of |= zip(equation.outvars, outs, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outputs(self, equation: JaxprEqn, how: Call, values: list[Value]) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
+        if name == "axis_index" and params["axis_name"] in self.at:
+            return [np.int32(self.at[params["axis_name"]])]
+        if name in UNCHANGED:
+            return values
+        if name == "scan":
+            return self._scan(loop(equation), how, values)
+        if name == "cond":
+            inner = Call(how.stack, operands(how.gradients), how.wanted)
+            return self._branch([closed(branch) for branch in params["branches"]], inner, *values)
+        if name == "while":
+            return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
+        if (inner := called(equation)) is not None:
+            if name == "shard_map":  # what is cut there is another piece on each device
+                shapes = [var.aval.shape for var in inner.jaxpr.invars]
+                values = [v if v is not None and v.shape == s else None for v, s in zip(values, shapes, strict=True)]
+            return self.call(inner, how, values)
+        return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
+
+    def _scan(self, scan: Loop, how: Call, values: list[Value]) -> list[Value]:
+        given = self._gradients.given_to_body(scan, how.stack, how.gradients)
+        split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
+        read = self._steering.inputs(scan.body.jaxpr, how.wanted)
+        if all(at < scan.consts for at in read):  # every turn is like the first
+            counted, _ = self._apart(lambda: self.call(scan.body, Call(how.stack, given, set()), values))
+            self.total.update({key: number * scan.length for key, number in counted.items()})
+            return [None] * (scan.carried + made)
+        inner = Call(how.stack, given, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split})
+        carry, xs = values[scan.consts : split], values[split:]
+        for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+            own = [None if x is None else x[turn] for x in xs]
+            carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *own])[: scan.carried]
+        return [*carry, *[None] * made]
+
+    def _branch(self, branches: list[ClosedJaxpr], how: Call, which: Value, *values: Value) -> list[Value]:
+        if which is not None:
+            return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
+        found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
+        if any(counted != found[0] for counted in found):
+            shown = " or ".join(str(dict(counted)) for counted in found)
+            raise ValueError(f"which branch runs depends on data, and they differ in what is counted: {shown}.")
+        self.total.update(found[0])
+        return [None] * len(branches[0].jaxpr.outvars)
+
+    def _while(self, body: ClosedJaxpr, how: Call, outputs: int) -> list[Value]:
+        inputs = len(body.jaxpr.invars)
+        given = range(inputs) if how.gradients else ()
+        counted, _ = self._apart(lambda: self.call(body, Call(how.stack, set(given), set()), [None] * inputs))
+        if counted:
+            raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
+        return [None] * outputs
+
+    def _needed(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
+        """The equations of which an output is used, in order."""
+        if jaxpr not in self._used:
+            used, needed = {out for out in jaxpr.outvars if not isinstance(out, Literal)}, []
+            for equation in reversed(jaxpr.eqns):
+                if used.intersection(equation.outvars):
+                    needed.append(equation)
+                    used |= {var for var in equation.invars if not isinstance(var, Literal)}
+            self._used[jaxpr] = needed[::-1]
+        return self._used[jaxpr]
+
+
+def _evaluate(equation: JaxprEqn, values: list[Value]) -> list[Value]:
+    """Outputs of an equation whose inputs are known, if they are small and count something."""
+    small = all(_counts(var.aval) for var in equation.outvars)
+    if not small or any(value is None for value in values):
+        return [None] * len(equation.outvars)
+    return [np.asarray(out) for out in apply(equation, values)]
+
+
+def _known(const: Any) -> Value:
+    return np.asarray(const) if _counts(const) else None
+
+
+def _counts(array: Any) -> bool:
+    """Whether an array, or what is known of it, is small and of whole numbers or truths."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or math.prod(array.shape) > LARGEST_KNOWN:
+        return False
+    return jax.dtypes.issubdtype(dtype, np.integer) or jax.dtypes.issubdtype(dtype, np.bool_)
+
+
+class Steering:
+    """Of many programs; what was found is kept."""
+
+    def __init__(self):
+        self._found: dict = {}
+
+    def variables(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set:
+        """Variables on which it depends which sides of branches are taken, or what the `wanted` outputs are."""
+        key = jaxpr, frozenset(wanted)
+        if key not in self._found:
+            steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
+            for equation in reversed(jaxpr.eqns):
+                read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
+                steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
+            self._found[key] = steer
+        return self._found[key]
+
+    def inputs(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set[int]:
+        """Numbers of the inputs among them."""
+        steer = self.variables(jaxpr, wanted)
+        return {at for at, var in enumerate(jaxpr.invars) if var in steer}
+
+    def _operands(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
+        name = equation.primitive.name
+        if name == "cond":
+            sides = (self.inputs(closed(branch).jaxpr, wanted) for branch in equation.params["branches"])
+            return {0} | {1 + at for side in sides for at in side}
+        if name == "scan":
+            return self._of_loop(equation, wanted)
+        if name == "while":  # its outputs are not known in any case
+            return set()
+        if (inner := called(equation)) is not None:
+            return self.inputs(inner.jaxpr, wanted)
+        return set(range(len(equation.invars))) if wanted else set()
+
+    def _of_loop(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
+        """What a turn reads of the turn before is wanted of that one, too."""
+        scan = loop(equation)
+        while True:
+            read = self.inputs(scan.body.jaxpr, wanted)
+            more = {at - scan.consts for at in read if 0 <= at - scan.consts < scan.carried} - wanted
+            if not more:
+                return read
+            wanted = wanted | more
+
+
+class Gradients:
+    """Of many programs, whatever sides of branches they take; what was found is kept.
+
+    A step's forward pass reads no gradient of the same step: what does is backward, if no scope says otherwise.
+    """
+
+    def __init__(self):
+        self._found: dict = {}
+
+    def variables(self, jaxpr: Jaxpr, stack: str, given: Set[int]) -> Set:
+        """Variables that are, where the inputs with the numbers `given` are; `stack` as in Origin."""
+        key = jaxpr, stack, frozenset(given)
+        if key not in self._found:
+            found = {jaxpr.invars[at] for at in given}
+            for equation in jaxpr.eqns:
+                found |= {equation.outvars[at] for at in self._outputs(equation, stack, inputs_in(equation, found))}
+            self._found[key] = found
+        return self._found[key]
+
+    def given_to_body(self, scan: Loop, stack: str, given: Set[int]) -> Set[int]:
+        """Inputs of a loop's body that are gradients in some turn, where those `given` are at its start."""
+        while True:
+            carried = {at for at in self._returned(scan.body.jaxpr, stack, given) if at < scan.carried}
+            more = {scan.consts + at for at in carried} - given
+            if not more:
+                return given
+            given = given | more
+
+    def _returned(self, jaxpr: Jaxpr, stack: str, given: Set[int]) -> Set[int]:
+        found = self.variables(jaxpr, stack, given)
+        return {at for at, out in enumerate(jaxpr.outvars) if not isinstance(out, Literal) and out in found}
+
+    def _outputs(self, equation: JaxprEqn, outer: str, given: Set[int]) -> Set[int]:
+        origin, name = Origin.of(equation, outer, bool(given)), equation.primitive.name
+        if origin.makes_no_gradient:
+            return set()
+        if name == "cond":
+            sides = (closed(branch).jaxpr for branch in equation.params["branches"])
+            return set().union(*(self._returned(side, origin.stack, operands(given)) for side in sides))
+        if name == "scan":
+            scan = loop(equation)
+            return self._returned(scan.body.jaxpr, origin.stack, self.given_to_body(scan, origin.stack, given))
+        if (inner := called(equation)) is not None:
+            return self._returned(inner.jaxpr, origin.stack, given)
+        return set(range(len(equation.outvars))) if origin.gradient else set()
+
+
+def inputs_in(equation: JaxprEqn, variables: Set) -> Set[int]:
+    """Numbers of an equation's inputs that are among some variables."""
+    return {at for at, var in enumerate(equation.invars) if not isinstance(var, Literal) and var in variables}
+
+
+def operands(numbers: Set[int]) -> Set[int]:
+    """Inputs of a branch, by number, from those of the equation, whose first is the index of the branch."""
+    return {at - 1 for at in numbers if at > 0}
+
+
+def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:
+    """A mesh of these sizes that has no devices: enough to trace on. `simulated`: what is traced, and what it holds, is
+    as on simulated devices, not as on accelerators."""
+    device = AbstractDevice("cpu", None, "cpu") if simulated else None
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)
+
+
+@functools.lru_cache(maxsize=2)  # a report asks for its model and for the same on one device, each more than once
+def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxpr:
+    """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
+    batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
+    return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
