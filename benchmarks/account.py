@@ -1,6 +1,6 @@
 """Where the time of a training step goes: the reference work of benchmarks/step.py, profiled.
 
-    python benchmarks/account.py [--mesh 2,2,2] [--remat none] [--gather step] [--microbatches 8]
+    python benchmarks/account.py [--mesh 2,2,2] [--remat none] [--policy zero1] [--microbatches 8]
 
 One step runs under the profiler; the time of every operation, added over devices and threads, is sorted by what the
 operation is for. Waiting inside a collective counts as that collective: on simulated devices a rank that has nothing
@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 from arguments import WORKS, Arguments, mesh_sizes, run_benchmark, whole_number
+
+from parallax.config.sections import POLICIES
 
 # The first pattern that an operation's kind, name and origin match says what it is for.
 KINDS = {
@@ -36,13 +38,13 @@ def main() -> None:
     parser.add_argument("--config", default="bench_small", choices=WORKS)
     parser.add_argument("--mesh", type=mesh_sizes, default="2,2,2", metavar="PP,DP,TP")
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
+    parser.add_argument("--policy", default="zero3", choices=POLICIES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
     args = parser.parse_args()
     import jax
     from step import prepare
 
-    work = prepare(args.config, args.mesh, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
+    work = prepare(args.config, args.mesh, remat=args.remat, policy=args.policy, microbatches=args.microbatches)
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -37,7 +37,7 @@ PLAIN = {"fsdp.reduce": "float32"}
 AHEAD = {"fsdp.prefetch": 1}
 # What is compared with others, which make every layer again.
 LAYER = {"pipeline.remat": "layer"}
-PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "pipeline.gather": "step"}
+PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 ROWS = {
     "llama_1b_16": [
@@ -52,8 +52,8 @@ ROWS = {
         Row(LAYER | {"mesh.dp": 8, "mesh.tp": 2}),
         Row(PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 2, "pipeline.microbatches": 32}),
         Row(FEW),
-        Row(FEW | {"pipeline.gather": "layers"}),
-        Row(FEW | {"pipeline.gather": "microbatch"}),
+        Row(FEW | {"data_parallel.policy": "zero1", "data_parallel.exceptions": "embedding=zero3 head=zero3"}),
+        Row(FEW | {"data_parallel.policy": "zero3"}),
     ],
     "llama2_7b_64": [
         Row({}),

@@ -16,18 +16,18 @@ import numpy as np
 from arguments import WORKS, Arguments, config_of, run_benchmark, whole_number
 
 DEVICES = 8
-# pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch
+# pp, dp, tp, microbatches, schedule, virtual, remat, policy, exceptions, prefetch
 LAYOUTS = [
-    (1, 8, 1, 1, "gpipe", 1, "none", "microbatch", 0),
-    (1, 8, 1, 4, "gpipe", 1, "none", "microbatch", 0),
-    (1, 8, 1, 4, "gpipe", 1, "none", "step", 0),
-    (1, 8, 1, 4, "gpipe", 1, "layer", "microbatch", 0),
-    (1, 4, 2, 2, "gpipe", 1, "none", "step", 0),
-    (1, 2, 4, 2, "gpipe", 1, "none", "step", 0),
-    (1, 1, 8, 1, "gpipe", 1, "none", "microbatch", 0),
-    (2, 4, 1, 4, "gpipe", 1, "none", "step", 0),
-    (2, 2, 2, 4, "one_f_one_b", 1, "none", "step", 0),
-    (4, 2, 1, 8, "one_f_one_b", 1, "layer", "step", 0),
+    (1, 8, 1, 1, "gpipe", 1, "none", "zero3", "", 0),
+    (1, 8, 1, 4, "gpipe", 1, "none", "zero3", "", 0),
+    (1, 8, 1, 4, "gpipe", 1, "none", "zero1", "", 0),
+    (1, 8, 1, 4, "gpipe", 1, "layer", "zero3", "", 0),
+    (1, 4, 2, 2, "gpipe", 1, "none", "zero1", "", 0),
+    (1, 2, 4, 2, "gpipe", 1, "none", "zero1", "", 0),
+    (1, 1, 8, 1, "gpipe", 1, "none", "zero3", "", 0),
+    (2, 4, 1, 4, "gpipe", 1, "none", "zero1", "", 0),
+    (2, 2, 2, 4, "one_f_one_b", 1, "none", "zero1", "", 0),
+    (4, 2, 1, 8, "one_f_one_b", 1, "layer", "zero1", "", 0),
 ]
 
 
@@ -48,10 +48,10 @@ def main() -> None:
     predicted = [predict(choice.applied(settings), place).secs for choice in choices]
     measured = measure([choice.applied(settings) for choice in choices], args.rounds)
     rows = list(zip(choices, predicted, measured, ranks(predicted), ranks(measured)))
-    print(f"{'pp·dp·tp  M schedule     remat  gather':42}{'predicted':>10}{'measured':>10}{'ranks':>10}")
+    print(f"{'pp·dp·tp  M schedule     remat  policy':42}{'predicted':>10}{'measured':>10}{'ranks':>10}")
     for choice, guess, secs, *places in sorted(rows, key=lambda row: row[2]):
         mesh = "·".join(map(str, choice[:3]))
-        name = f"{mesh:8}{choice.microbatches:3} {choice.schedule:12} {choice.remat:6} {choice.gather}"
+        name = f"{mesh:8}{choice.microbatches:3} {choice.schedule:12} {choice.remat:6} {choice.policy}"
         print(f"{name:42}{guess:8.3f} s{secs:8.3f} s{places[0]:6.0f}{places[1]:4.0f}")
     print(f"Spearman's correlation of {len(rows)} layouts: {spearman(predicted, measured):.2f}")
 

@@ -1,6 +1,6 @@
 """Speed of a training step, as a share of the machine's own matmul rate, and peak memory.
 
-    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--remat none] [--gather step] [--microbatches 8]
+    python benchmarks/step.py [--meshes 1,1,1 1,4,2 2,2,2] [--remat none] [--policy zero1] [--microbatches 8]
 
 The work is configs/bench_small.py. Each mesh (pp,dp,tp) runs in a process of its own on simulated devices. CPU
 seconds are counted, over all threads: steadier than wall time on a shared machine. Before each step the same
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
+from parallax.config.sections import POLICIES
+
 MATMUL_TIMES = 4
 
 
@@ -33,7 +35,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=whole_number, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
+    parser.add_argument("--policy", default="zero3", choices=POLICIES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
     parser.add_argument("--matmul", type=whole_number, default=2048, help="rows of the matmul that is measured")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def run_child(mesh: str, args: argparse.Namespace) -> dict:
-    names = ("config", "steps", "remat", "gather", "microbatches", "matmul")
+    names = ("config", "steps", "remat", "policy", "microbatches", "matmul")
     flags = [f"--{name}={getattr(args, name)}" for name in names]
     command = [sys.executable, __file__, "--child", mesh, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -73,7 +75,7 @@ class Prepared(NamedTuple):
     compile_secs: float
 
 
-def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatches: int) -> Prepared:
+def prepare(config_name: str, mesh: str, *, remat: str, policy: str, microbatches: int) -> Prepared:
     """The reference work on a mesh, compiled."""
     import jax
 
@@ -86,7 +88,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatche
     px.simulate_devices(pp * dp * tp)
     config = config_of(config_name)
     config.mesh.pp, config.mesh.dp, config.mesh.tp, config.mesh.simulate = pp, dp, tp, pp * dp * tp
-    config.pipeline.remat, config.pipeline.gather = remat, gather
+    config.pipeline.remat, config.data_parallel.policy = remat, policy
     config.pipeline.microbatches = microbatches
     settings = px.read_settings(config.to_dict())
     model, tx = model_and_optimizer(settings, px.make_mesh(settings.mesh, jax.devices()[: pp * dp * tp]))
@@ -103,7 +105,7 @@ def prepare(config_name: str, mesh: str, *, remat: str, gather: str, microbatche
 def measure(args: argparse.Namespace) -> dict:
     import jax
 
-    work = prepare(args.config, args.child, remat=args.remat, gather=args.gather, microbatches=args.microbatches)
+    work = prepare(args.config, args.child, remat=args.remat, policy=args.policy, microbatches=args.microbatches)
     state, _ = jax.block_until_ready(work.step(work.state, work.batch))
     cpu, wall, rates = [], [], []
     for _ in range(args.steps):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
 
 from parallax.cli.arguments import local_path
+from parallax.config.sections import POLICIES
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SIZES = ("arguments", "temporaries", "peak")
@@ -36,7 +37,7 @@ def main() -> None:
     devices = tpu_devices(args.topology)
     print(
         f"{args.topology} mesh {args.mesh} microbatches {args.microbatches} x {args.seq} tokens, "
-        f"branches {args.branches}, remat {args.remat}, gather {args.gather}, kernel {args.kernel}"
+        f"branches {args.branches}, remat {args.remat}, policy {args.policy}, kernel {args.kernel}"
     )
     print(f"{'schedule':15}" + "".join(f"{name:>{len(name) + 2}}" for name in COLUMNS))
     for name in args.schedules:
@@ -58,7 +59,7 @@ def parse() -> Any:
     parser.add_argument("--microbatches", type=whole_number, default=16)
     parser.add_argument("--seq", type=whole_number, default=2048)
     parser.add_argument("--remat", default="layer", help="as pipeline.remat")
-    parser.add_argument("--gather", default="microbatch", choices=["microbatch", "layers", "step"])
+    parser.add_argument("--policy", default="zero3", choices=POLICIES)
     parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
@@ -81,9 +82,9 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
         virtual=2 if schedule == "interleaved" else 1,
         microbatches=args.microbatches,
         remat=args.remat,
-        gather=args.gather,
         branches=args.branches,
     )
+    config.data_parallel.policy = args.policy
     config.model.kernel = args.kernel
     config.data.seq, config.data.global_batch = args.seq, args.microbatches * config.mesh.dp
     settings = px.read_settings(config.to_dict())

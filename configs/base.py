@@ -15,8 +15,8 @@ def get_config() -> ConfigDict:
     config.mesh.dp = -1  # data: the batch is cut over it, and the parameters too (FSDP)
     config.mesh.tp = 1  # tensor: heads, d_ff and vocab are cut over it
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
-    # "dp" | "pp": the axis over the network between slices of chips, if there are several
-    config.mesh.across_slices = "dp"
+    # data, over which no parameter is cut (hybrid sharding): for the network between slices of chips
+    config.mesh.replica = 1
 
     # The model as one device sees it: a decoder-only transformer.
     config.model = ConfigDict()
@@ -66,11 +66,14 @@ def get_config() -> ConfigDict:
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
     # "none" | "elementwise" | "attention" | "layer" | "stage": what the backward pass computes again
     config.pipeline.remat = "layer"
-    # "microbatch" | "layers" | "step": how often FSDP gathers weights; layers: those per step, tables per microbatch.
-    # microbatch needs least memory
-    config.pipeline.gather = "microbatch"
     # "skip" | "mask": what a rank does in an idle tick; mask computes and throws away
     config.pipeline.branches = "skip"
+
+    # Where the data axes cut parameters, and so when weights and gradients travel over them.
+    config.data_parallel = ConfigDict()
+    # "ddp" | "zero1" | "zero2" | "lean" | "zero3" | one of your own: of all parameters
+    config.data_parallel.policy = "zero3"
+    config.data_parallel.exceptions = ""  # other policies by name, as "embedding=zero1 blocks/mlp=zero2"
 
     # When weights are gathered, and how gradients travel.
     config.fsdp = ConfigDict()

@@ -10,6 +10,7 @@ HOME = {
     "MeshConfig": "config.sections",
     "Run": "inference.run",
     "Settings": "config.settings",
+    "ShardingPlan": "sharding.plan",
     "ShardedModel": "pipeline.sharded_model",
     "as_batch": "data.windows",
     "load": "inference.run",

@@ -13,9 +13,9 @@ from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.parameter import layouts_of
 from parallax.model.rope import rope_of
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import layouts_of
 
 ROWS, SEQ = 4, 8
 SIZES = model_config().sizes | {"batch": ROWS, "seq": SEQ}
@@ -36,8 +36,7 @@ def residual_layers(residual, family, *, kv="kv_heads/tp"):
     attention = lambda kind, **changes: attention_layer(kind, residual, family, **changes)  # noqa: E731
     shared = ("batch/dp", residual, SIZES, SIZES["vocab"])
     embedding = lambda form: Embedding(EMBEDDINGS[form], *shared, "float32", dropout=0.0)  # noqa: E731
-    gathered = lambda form: EMBEDDINGS[form].without_fsdp()  # noqa: E731
-    head = lambda form: Head(gathered(form), *shared, 1e-6, tied=False)  # noqa: E731
+    head = lambda form: Head(EMBEDDINGS[form], *shared, 1e-6, tied=False)  # noqa: E731
     return {
         "norm": RMSNorm(residual, SIZES, 1e-6),
         "mlp": GatedMLP(residual, family, SIZES, "float32", 0.5),
@@ -98,7 +97,7 @@ def declared(layer, rope):
 
 def on_mesh(function, layouts, mesh, x_layout, y_layout):
     """`function(params, x, ids, positions, segments)` cut over a mesh, on whole arrays."""
-    specs = jax.tree.map(Layout.spec, layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    specs = jax.tree.map(Layout.spec, layouts)
     in_specs = (specs, Layout.parse(x_layout).spec(), P("dp"), P("dp"), P("dp"))
     out_specs = Layout.parse(y_layout).spec()
     return jax.shard_map(function, mesh=mesh_of(*mesh), in_specs=in_specs, out_specs=out_specs, check_vma=True)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
 FLOAT32 = 4
+PER_USE = ("lean", "zero3")  # policies whose weights are gathered at each use
 
 
 @dataclasses.dataclass
@@ -24,16 +25,20 @@ class Step:
     embedding: str
     schedule: str
     virtual: int
-    gather: str
+    policy: str  # of data_parallel, for the layers
     chunk_tokens: int
     rows: int
     seq: int
     microbatches: int
     reduce: str = "float32"  # fsdp.reduce
+    tables: str = ""  # another policy for embedding and head
+    replica: int = 1
 
     def __post_init__(self):
         self.pp, self.dp, self.tp = self.mesh
         self.sent = Counter()
+        self.tables = self.tables or self.policy
+        self.data = "replica dp" if self.replica > 1 else "dp"
 
     # ---- sizes
 
@@ -44,12 +49,12 @@ class Step:
     @property
     def tokens(self) -> int:
         """Of a microbatch, on a data rank."""
-        return self.rows * self.seq // (self.dp * self.microbatches)
+        return self.rows * self.seq // (self.replica * self.dp * self.microbatches)
 
     @property
     def shared_tokens(self) -> int:
         """Of the whole batch, on a rank of data and pipeline, which share the head by rows."""
-        return self.rows * self.seq // (self.dp * self.pp)
+        return self.rows * self.seq // (self.replica * self.dp * self.pp)
 
     @property
     def heads_between(self) -> bool:
@@ -173,21 +178,35 @@ class Step:
 
     # ---- data parallelism
 
-    def fsdp(self) -> None:
-        """Two gathers in the compute dtype and one reduce-scatter in float32: 3 (dp-1)/dp of the parameters' bytes in
-        float32; gathered once a step, one of each. The gradient of an embedding reads no table. Where gradients are
-        exchanged in the compute dtype, pieces go to each rank that adds them: as many entries."""
-        once = self.gather != "microbatch"
+    def data_parallel(self) -> None:
+        """FSDP ("zero3"): two gathers in the compute dtype and one reduce-scatter in float32 at each use, 3 (dp-1)/dp
+        of the parameters' bytes in float32. Of other policies weights are gathered once a step, or gradients scattered
+        once, or both; of "ddp" neither. The gradient of an embedding reads no table. Where gradients are exchanged in
+        the compute dtype, pieces go to each rank that adds them: as many entries."""
+        stage = self.model.layers // self.pp
         for entries, over_tp in self.kernels:
-            kernel, times = self.cut(entries, over_tp), self.layer_passes // (self.microbatches if once else 1)
-            self.add("dp", "all-gather", "forward", kernel * self.bytes, times)
-            self.add("dp", "all-gather", "recompute", kernel * self.bytes, 0 if once else times)
-            self.add("dp", *self.sum_of_gradients(kernel), times)
+            kernel, gathers, sums = self.cut(entries, over_tp), *self.times(self.policy, self.layer_passes, stage)
+            self.add("dp", "all-gather", "forward", kernel * self.bytes, gathers)
+            self.add("dp", "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
+            self.add("dp", *self.sum_of_gradients(kernel), sums)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
-        if self.gather == "step":
-            uses = 1 if self.model.tied else 2
-        self.add("dp", "all-gather", "forward", self.table * self.bytes, uses)
-        self.add("dp", *self.sum_of_gradients(self.table), uses)
+        gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
+        self.add("dp", "all-gather", "forward", self.table * self.bytes, gathers)
+        self.add("dp", *self.sum_of_gradients(self.table), sums)
+
+    def times(self, policy: str, uses: int, once: int) -> tuple[int, int]:
+        """How often a step gathers weights, and scatters gradients, that have so many uses."""
+        if policy == "ddp":
+            return 0, 0
+        return uses if policy in PER_USE else once, uses if policy in ("zero2", "zero3") else once
+
+    def cut_at_rest(self, entries: int, policy: str) -> int:
+        return entries if policy == "ddp" else entries // self.dp
+
+    def sum_at_rest(self, entries: int, policy: str, over_tp: bool) -> None:
+        """The gradient of a parameter at rest, summed once over the axes that do not cut it."""
+        axes = ["replica"] * (self.replica > 1) + ["dp"] * (policy == "ddp") + ["tp"] * (not over_tp)
+        self.add(" ".join(axes), "all-reduce", "backward", self.cut_at_rest(entries, policy) * FLOAT32)
 
     def sum_of_gradients(self, entries: int) -> tuple[str, str, int]:
         exchanged = self.reduce == "compute"
@@ -198,20 +217,20 @@ class Step:
         """Gradients of what several ranks hold are summed once a step, and so are the metrics."""
         m, stage = self.model, self.model.layers // self.pp
         for entries, over_tp in self.kernels:
-            if not over_tp:
-                self.add("tp", "all-reduce", "backward", stage * entries // self.dp * FLOAT32)
+            self.sum_at_rest(stage * self.cut(entries, over_tp), self.policy, over_tp)
         for entries, over_tp in self.scales:
-            axes = "dp" if over_tp else "dp tp"
+            axes = self.data if over_tp else f"{self.data} tp"
             self.add(axes, "all-reduce", "backward", stage * self.cut(entries, over_tp) * FLOAT32)
         for _ in range(1 if m.tied else 2):
-            self.add("pp", "all-gather", "forward", self.table // self.dp * self.bytes)
-            self.add("pp", "reduce-scatter", "backward", self.table // self.dp * FLOAT32)
-            if self.embedding != "vocab_parallel":
-                self.add("tp", "all-reduce", "backward", self.table // self.dp // self.pp * FLOAT32)
+            table = self.cut_at_rest(self.table, self.tables)
+            self.add("pp", "all-gather", "forward", table * self.bytes)
+            self.add("pp", "reduce-scatter", "backward", table * FLOAT32)
+            self.sum_at_rest(self.table // self.pp, self.tables, self.embedding == "vocab_parallel")
         hidden = self.residual == "hidden"
-        self.add("pp dp" if hidden else "pp dp tp", "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
-        self.add("dp", "all-reduce", "forward", FLOAT32, 2)  # tokens, for the weight and for the metrics
-        losses = "pp dp" if self.embedding == "vocab_parallel" else "pp dp tp"
+        axes = f"pp {self.data}" if hidden else f"pp {self.data} tp"
+        self.add(axes, "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
+        self.add(self.data, "all-reduce", "forward", FLOAT32, 2)  # tokens, for the weight and for the metrics
+        losses = f"pp {self.data}" if self.embedding == "vocab_parallel" else f"pp {self.data} tp"
         self.add(losses, "all-reduce", "forward", 2 * FLOAT32)
 
     # ---- the pipeline
@@ -248,7 +267,7 @@ class Step:
         """Stored in another order than they run in, weights change ranks before the ticks, gradients after them."""
         pieces = {"kernels": 0, "scales": 0}
         for entries, over_tp in self.kernels:
-            pieces["kernels"] += self.cut(entries, over_tp) // self.dp
+            pieces["kernels"] += self.cut_at_rest(self.cut(entries, over_tp), self.policy)
         for entries, over_tp in self.scales:
             pieces["scales"] += self.cut(entries, over_tp)
         own = self.model.layers // self.pp
@@ -260,7 +279,14 @@ class Step:
 
     def total(self) -> Counter:
         self.sent = Counter()
-        parts = (self.layers, self.embed_and_head, self.cross_entropy, self.fsdp, self.replicated, self.pipeline)
+        parts = (
+            self.layers,
+            self.embed_and_head,
+            self.cross_entropy,
+            self.data_parallel,
+            self.replicated,
+            self.pipeline,
+        )
         for part in parts:
             part()
         return +self.sent

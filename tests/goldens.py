@@ -21,7 +21,8 @@ import traced_counts
 from docs import config_keys, step_picture
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
-from parallax.sharding.mesh import INFERRED, resolve_sizes
+from parallax.config.sections import INFERRED
+from parallax.sharding.mesh import resolve_sizes
 
 DOCS = ROOT / "docs" / "report.md"
 COMMAND = "python -m parallax.report --config=configs/quickstart.py"

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from tiny import mesh_of
 
+from parallax.config.sections import AXES
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.mesh import AXES
 
 SIZES = (2, 2, 2)
 

@@ -13,12 +13,13 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
+from parallax.sharding.activations import ROWS, activation
 
 
 def plain_parts(model):
     """The model's modules for one device; with no axis bound, the strings cut nothing."""
     return Parts.build(
-        model, "batch/dp seq d_model/tp", FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"], "kv_heads", "batch/dp"
+        model, activation("d_model/tp"), FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"], "kv_heads", ROWS
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from configs.base import get_config
 from parallax.config.sections import (
+    DataParallelConfig,
     FsdpConfig,
     LayoutConfig,
     LossConfig,
@@ -17,6 +18,7 @@ from parallax.config.sections import (
 )
 from parallax.model.batch import IGNORED
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.activations import RESIDUALS
 from parallax.sharding.mesh import make_mesh
 
 VOCAB, SEQ, ROWS = 64, 16, 64
@@ -33,17 +35,20 @@ SCHEDULES = {
     "zero_bubble": {},
     "zero_bubble_v": {},
 }
-SEQ_CUT, HIDDEN_CUT = "batch/dp seq/tp d_model", "batch/dp seq d_model/tp"
+HIDDEN_CUT, SEQ_CUT = RESIDUALS.values()
+RESIDUAL_VALUES = {layout: value for value, layout in RESIDUALS.items()}  # of layout.residual
 
 
 def section(name, **changes):
     """One section of the base config, with those of `changes` that are its keys."""
     fields = dict(get_config()[name])
-    return fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
+    found = fields | {key: value for key, value in (MODEL | OTHERS | changes).items() if key in fields}
+    return found | ({"residual": RESIDUAL_VALUES.get(found["residual"], found["residual"])} if name == "layout" else {})
 
 
-def mesh_of(pp, dp, tp):
-    return make_mesh(MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0), jax.devices()[: pp * dp * tp])
+def mesh_of(pp, dp, tp, replica=1):
+    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica)
+    return make_mesh(config, jax.devices()[: pp * replica * dp * tp])
 
 
 def model_config(**changes):
@@ -60,6 +65,7 @@ def build(mesh, **changes):
         model_config(**changes),
         LayoutConfig(**section("layout", **changes)),
         PipelineConfig(**section("pipeline", **changes)),
+        DataParallelConfig(**section("data_parallel", **changes)),
         FsdpConfig(**section("fsdp", **changes)),
         LossConfig(**section("loss", **changes)),
         mesh_of(*mesh),

@@ -15,7 +15,7 @@ from traced_settings import CASES, ROWS, SEQ, settings_of
 import parallax as px
 from parallax.analysis.collectives import collectives_by_rank
 from parallax.analysis.trace import abstract_mesh, step_program
-from parallax.sharding.mesh import AXES
+from parallax.config.sections import AXES
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "collectives.txt"
 HEADER = """\

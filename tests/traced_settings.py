@@ -9,57 +9,70 @@ from configs.base import get_config
 ROWS, SEQ, VOCAB = 16, 16, 64
 MODEL = dict(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, d_latent=16, d_rope=4, vocab=VOCAB)
 SECTIONS = {  # of the keys of a row
-    "mesh": ["pp", "dp", "tp"],
+    "mesh": ["pp", "dp", "tp", "replica"],
     "layout": ["tensor_parallel", "residual", "embedding"],
-    "pipeline": ["schedule", "virtual", "microbatches", "remat", "gather", "branches"],
+    "pipeline": ["schedule", "virtual", "microbatches", "remat", "branches"],
+    "data_parallel": ["policy", "exceptions"],
     "fsdp": ["reduce", "prefetch"],
     "loss": ["z_coefficient", "chunk_tokens"],
     "optimizer": ["name", "warmup_steps", "learning_rate", "clip_norm"],
     "data": ["seq", "global_batch"],
 }
 RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
-COLUMNS = ["mesh", "attention", "tensor_parallel", "residual", "schedule", "remat", "gather", "reduce", "prefetch"]
+COLUMNS = ["mesh", "attention", "tensor_parallel", "residual", "schedule", "remat", "policy", "reduce", "prefetch"]
 COLUMNS += ["head", "name"]  # of the optimizer
 # What stands behind the columns is further keys. A schedule on one pipeline rank is gradient accumulation.
 TABLE = """
-alone           1x1x1 mla column_row hidden gpipe         layer       microbatch float32 0 tied   adamw
-alone-muon      1x1x1 gqa scatter    seq    gpipe         none        step       compute 0 untied muon
+alone           1x1x1 mla column_row hidden gpipe         layer       zero3      float32 0 tied   adamw
+alone-muon      1x1x1 gqa scatter    seq    gpipe         none        zero1      compute 0 untied muon
 
-gpipe           2x1x1 gqa column_row hidden gpipe         layer       microbatch float32 0 tied   adamw
-gpipe-uneven    2x1x1 mla scatter    seq    gpipe         stage       layers     compute 0 untied muon  layers=5
-1f1b            2x1x1 mla column_row seq    one_f_one_b   attention   step       float32 0 untied adamw
-interleaved     2x1x1 gqa scatter    hidden interleaved   elementwise microbatch float32 1 tied   adamw virtual=2
-zb              2x1x1 gqa column_row hidden zero_bubble   none        microbatch float32 0 untied adamw
-zb-v            2x1x1 mla column_row hidden zero_bubble_v layer       layers     float32 0 tied   muon
+gpipe           2x1x1 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw
+gpipe-uneven    2x1x1 mla scatter    seq    gpipe         stage       zero1      compute 0 untied muon  layers=5 \
+    tables=zero3
+1f1b            2x1x1 mla column_row seq    one_f_one_b   attention   zero1      float32 0 untied adamw
+interleaved     2x1x1 gqa scatter    hidden interleaved   elementwise zero3      float32 1 tied   adamw virtual=2
+zb              2x1x1 gqa column_row hidden zero_bubble   none        zero3      float32 0 untied adamw
+zb-v            2x1x1 mla column_row hidden zero_bubble_v layer       zero1      float32 0 tied   muon tables=zero3
 
-dp              1x2x1 mla column_row hidden gpipe         layer       microbatch float32 0 tied   adamw
-dp-ahead        1x2x1 gqa column_row hidden gpipe         none        microbatch float32 1 untied adamw
-dp-ahead-bf16   1x2x1 mla scatter    seq    gpipe         layer       microbatch compute 1 untied muon  dtype=bfloat16
-dp-layers       1x2x1 gqa column_row seq    gpipe         attention   layers     float32 0 tied   adamw
-dp-step         1x2x1 mla column_row hidden gpipe         elementwise step       compute 0 untied adamw dtype=bfloat16
-dp-muon         1x2x1 gqa scatter    hidden gpipe         stage       step       float32 0 tied   muon
+dp              1x2x1 mla column_row hidden gpipe         layer       zero3      float32 0 tied   adamw
+dp-ahead        1x2x1 gqa column_row hidden gpipe         none        zero3      float32 1 untied adamw
+dp-ahead-bf16   1x2x1 mla scatter    seq    gpipe         layer       zero3      compute 1 untied muon  dtype=bfloat16
+dp-layers       1x2x1 gqa column_row seq    gpipe         attention   zero1      float32 0 tied   adamw tables=zero3
+dp-step         1x2x1 mla column_row hidden gpipe         elementwise zero1      compute 0 untied adamw dtype=bfloat16
+dp-muon         1x2x1 gqa scatter    hidden gpipe         stage       zero1      float32 0 tied   muon
 
-tp-hidden       1x1x2 gqa column_row hidden gpipe         layer       microbatch float32 0 tied   adamw qk_norm=True
-tp-seq          1x1x2 mla column_row seq    gpipe         none        microbatch float32 0 tied   adamw
-tp-scatter      1x1x2 gqa scatter    hidden gpipe         attention   step       float32 0 untied muon  kv_heads=1
-tp-scatter-seq  1x1x2 mla scatter    seq    gpipe         elementwise layers     compute 0 untied adamw d_latent_q=16
-tp-all-to-all   1x1x2 mla column_row hidden gpipe         stage       microbatch float32 0 untied adamw \
+tp-hidden       1x1x2 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw qk_norm=True
+tp-seq          1x1x2 mla column_row seq    gpipe         none        zero3      float32 0 tied   adamw
+tp-scatter      1x1x2 gqa scatter    hidden gpipe         attention   zero1      float32 0 untied muon  kv_heads=1
+tp-scatter-seq  1x1x2 mla scatter    seq    gpipe         elementwise zero1      compute 0 untied adamw d_latent_q=16 \
+    tables=zero3
+tp-all-to-all   1x1x2 mla column_row hidden gpipe         stage       zero3      float32 0 untied adamw \
     embedding=all_to_all
 
-all-gpipe       2x2x2 mla column_row hidden gpipe         layer       microbatch float32 0 tied   adamw
-all-gpipe-step  2x2x2 gqa scatter    seq    gpipe         stage       step       compute 0 untied muon  dtype=bfloat16
-all-gpipe-mask  2x2x2 gqa column_row seq    gpipe         layer       layers     float32 0 tied   adamw branches=mask
-all-1f1b        2x2x2 gqa column_row hidden one_f_one_b   layer       microbatch float32 0 untied adamw
-all-1f1b-step   2x2x2 mla scatter    hidden one_f_one_b   attention   step       float32 0 tied   muon  dropout=0.1
-all-1f1b-ahead  2x2x2 mla column_row seq    one_f_one_b   none        microbatch compute 1 untied adamw dtype=bfloat16
-all-inter       2x2x2 mla column_row seq    interleaved   layer       layers     float32 0 untied adamw virtual=2
-all-inter-ahead 2x2x2 gqa scatter    hidden interleaved   attention   microbatch float32 1 tied   muon  virtual=2
-all-zb          2x2x2 gqa scatter    seq    zero_bubble   attention   microbatch float32 0 untied adamw qkv_bias=True
-all-zb-step     2x2x2 mla column_row hidden zero_bubble   none        step       compute 0 tied   adamw \
+all-gpipe       2x2x2 mla column_row hidden gpipe         layer       zero3      float32 0 tied   adamw
+all-gpipe-step  2x2x2 gqa scatter    seq    gpipe         stage       zero1      compute 0 untied muon  dtype=bfloat16
+all-gpipe-mask  2x2x2 gqa column_row seq    gpipe         layer       zero1      float32 0 tied   adamw branches=mask \
+    tables=zero3
+all-1f1b        2x2x2 gqa column_row hidden one_f_one_b   layer       zero3      float32 0 untied adamw
+all-1f1b-step   2x2x2 mla scatter    hidden one_f_one_b   attention   zero1      float32 0 tied   muon  dropout=0.1
+all-1f1b-ahead  2x2x2 mla column_row seq    one_f_one_b   none        zero3      compute 1 untied adamw dtype=bfloat16
+all-inter       2x2x2 mla column_row seq    interleaved   layer       zero1      float32 0 untied adamw virtual=2 \
+    tables=zero3
+all-inter-ahead 2x2x2 gqa scatter    hidden interleaved   attention   zero3      float32 1 tied   muon  virtual=2
+all-zb          2x2x2 gqa scatter    seq    zero_bubble   attention   zero3      float32 0 untied adamw qkv_bias=True
+all-zb-step     2x2x2 mla column_row hidden zero_bubble   none        zero1      compute 0 tied   adamw \
     embedding=all_to_all
-all-zb-v        2x2x2 mla scatter    hidden zero_bubble_v layer       microbatch float32 0 untied muon
-all-zb-v-ahead  2x2x2 gqa column_row seq    zero_bubble_v none        microbatch float32 1 tied   adamw \
+all-zb-v        2x2x2 mla scatter    hidden zero_bubble_v layer       zero3      float32 0 untied muon
+all-zb-v-ahead  2x2x2 gqa column_row seq    zero_bubble_v none        zero3      float32 1 tied   adamw \
     z_coefficient=0.001
+
+ddp             1x2x1 gqa column_row hidden gpipe         layer       ddp        float32 0 tied   adamw
+zero2           1x2x1 mla column_row hidden gpipe         layer       zero2      float32 0 untied adamw
+lean            1x2x1 gqa column_row seq    gpipe         layer       lean       compute 0 tied   adamw
+all-ddp         2x2x2 mla scatter    seq    interleaved   layer       ddp        float32 0 untied adamw virtual=2
+all-zero2       2x2x2 gqa column_row hidden zero_bubble_v none        zero2      compute 0 tied   adamw dtype=bfloat16
+all-lean        2x2x2 mla column_row seq    one_f_one_b   attention   lean       float32 1 untied muon
+replicas        1x2x2 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw replica=2
 """
 
 
@@ -79,6 +92,8 @@ def settings_of(name):
     values |= {"residual": RESIDUALS[values["residual"]], "tied": values.pop("head") == "tied"}
     values |= {"microbatches": 4, "chunk_tokens": 48, "warmup_steps": 2, "seq": SEQ, "global_batch": ROWS}
     sections = {key: section for section, keys in SECTIONS.items() for key in keys}
+    if tables := values.pop("tables", ""):
+        values["exceptions"] = f"embedding={tables} head={tables}"
     changes = {"model": dict(MODEL)}
     for key, value in values.items():
         changes.setdefault(sections.get(key, "model"), {})[key] = _typed(value)

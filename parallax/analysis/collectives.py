@@ -11,10 +11,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.sections import ALL_AXES
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 # How JAX calls what the notation calls.
 KINDS = {
@@ -68,7 +68,7 @@ def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[S
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
     """The same of each pipeline rank. Devices that differ along other axes alone send the same."""
     program = step_program(model, global_batch, seq)
-    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
 
 
@@ -128,7 +128,7 @@ def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: M
 def _axes(equation: JaxprEqn) -> tuple[str, ...]:
     named = equation.params["axes" if "axes" in equation.params else "axis_name"]
     named = (named,) if isinstance(named, str) else tuple(named)
-    return tuple(sorted(named, key=AXES.index))
+    return tuple(sorted(named, key=ALL_AXES.index))
 
 
 def _bytes(kind: str, operand: int, devices: int) -> int:
@@ -158,6 +158,6 @@ def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh
         gradients = [leaf for leaf in jax.tree.leaves(pull(y)) if leaf.dtype != jax.dtypes.float0]
         return as_varying(sum(as_varying(leaf.sum()) for leaf in gradients)[None])
 
-    specs = tuple(Layout.parse(layout).spec() for layout in layouts)
-    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=True)
-    return collectives(mapped, *arrays, at=dict.fromkeys(AXES, 0), sizes=dict(mesh.shape))
+    specs = tuple(Layout.parse(layout).spec(mesh) for layout in layouts)
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True)
+    return collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape))

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, AxisType
 
-from parallax.analysis.trace import Origin, step_program, walk
-from parallax.config.sections import ModelConfig
+from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
+from parallax.config.sections import AXES, ModelConfig
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.sharding.mesh import AXES
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 # Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.
@@ -180,22 +178,20 @@ def _countable(model: ShardedModel) -> ShardedModel:
     """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
     if model.model.kernel != "cudnn":
         return model
-    mesh = AbstractMesh(tuple(model.axis_sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return ShardedModel(model.model, model.layout, model.pipeline, model.fsdp, model.loss_config, mesh)
+    return model.replace(mesh=abstract_mesh(model.axis_sizes))
 
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
     """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
-    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none", branches="skip")
     loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
-    return ShardedModel(model.model, model.layout, pipeline, model.fsdp, loss, mesh)
+    return model.replace(pipeline=pipeline, loss=loss, mesh=abstract_mesh(dict.fromkeys(AXES, 1)))
 
 
 def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
     """FLOPs by direction, of a device of each pipeline rank."""
     program = step_program(model, global_batch, seq)
-    places = (dict.fromkeys(AXES, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [flops_by_direction(program, at=at) for at in places]
 
 

@@ -1,21 +1,23 @@
-"""The layouts that a sweep looks at: mesh, microbatches, schedule, and what is kept and gathered."""
+"""The layouts that a sweep looks at: mesh, microbatches, schedule, and remat and the sharding policy."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from parallax.analysis.topology import Place, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import REMAT, ModelConfig
+from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import KERNELS
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
-from parallax.sharding.mesh import AXES, factorisations
+from parallax.sharding.mesh import factorisations
 from parallax.training.build import model_of
 
+SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages on each rank that are tried with "interleaved"; more of them send more and gain little.
 VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
@@ -32,38 +34,41 @@ class Choice(NamedTuple):
     schedule: str
     virtual: int
     remat: str
-    gather: str
+    policy: str  # of data_parallel, as its exceptions
+    exceptions: str
     prefetch: int
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
         """The layout of settings whose mesh has no -1."""
-        pipeline = settings.pipeline
+        mesh, pipeline, data = settings.mesh, settings.pipeline, settings.data_parallel
         stages = pipeline.microbatches, pipeline.schedule, pipeline.virtual
-        return cls(*settings.mesh.sizes.values(), *stages, pipeline.remat, pipeline.gather, settings.fsdp.prefetch)
+        policy = data.policy, data.exceptions, settings.fsdp.prefetch
+        return cls(mesh.pp, mesh.dp, mesh.tp, *stages, pipeline.remat, *policy)
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
-        names = ("microbatches", "schedule", "virtual", "remat", "gather")
+        names = ("microbatches", "schedule", "virtual", "remat")
         pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
         mesh = dataclasses.replace(settings.mesh, pp=self.pp, dp=self.dp, tp=self.tp)
+        policy = dataclasses.replace(settings.data_parallel, policy=self.policy, exceptions=self.exceptions)
         fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
-        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, fsdp=fsdp)
+        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, data_parallel=policy, fsdp=fsdp)
 
     def flags_to(self, other: "Choice") -> list[str]:
         """What to add to this layout's command line for another one."""
-        sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh") | {"prefetch": "fsdp"}
+        sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh")
+        sections |= {"policy": "data_parallel", "exceptions": "data_parallel", "prefetch": "fsdp"}
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
-        return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
+        return [f"--config.{sections[name]}.{name}={shlex.quote(str(getattr(other, name)))}" for name in changed]
 
 
-def gathers(pp: int, dp: int) -> list[tuple[str, int]]:
-    """How weights are gathered over dp, and how many layers ahead, as far as it makes a difference; tables are worth a
-    way of their own where each rank of a pipeline would hold them whole."""
-    ways = [("microbatch", 0)]
-    if dp > 1:
-        ways += [("microbatch", 1), ("step", 0), *[("layers", 0)] * (pp > 1)]
-    return ways
+def policies(pp: int, dp: int) -> list[tuple[str, str, int]]:
+    """Policies over dp with exceptions, and how many layers ahead weights are gathered, as far as it makes a
+    difference; tables are worth an exception where each rank of a pipeline would hold them whole."""
+    if dp == 1:
+        return [("zero3", "", 0)]
+    return [*((policy, "", 0) for policy in POLICIES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
@@ -73,15 +78,15 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
         for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
             for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
                 for remat in REMAT:
-                    for gather, prefetch in gathers(pp, dp):
-                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, gather, prefetch)
+                    for policy in policies(pp, dp):
+                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy)
 
 
 def placed(settings: Settings, place: Place) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
     simulate = place.devices if place.shared else 0
     sizes = sizes_on(settings.mesh, place)
-    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, across_slices="dp")
+    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, replica=1)
     return dataclasses.replace(settings, mesh=mesh)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.analysis.layouts import Choice, build_if_legal, gathers, placed
+from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies
 from parallax.analysis.render import stacked_bar, text_table, time_table
 from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import Row, Sweep, draw, front
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def layout(self) -> Choice:
-        """What of the settings a sweep varies: mesh, microbatches, schedule, what is kept and gathered."""
+        """What of the settings a sweep varies: mesh, microbatches, schedule, remat and the sharding policy."""
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
@@ -208,9 +208,9 @@ def _layouts(own: Choice) -> Iterator[Choice]:
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)
-    for gather, prefetch in gathers(own.pp, own.dp):
-        if (gather, prefetch) != (own.gather, own.prefetch):
-            yield own._replace(gather=gather, prefetch=prefetch)
+    for policy, exceptions, prefetch in policies(own.pp, own.dp):
+        if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
+            yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
     for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
@@ -234,12 +234,13 @@ def heading(name: str, settings: Settings, place: Place) -> str:
     windows = data.global_batch // settings.mesh.dp // pipeline.microbatches
     stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
     schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
-    gather = pipeline.gather + " one layer ahead" * settings.fsdp.prefetch
+    policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
+    policy += ", one layer ahead" * settings.fsdp.prefetch
     return "\n".join(
         [
             f"{name} on {place.name}: {place.devices} x {place.chip.name}",
             f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {data.seq} tokens a device",
-            f"remat {pipeline.remat}, gather per {gather}, attention by {settings.model.kernel}",
+            f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}",
         ]
     )
 
@@ -305,23 +306,24 @@ def sweep_table(
     rows: Iterable[Row], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
-    head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "gather", "GiB", "s/step", "MFU", "bubble"]
+    head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
     lines = []
     for choice, found in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == own else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         sizes = map(str, (choice.pp, choice.dp, choice.tp, choice.microbatches))
         figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
-        lines.append([marks, *sizes, schedule, choice.remat, _gathers(choice), *figures])
+        lines.append([marks, *sizes, schedule, choice.remat, _policy(choice), *figures])
         if choice in compiled:
             lines.append(["", "", "", "", "", "  compiled", "", "", *_figures(compiled[choice])])
     yield from (line.rstrip() for line in text_table(head, lines, left=1))
 
 
-def _gathers(choice: Choice) -> str:
+def _policy(choice: Choice) -> str:
     if choice.dp == 1:
         return "-"
-    return choice.gather + ", ahead" * choice.prefetch
+    exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(choice.exceptions, f" {choice.exceptions}")
+    return choice.policy + exceptions + ", ahead" * choice.prefetch
 
 
 def _figures(made: Outcome) -> tuple[str, str, str, str]:

@@ -39,12 +39,12 @@ from parallax.analysis.render import (
 )
 from parallax.analysis.step_time import StepTime, compiled_parts, step_time
 from parallax.cli.command import likely_entries, with_likely_vocab
+from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
-from parallax.sharding.mesh import AXES
 from parallax.training.build import step_of
 from parallax.training.step import TrainStep, abstract_state
 
@@ -304,7 +304,7 @@ def shares_of_flops(flops: Flops) -> list[tuple[str, float, float]]:
 
 def axes_order(axes: tuple[str, ...]) -> tuple:
     """A key that sorts single axes in mesh order, then pairs."""
-    return len(axes), [AXES.index(axis) for axis in axes]
+    return len(axes), [ALL_AXES.index(axis) for axis in axes]
 
 
 COLLECTIVES_HEAD = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]

@@ -43,19 +43,20 @@ from parallax.analysis.layouts import build, placed
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Place, Route, one_way, route
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import MeshConfig, PipelineConfig
+from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.pipeline.storage import ENDS
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures
-from parallax.sharding.mesh import AXES, make_mesh
+from parallax.sharding.mesh import make_mesh
+from parallax.sharding.plan import stay_of
 from parallax.training.build import model_of, step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCTS = ("dot_general", "pallas_call")
+TABLES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
@@ -132,7 +133,7 @@ def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimat
 def trace(model: ShardedModel, settings: Settings) -> Traced:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
-    program, first = step_program(model, *shape), dict.fromkeys(AXES, 0)
+    program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
     found = walk(program, at=first, count=_product)
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
     return Traced(
@@ -178,19 +179,25 @@ def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Mes
         spread = place.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
-        beside = not one.module.startswith(ENDS) and settings.pipeline.gather == "microbatch"
+        beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)
         hides = one.axes == ("dp",) and can_hide and beside and not place.shared
         secs = one.total_bytes * spread / bandwidth
-        found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings.pipeline)))
+        found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
 
 
-def _ticks(one: Sent, pipeline: PipelineConfig) -> bool:
+def _is_per_use(one: Sent, settings: Settings) -> bool:
+    """Whether layers' weights, or their gradients, travel over data axes at each use, not once a step."""
+    stay = stay_of(settings.data_parallel.policy)
+    return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
+
+
+def _ticks(one: Sent, settings: Settings) -> bool:
     """Whether it belongs to the ticks: it is sent for each microbatch. Of a single one the count does not tell, but
     what layers send is of their passes, weights that are gathered once aside."""
-    if pipeline.microbatches > 1:
-        return one.count >= pipeline.microbatches
-    of_passes = "pp" not in one.axes and ("dp" not in one.axes or pipeline.gather == "microbatch")
+    if settings.pipeline.microbatches > 1:
+        return one.count >= settings.pipeline.microbatches
+    of_passes = "pp" not in one.axes and ("dp" not in one.axes or _is_per_use(one, settings))
     return one.module.startswith(LAYER_PARTS) and of_passes
 
 

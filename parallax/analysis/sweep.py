@@ -29,6 +29,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object
 from parallax.runtime.units import in_bytes, percent
 from parallax.schedules import by_name, figures
+from parallax.sharding.plan import stay_of
 
 PARAMETER_BYTES = 4  # float32
 SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
@@ -92,12 +93,17 @@ class Bounds:
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
         share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
         once = share * self._itemsize / self.place.bandwidth(sizes, ["dp"])
-        if choice.gather != "microbatch":
-            return 2 * once
-        gathers, sums = 2 * choice.microbatches * once, choice.microbatches * once
-        if choice.prefetch or self.settings.fsdp.reduce == "compute":
-            gathers, sums = gathers + sums, 0.0  # all of it can hide
-        return gathers - hidden_secs(work, gathers) + sums
+        stay = stay_of(choice.policy)
+        per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
+        whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
+        hides = 2 * choice.microbatches * once if per_use else 0.0
+        shows = 0.0 if per_use or whole else once
+        sums = choice.microbatches * once if per_gradient else once * (1 + whole)
+        if per_gradient and (choice.prefetch or self.settings.fsdp.reduce == "compute"):
+            hides += sums
+        else:
+            shows += sums
+        return hides - hidden_secs(work, hides) + shows
 
     def _residual_secs(self, settings: Settings) -> float:
         """Columns then rows: a layer's two branches gather their inputs and scatter their outputs, forward and back."""
@@ -110,9 +116,11 @@ class Bounds:
         return sent / self.place.bandwidth(sizes, ["tp"])
 
     def _bytes(self, choice: Choice) -> float:
-        """Parameters and gradients, cut as far as can be; whole layers if gathered once; what no pass makes again."""
-        ranks = choice.pp * choice.tp
-        gathered = self._layers / ranks * (self._itemsize + PARAMETER_BYTES) * (choice.gather != "microbatch")
+        """Parameters and gradients, cut as far as can be; layers that are whole all step; what no pass makes again."""
+        stay = stay_of(choice.policy)
+        weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
+        whole = self._itemsize * weights + PARAMETER_BYTES * gradients
+        gathered = self._layers / (choice.pp * choice.tp) * whole
         state = 2 * PARAMETER_BYTES * self._layers / self.place.devices
         return max(state, state / 2 + gathered) + self._kept_bytes(choice)
 
@@ -409,11 +417,11 @@ def _kind(choice: Choice) -> str:
 def _name(choice: Choice) -> str:
     """A layout in few letters.
 
-    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "step", 0))
-    '4·8·2 M=16 one_f_one_b remat layer gather step'
+    >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
+    '4·8·2 M=16 one_f_one_b remat layer zero1'
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
     return (
         f"{choice.pp}·{choice.dp}·{choice.tp} M={choice.microbatches}{schedule} "
-        f"remat {choice.remat} gather {choice.gather}" + " ahead" * choice.prefetch
+        f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
     )

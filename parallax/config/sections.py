@@ -12,16 +12,13 @@ from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, 
 from parallax.schedules import SCHEDULES, check_name, check_virtual
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
-AXES = ("pp", "dp", "tp")
+ALL_AXES = ("pp", "replica", "dp", "tp")
+AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
 INFERRED = -1
-SLOW_AXES = ("dp", "pp")  # what may go over the network between slices: tp sends too much, in every layer
 RESIDUALS = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
-GATHERED_ONCE = {  # parts of the model
-    "microbatch": frozenset[str](),
-    "layers": frozenset(["blocks"]),
-    "step": frozenset(["blocks", "embedding", "head"]),
-}
+PARTS = ("embedding", "blocks", "head")  # of a model
+POLICIES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
@@ -50,11 +47,11 @@ class MeshConfig(Section, most=2**20):
         most=2**12,
         says="is no number of devices; use 0 (none) or more",
     )
-    across_slices: str = key(
-        "dp",
-        "the axis over the network between slices of chips, if there are several",
-        choices=SLOW_AXES,
-        says=f"is no axis for the network between slices; use one of {', '.join(map(repr, SLOW_AXES))}",
+    replica: int = key(
+        1,
+        "data, over which no parameter is cut (hybrid sharding): for the network between slices of chips",
+        added=True,
+        **AXIS,
     )
 
     def check(self) -> None:
@@ -65,8 +62,8 @@ class MeshConfig(Section, most=2**20):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What was written for each axis, in the order of AXES."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """What was written for each axis that the mesh has, in mesh order."""
+        return {axis: getattr(self, axis) for axis in ALL_AXES if axis in AXES or getattr(self, axis) != 1}
 
 
 @dataclass(frozen=True)
@@ -189,10 +186,6 @@ class PipelineConfig(Section, most=2**14):
     and the outputs of its products and its attention; "attention" each layer's input and the MLP's wide products;
     "layer" each layer's input; "stage" the stage's input.
 
-    Gathered per "microbatch", a layer's whole weights exist while it runs; per "step", the whole stage's exist all the
-    time, and their gradients too, but they are sent once. "layers" gathers layers per step, and the tables of embedding
-    and head, which each rank of the pipeline would hold whole, per microbatch.
-
     `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
     collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
     Hardware or a compiler that wants every device to reach every collective, in the same order, would hang: "mask"
@@ -204,11 +197,6 @@ class PipelineConfig(Section, most=2**14):
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
     remat: str = key("layer", "what the backward pass computes again", choices=REMAT)
-    gather: str = key(
-        "microbatch",
-        "how often FSDP gathers weights; layers: those per step, tables per microbatch. microbatch needs least memory",
-        choices=tuple(GATHERED_ONCE),
-    )
     branches: str = key(
         "skip", "what a rank does in an idle tick; mask computes and throws away", choices=("skip", "mask")
     )
@@ -217,10 +205,39 @@ class PipelineConfig(Section, most=2**14):
         check_name(self.schedule)
         check_virtual(self.schedule, self.virtual)
 
+
+@dataclass(frozen=True)
+class DataParallelConfig(Section):
+    """Where the data axes cut parameters, and so when weights and gradients travel over them.
+
+    | policy | weights at rest | in a step | gradients | travels |
+    |---|---|---|---|---|
+    | "ddp" | whole | whole | whole | gradients, summed once a step |
+    | "zero1" | cut | whole | whole | weights gathered, gradients scattered, once a step |
+    | "zero2" | cut | whole | cut | weights once a step, gradients for each microbatch |
+    | "lean" | cut | cut | whole | weights at each use, gradients once a step |
+    | "zero3" (FSDP) | cut | cut | cut | weights at each use, gradients for each microbatch |
+
+    Optimizer states lie as weights at rest do. `exceptions` names parts of the model, modules or parameters that have
+    another policy: "embedding=zero1 blocks/mlp=zero2"; the longest name that matches counts.
+    """
+
+    policy: str = key("zero3", "of all parameters", choices=POLICIES, other="one of your own", added=True)
+    exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"', added=True)
+
+    def check(self) -> None:
+        for word in self.exceptions.split():
+            name, equals, policy = word.partition("=")
+            if not (name and equals and policy):
+                raise ConfigError(
+                    f"data_parallel.exceptions={quoted(self.exceptions)}: {quoted(word)} is not NAME=POLICY; "
+                    'write "embedding=zero1", say.'
+                )
+
     @property
-    def gathered_once(self) -> frozenset[str]:
-        """The parts whose weights are gathered once a step, of "blocks", "embedding" and "head"."""
-        return GATHERED_ONCE[self.gather]
+    def by_name(self) -> dict[str, str]:
+        """The exceptions, policies by name."""
+        return dict(word.split("=", 1) for word in self.exceptions.split())
 
 
 @dataclass(frozen=True)
@@ -246,14 +263,6 @@ class FsdpConfig(Section):
     reduce: str = key(
         "float32", "dtype of gradients that travel; compute is model.dtype", choices=("float32", "compute")
     )
-
-    def check_gather(self, gather: str) -> None:
-        """Raise ConfigError where nothing is gathered layer by layer."""
-        if self.prefetch and "blocks" in GATHERED_ONCE[gather]:
-            raise ConfigError(
-                f"fsdp.prefetch={self.prefetch} gathers a layer ahead, but pipeline.gather={gather!r} "
-                "gathers all before the first; use fsdp.prefetch=0, or pipeline.gather='microbatch'."
-            )
 
 
 @dataclass(frozen=True)

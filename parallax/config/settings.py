@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from parallax.config.sections import (
     CheckpointConfig,
     DataConfig,
+    DataParallelConfig,
     DistributedConfig,
     FsdpConfig,
     GuardConfig,
@@ -36,6 +37,7 @@ class Settings:
     model: ModelConfig
     layout: LayoutConfig
     pipeline: PipelineConfig
+    data_parallel: DataParallelConfig
     fsdp: FsdpConfig
     loss: LossConfig
     optimizer: OptimizerConfig

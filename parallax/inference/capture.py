@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.config.sections import RESIDUALS, ModelConfig
+from parallax.config.sections import ModelConfig
 from parallax.model.attention import SHOWN
 from parallax.model.batch import IGNORED, checked
 from parallax.model.checks import check_window
@@ -23,9 +23,8 @@ from parallax.model.loss import token_losses
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.sharding.layout import Layout
+from parallax.sharding.activations import ROWS, activation
 
-ROWS = "batch/dp"
 FORM = EMBEDDINGS["vocab_parallel"]
 
 
@@ -88,7 +87,7 @@ def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[s
 
 def _run(model: ModelConfig):
     family = FAMILIES["column_row"]
-    parts = Parts.build(model, RESIDUALS[0], family, FORM, model.kv(1), ROWS)
+    parts = Parts.build(model, activation("d_model/tp"), family, FORM, model.kv(1), ROWS)
 
     def run(params: Any, batch: Mapping[str, Array]) -> Inside:
         rows = jnp.arange(len(batch["tokens"]))
@@ -103,9 +102,7 @@ def _run(model: ModelConfig):
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
-        losses, _ = token_losses(
-            logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), Layout.parse(FORM.table), 0.0
-        )
+        losses, _ = token_losses(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Inside(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
 
     return jax.jit(run)

@@ -7,6 +7,7 @@ gathered over `dp` too, since a gather per token would send all weights for ever
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,20 +22,17 @@ from parallax.config.sections import ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
-from parallax.model.parameter import layouts_of
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.arrangement import Arrangement
 from parallax.pipeline.executor import at_rank
+from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import layouts_of
 
-ROWS = "batch/dp"
-BATCH = Layout.parse(ROWS)
-RESIDUAL = f"{ROWS} seq d_model"
-FAMILY = FAMILIES["column_row"].gathered()
-FORM = EMBEDDINGS["vocab_parallel"].without_fsdp()
-LOGITS = Layout.parse(f"{ROWS} seq vocab/tp")
+RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
+FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
 
 Pick = Callable[[Array, Array, Array], Array]  # (logits [B, V], rows [B], positions [B]) -> token ids [B]
 
@@ -66,7 +64,7 @@ class Decoder:
     def logits(self, params: Any, prompts: Prompts, prefill: int) -> Array:
         """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
         local = partial(self._logits, prefill=prefill)
-        return self._mapped(local, LOGITS.spec())(params, prompts, None)
+        return self._mapped(local, LOGITS.spec(self.mesh))(params, prompts, None)
 
     def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
         """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
@@ -75,12 +73,16 @@ class Decoder:
         rows of the global batch. No row ends at a negative `end`.
         """
         local = partial(self._write, pick=pick, tokens=tokens, end=end)
-        return self._mapped(local, P("dp"))(params, prompts, key)
+        return self._mapped(local, self._rows)(params, prompts, key)
 
     def _mapped(self, local: Callable, out_specs: Any) -> Callable:
-        specs = jax.tree.map(Layout.spec, self.layouts, is_leaf=_is_layout)
-        in_specs = (specs, Prompts(P("dp"), P("dp")), P())
+        specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
+        in_specs = (specs, Prompts(self._rows, self._rows), P())
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    @property
+    def _rows(self) -> P:
+        return Layout.parse(ROWS).spec(self.mesh)
 
     # ---- what runs on each device
 
@@ -118,7 +120,7 @@ class Decoder:
             return _append(state._replace(caches=caches), jnp.where(ids_B == end, end, next_B), end)
 
         first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
-        ids_BN = as_varying(jnp.full((batch, tokens), end, jnp.int32), ["dp"])
+        ids_BN = as_varying(jnp.full((batch, tokens), end, jnp.int32), BATCH_AXES)
         start = Written(ids_BN, caches, jnp.int32(0), True)
         return lax.while_loop(more, step, _append(start, first_B, end)).ids_BN
 
@@ -163,7 +165,8 @@ class Decoder:
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""
         bound = bound_axis_sizes()
-        sizes = {**self.model.sizes, "batch": batch * bound["dp"], "kv_seq": slots}
+        rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
+        sizes = {**self.model.sizes, "batch": rows, "kv_seq": slots}
         layers = self.arrangement.stage_layers
         layouts = self.parts.block.apply({}, method="cache_layouts")
         shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
@@ -197,12 +200,12 @@ class Decoder:
             return reshard(f"{stored} -> {wanted}", weight)
 
         layouts, staged = self.layouts, self._staged(params["blocks"])
-        layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"], is_leaf=_is_layout)}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged}, is_leaf=_is_layout)
+        layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"])}
+        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged})
 
     def _staged(self, blocks: Any) -> Any:
         """Each rank's layers, one stage a rank, whatever the schedule that the model was trained with."""
-        stored = jax.tree.leaves(self.layouts["blocks"], is_leaf=_is_layout)
+        stored = jax.tree.leaves(self.layouts["blocks"])
         leaves, structure = jax.tree.flatten(blocks)
         return jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
 
@@ -218,7 +221,7 @@ class Written(NamedTuple):
 
 def _append(state: Written, next_B: Array, end: int) -> Written:
     ids_BN = lax.dynamic_update_slice_in_dim(state.ids_BN, next_B[:, None], state.count, axis=1)
-    running = sum_over(jnp.any(next_B != end).astype(jnp.int32), ["dp"]) > 0
+    running = sum_over(jnp.any(next_B != end).astype(jnp.int32), BATCH_AXES) > 0
     return state._replace(ids_BN=ids_BN, count=state.count + 1, running=running)
 
 
@@ -229,7 +232,3 @@ def _once(ids_B: Array) -> Array:
 
 def _in_stages(stored: Layout) -> Layout:
     return stored.without("pp").with_cut("layers", ("pp",))
-
-
-def _is_layout(leaf: Any) -> bool:
-    return isinstance(leaf, Layout)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import MeshConfig
+from parallax.config.sections import AXES, MeshConfig
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import Tokenizer
@@ -18,7 +18,6 @@ from parallax.inference.trained import load_trained
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest
 from parallax.runtime.run_files import number_of
-from parallax.sharding.mesh import AXES
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics

@@ -10,7 +10,7 @@ import jax
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import MeshConfig, PipelineConfig
+from parallax.config.sections import INFERRED, MeshConfig, PipelineConfig
 from parallax.config.settings import Settings
 from parallax.data.tokenizer import Tokenizer, load
 from parallax.pipeline.sharded_model import ShardedModel
@@ -18,7 +18,7 @@ from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
 from parallax.runtime.progress import make_room, waiting
-from parallax.sharding.mesh import INFERRED, make_mesh
+from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of
 
 
@@ -73,8 +73,8 @@ def build(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     """The run's mesh with what was given in its place; simulated devices become as many as it takes.
 
-    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8, across_slices="dp"), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, across_slices='dp')
+    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
+    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1)
     """
     mesh = dataclasses.replace(saved, **given)
     sizes = mesh.sizes.values()

@@ -14,6 +14,7 @@ from parallax.model.kernels import causal_attention, cudnn_attention
 from parallax.model.norm import RMSNorm
 from parallax.model.remat import keep
 from parallax.model.rope import rotate
+from parallax.sharding.activations import activation
 from parallax.sharding.collectives import offset, reshard
 from parallax.sharding.layout import Layout
 
@@ -86,9 +87,9 @@ class GQA(nn.Module):
     out_scale: float
 
     def setup(self):
-        x, out = self.family.input("d_model"), "batch/dp seq heads/tp d_head"
+        x, out = self.family.input("d_model"), activation("heads/tp d_head")
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
-        wide, dtype = f"batch/dp seq {self.kv} d_head", self.dtype
+        wide, dtype = activation(f"{self.kv} d_head"), self.dtype
         self.q = Dense(q, x, out, self.sizes, dtype, self.bias)
         self.k = Dense(kv, x, wide, self.sizes, dtype, self.bias)
         self.v = Dense(kv, x, wide, self.sizes, dtype, self.bias)
@@ -111,7 +112,7 @@ class GQA(nn.Module):
 
     def cache_layouts(self) -> dict[str, str]:
         """The layouts of what one layer caches; `kv_seq` is the cache's length."""
-        return dict.fromkeys(("k", "v"), f"batch/dp kv_seq {self.kv} d_head")
+        return dict.fromkeys(("k", "v"), activation(f"{self.kv} d_head", seq="kv_seq"))
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
@@ -133,7 +134,7 @@ class GQA(nn.Module):
         wanted = max(local_heads // group, 1)
         if wanted == kv_BTGK.shape[2]:
             return kv_BTGK
-        first = offset(Layout.parse("batch/dp seq heads/tp d_head"), "heads", local_heads) // group
+        first = offset(Layout.parse(activation("heads/tp d_head")), "heads", local_heads) // group
         return lax.dynamic_slice_in_dim(kv_BTGK, first, wanted, axis=2)
 
 

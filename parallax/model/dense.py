@@ -7,24 +7,25 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.model.parameter import parameter
-from parallax.sharding.collectives import all_gather, reshard
+from parallax.sharding.collectives import reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import parameter
 
 
 class Dense(nn.Module):
     """`y = x @ kernel`, contracted over the dims that `x` and `kernel` share.
 
-    `weight` is the stored kernel's layout, `x` and `y` those of input and output. The strings choose the form:
+    `weight`, `x` and `y` are the layouts of kernel, input and output. The strings choose the form:
 
-        column    "d_model/dp d_ff/tp"     batch/dp seq d_model    -> batch/dp seq d_ff/tp
-        row       "d_ff/tp d_model/dp"     batch/dp seq d_ff/tp    -> batch/dp seq d_model/tp
-        scatter   "d_model/tp/dp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
+        column    "d_model d_ff/tp"     batch/dp seq d_model    -> batch/dp seq d_ff/tp
+        row       "d_ff/tp d_model"     batch/dp seq d_ff/tp    -> batch/dp seq d_model/tp
+        scatter   "d_model/tp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
+
+    `at_rest` is the kernel's dim that data axes may cut between its uses: see ShardingPlan.
 
     Communication:
-        forward   all_gather of the kernel over dp if it is cut over dp;
-                  reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
+        forward   reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
                   all_reduce of the partial sums over tp if a contracted dim is cut over tp and `y` is not
         backward  the transposes
     """
@@ -36,27 +37,19 @@ class Dense(nn.Module):
     dtype: str = "float32"
     bias: bool = False
     scale: float = 1.0  # of the initial values' standard deviation, fan_in ** -0.5
+    at_rest: str = "d_model"
 
     def setup(self):
-        self.kernel = parameter(self, "kernel", self.weight, self.sizes, self._initial)
+        self.kernel = parameter(self, "kernel", self.weight, self.sizes, self._initial, at_rest=self.at_rest)
         if self.bias:
             self.shift = parameter(self, "bias", self._bias_layout(), self.sizes, _zeros)
 
     def __call__(self, x: Array) -> Array:
-        x_layout, y_layout, gathered = Layout.parse(self.x), Layout.parse(self.y), self.gathered_layout
-        partial = einsum_layout([x_layout, gathered], y_layout.names)
-        y = einsum(f"{x_layout}, {gathered} -> {partial}", x, self.gathered_kernel())
+        y_layout = Layout.parse(self.y)
+        partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
+        y = einsum(f"{self.x}, {self.weight} -> {partial}", x, self.kernel.astype(self.dtype))
         y = reshard(f"{partial} -> {y_layout}", y)
         return y + self._broadcast_bias(y.ndim) if self.bias else y
-
-    @property
-    def gathered_layout(self) -> Layout:
-        """The layout of the kernel that is multiplied with: the stored one, not cut over `dp`."""
-        return Layout.parse(self.weight).without("dp")
-
-    def gathered_kernel(self) -> Array:
-        """The kernel in the compute dtype, gathered over `dp`; cast first, so that fewer bytes are sent."""
-        return all_gather(f"{self.weight} -> {self.gathered_layout}", self.kernel.astype(self.dtype))
 
     def _initial(self, key: Array, shape: tuple[int, ...]) -> Array:
         shared = set(Layout.parse(self.weight).names) & set(Layout.parse(self.x).names)

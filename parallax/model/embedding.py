@@ -10,26 +10,22 @@ from jax import Array
 from parallax.model.dropout import Dropout
 from parallax.model.norm import RMSNorm
 from parallax.model.padding import without_padding
-from parallax.model.parameter import parameter
-from parallax.sharding.collectives import all_gather, cut, offset, reshard
+from parallax.sharding.activations import with_rows
+from parallax.sharding.collectives import cut, offset, reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import parameter
 
 
 class TableForm(NamedTuple):
-    """How a vocab table is stored, and which tokens a rank looks up or makes logits of; `rows` cuts the batch."""
+    """How a vocab table is cut, and which tokens a rank looks up or makes logits of; `rows` cuts the batch."""
 
     vocab: str  # the vocab dim's cut
     tokens: str  # the cut of the tokens' seq
-    fsdp: str = "/dp"
 
     @property
-    def table(self) -> str:
-        return f"{self.vocab} d_model{self.fsdp}"
-
-    def without_fsdp(self) -> "TableForm":
-        """The same form for a table that was gathered over `dp` before."""
-        return self._replace(fsdp="")
+    def table(self) -> Layout:
+        return Layout.parse(f"{self.vocab} d_model")
 
     def ids(self, rows: str) -> Layout:
         return Layout.parse(f"{rows} {self.tokens}")
@@ -39,12 +35,8 @@ class TableForm(NamedTuple):
         return Layout.parse(f"{rows} {self.tokens} d_model")
 
     @property
-    def gathered(self) -> Layout:
-        return Layout.parse(self.table).without("dp")
-
-    @property
     def vocab_axes(self) -> tuple[str, ...]:
-        return self.gathered.cut_of("vocab")
+        return self.table.cut_of("vocab")
 
 
 EMBEDDINGS = {
@@ -69,7 +61,7 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], en
             return table_VD
         return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
 
-    return parameter(module, "table", form.table, sizes, initial)
+    return parameter(module, "table", str(form.table), sizes, initial, at_rest="d_model")
 
 
 class Embedding(nn.Module):
@@ -78,16 +70,15 @@ class Embedding(nn.Module):
     An id that the vocab does not have, as those of its padding, gets NaN.
 
     Communication, vocab_parallel:
-        forward   all_gather of the table over dp if it is cut over dp; reduce_scatter of what was found over tp
+        forward   reduce_scatter of what was found over tp
         backward  the transposes
     Communication, all_to_all:
-        forward   all_gather of the table over dp if it is cut over dp;
-                  all_to_all of what was found over tp if the residual is cut over d_model
+        forward   all_to_all of what was found over tp if the residual is cut over d_model
         backward  the transposes
     """
 
     form: TableForm
-    rows: str  # how the batch is cut: "batch/dp", or "batch/dp/pp" where pipeline ranks share the work
+    rows: str  # how the batch is cut: see sharding/activations.py
     residual: str
     sizes: Mapping[str, int]
     entries: int  # of the vocab; the table's other rows are padding
@@ -97,9 +88,8 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
         table = vocab_table(self, self.form, self.sizes, self.entries).astype(self.dtype)
-        table = all_gather(f"{self.form.table} -> {self.form.gathered}", table)
         ids = cut(f"{self.rows} seq -> {self.form.ids(self.rows)}", ids_BS)
-        first = offset(self.form.gathered, "vocab", table.shape[0])
+        first = offset(self.form.table, "vocab", table.shape[0])
         found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         # A factor: the backward pass needs it alone, and not the table again.
         found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
@@ -142,11 +132,6 @@ class Head(nn.Module):
 def logits(form: TableForm, rows: str, hidden: Array, table: Array, entries: int) -> Array:
     """Logits in float32, cut over the vocab or over the tokens as the form says; -inf for rows of padding."""
     names = ("batch", "seq", "vocab")
-    out = einsum_layout([form.hidden(rows), form.gathered], names)
-    found = einsum(f"{form.hidden(rows)}, {form.gathered} -> {out}", hidden, table, dtype=jnp.float32)
-    return without_padding(found, form.gathered, entries)
-
-
-def with_rows(residual: str, rows: str) -> Layout:
-    """The residual's layout with the batch cut as `rows` says."""
-    return Layout.parse(residual).with_cut("batch", Layout.parse(rows).cut_of("batch"))
+    out = einsum_layout([form.hidden(rows), form.table], names)
+    found = einsum(f"{form.hidden(rows)}, {form.table} -> {out}", hidden, table, dtype=jnp.float32)
+    return without_padding(found, form.table, entries)

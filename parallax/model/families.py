@@ -2,43 +2,40 @@
 
 from typing import NamedTuple
 
+from parallax.sharding.activations import activation
+
 
 class Family(NamedTuple):
-    """How projections are written; `{dim}` is the contracted dim, `fsdp` what cuts kernels over the data axis."""
+    """How projections are written; `{dim}` is the contracted dim."""
 
     x: str  # the layout of a projection's input, behind the rows
     kernel: str  # the cut of the kernel's contracted dim
     keeps_tp: bool  # whether the kernel's output dims are cut over tp
-    fsdp: str = "/dp"
 
     def input(self, dim: str) -> str:
         """The layout that an input of `dim` must have.
 
         >>> FAMILIES["scatter"].input("d_model")
-        'batch/dp seq d_model/tp'
+        'batch/replica/dp seq d_model/tp'
         """
-        return f"batch/dp seq {self.x.format(dim=dim)}"
+        return activation(self.x.format(dim=dim))
 
     def into(self, dim: str, out: str) -> str:
         """The layout of a kernel from `dim` to `out`; `out` says how the output is cut.
 
         >>> [FAMILIES[name].into("d_model", "d_ff/tp") for name in FAMILIES]
-        ['d_model/dp d_ff/tp', 'd_model/tp/dp d_ff']
+        ['d_model d_ff/tp', 'd_model/tp d_ff']
         """
         out = out if self.keeps_tp else out.replace("/tp", "")
-        return f"{self.kernel.format(dim=dim)}{self.fsdp} {out}"
+        return f"{self.kernel.format(dim=dim)} {out}"
 
     def back(self, dims: str) -> str:
         """The layout of a kernel from cut `dims` back to d_model: partial sums, reduce-scattered, in both families.
 
         >>> FAMILIES["scatter"].back("d_ff/tp")
-        'd_ff/tp d_model/dp'
+        'd_ff/tp d_model'
         """
-        return f"{dims} d_model{self.fsdp}"
-
-    def gathered(self) -> "Family":
-        """The same strings for kernels that were gathered over `dp` before."""
-        return self._replace(fsdp="")
+        return f"{dims} d_model"
 
 
 FAMILIES = {

@@ -16,10 +16,10 @@ from parallax.model.families import Family
 from parallax.model.norm import RMSNorm
 from parallax.model.remat import keep
 from parallax.model.rope import rotate
+from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.einsum import einsum
 
-ROWS = "batch/dp seq"
 WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
 
@@ -59,11 +59,11 @@ class MLA(nn.Module):
         self.queries = self._query_layers()
         self.down = self._dense("d_model", "d_latent/tp")
         self.k_rope = self._dense("d_model", "d_rope")
-        self.norm = RMSNorm(f"{ROWS} d_latent/tp", self.sizes, self.norm_eps)
-        heads = f"{ROWS} heads/tp d_head"
+        self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps)
+        heads = activation("heads/tp d_head")
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent"), heads
-        self.up_k = Up(*up, self.sizes, self.dtype)
-        self.up_v = Up(*up, self.sizes, self.dtype)
+        self.up_k = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
+        self.up_v = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
         kernel = self.family.back("heads/tp d_head")
         self.out = Dense(kernel, heads, self.residual, self.sizes, self.dtype, scale=self.out_scale)
 
@@ -78,7 +78,7 @@ class MLA(nn.Module):
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens inside the latent space; returns the longer cache too."""
         q, latent, k_rope = self._project(x, context)
-        latent = all_gather(f"{self.family.input('d_latent')} -> {ROWS} d_latent", latent)
+        latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         cache = {
             "latent": remember(cache["latent"], latent, context),
             "k_rope": remember(cache["k_rope"], k_rope, context),
@@ -92,7 +92,7 @@ class MLA(nn.Module):
 
     def cache_layouts(self) -> dict[str, str]:
         """The layouts of what one layer caches; the same on every `tp` rank."""
-        return {"latent": "batch/dp kv_seq d_latent", "k_rope": "batch/dp kv_seq d_rope"}
+        return {name: activation(dim, seq="kv_seq") for name, dim in (("latent", "d_latent"), ("k_rope", "d_rope"))}
 
     @property
     def _scale(self) -> float:
@@ -101,7 +101,7 @@ class MLA(nn.Module):
     def _query_layers(self) -> list[nn.Module]:
         if not self.sizes["d_latent_q"]:
             return [self._dense("d_model", "heads/tp d_qk")]
-        narrow = f"{ROWS} d_latent_q/tp"
+        narrow = activation("d_latent_q/tp")
         return [
             self._dense("d_model", "d_latent_q/tp"),
             RMSNorm(narrow, self.sizes, self.norm_eps),
@@ -111,7 +111,8 @@ class MLA(nn.Module):
 
     def _dense(self, dim: str, out: str) -> Dense:
         kernel, x = self.family.into(dim, out), self.family.input(dim)
-        return Dense(kernel, x, f"{ROWS} {out}", self.sizes, self.dtype, self.bias and "heads" in out)
+        bias = self.bias and "heads" in out
+        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, at_rest=dim)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""
@@ -122,7 +123,7 @@ class MLA(nn.Module):
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         q = keep(jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1), of="attention")
         latent = self.norm(keep(self.down(x), of="attention"))
-        latent = reshard(f"{ROWS} d_latent/tp -> {self.family.input('d_latent')}", latent)
+        latent = reshard(f"{activation('d_latent/tp')} -> {self.family.input('d_latent')}", latent)
         k_rope = rotate(keep(self.k_rope(x), of="attention")[:, :, None], context.rope)[:, :, 0]
         return q, latent, k_rope
 
@@ -151,20 +152,19 @@ class Up(Dense):
         forward   as Dense
         backward  as Dense
     Communication, absorbed:
-        forward   all_gather of the kernel over dp if it is cut over dp;
-                  all_to_all of the kernel over tp if it is cut over d_latent
+        forward   all_to_all of the kernel over tp if it is cut over d_latent
         backward  the transposes
     """
 
     def absorb_query(self, q: Array) -> Array:
         """Queries of the heads turned into queries of the latent, [B, S, H, R]."""
-        pattern = f"{ROWS} heads/tp d_head, {WHOLE} -> {ROWS} heads/tp d_latent"
-        return einsum(pattern, q, self._own_heads())
+        heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
+        return einsum(f"{heads}, {WHOLE} -> {latents}", q, self._own_heads())
 
     def expand(self, seen: Array) -> Array:
         """What each head saw of the latents, [B, S, H, R], turned into its values, [B, S, H, K]."""
-        pattern = f"{ROWS} heads/tp d_latent, {WHOLE} -> {ROWS} heads/tp d_head"
-        return einsum(pattern, seen, self._own_heads())
+        heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
+        return einsum(f"{latents}, {WHOLE} -> {heads}", seen, self._own_heads())
 
     def _own_heads(self) -> Array:
-        return reshard(f"{self.gathered_layout} -> {WHOLE}", self.gathered_kernel())
+        return reshard(f"{self.weight} -> {WHOLE}", self.kernel.astype(self.dtype))

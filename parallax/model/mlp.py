@@ -8,6 +8,7 @@ from jax import Array
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.remat import keep
+from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
 
 
@@ -30,7 +31,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        whole, wide = self.family.input("d_model"), "batch/dp seq d_ff/tp"
+        whole, wide = self.family.input("d_model"), activation("d_ff/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", "d_ff/tp")
         gate = Dense(kernel, whole, wide, self.sizes, self.dtype, name="gate")(x)

@@ -6,9 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.model.parameter import parameter
 from parallax.sharding.collectives import all_reduce
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import parameter
 
 
 class RMSNorm(nn.Module):

@@ -17,10 +17,10 @@ from parallax.model.families import Family
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.parameter import Declared
 from parallax.model.remat import keep
 from parallax.model.rope import rope_of
 from parallax.sharding.layout import Layout
+from parallax.sharding.parameter import Declared
 
 
 class Block(nn.Module):

@@ -1,10 +1,8 @@
 """Which layers of the model each rank runs, and the way there from where they are stored."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax import Array
 
 from parallax.pipeline.packing import alike, layers_from_ranks, layers_to_ranks
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.layout import Layout, map_layouts
+from parallax.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,27 +74,6 @@ class Arrangement:
         """This rank's row of `numbers`."""
         return jnp.asarray(self.numbers)[jax.lax.axis_index("pp")]
 
-    def stored_parts(
-        self, used: Mapping[str, Any], sizes: Mapping[str, int], axis_sizes: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """How parameters are stored, from how the ticks use them: layers as `stored` says; tables of embedding and
-        head, which all pipeline ranks use, cut over them; a norm's scale whole."""
-
-        def end(layout: Layout) -> Layout:
-            alone = self.ranks == 1 or len(layout.names) == 1
-            return layout if alone else cut_over_pp(layout, sizes, axis_sizes, names=layout.names)
-
-        parts = {part: map_layouts(end, layouts) for part, layouts in used.items() if part != "blocks"}
-        return parts | {"blocks": map_layouts(lambda layout: self.stored(layout, sizes, axis_sizes), used["blocks"])}
-
-    def stored(self, layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Layout:
-        """How a parameter with a leading dim `layers/pp` is stored: not in order, the largest other dim that divides
-        over pp is cut instead, or none."""
-        if self.in_order:
-            return layout
-        whole = layout.without("pp")
-        return cut_over_pp(whole, sizes, axis_sizes, names=whole.names[1:])
-
     def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """This rank's layers `[place, ...]` of stored parameters; zeros where a stage has fewer.
 
@@ -126,21 +103,6 @@ class Arrangement:
         numbers = self.own_numbers()
         # A place without a layer adds its zero to no layer of the model.
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
-
-
-def cut_over_pp(
-    layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int], names: Sequence[str]
-) -> Layout:
-    """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
-    dims = []
-    for name, axes in zip(layout.names, layout.axes, strict=True):
-        cut = math.prod(axis_sizes[axis] for axis in axes)
-        if name in names and sizes[name] % (cut * axis_sizes["pp"]) == 0:
-            dims.append((sizes[name], name, axes))
-    if not dims:
-        return layout
-    _, name, axes = max(dims)
-    return layout.with_cut(name, (*axes, "pp"))
 
 
 def _held(stored: Layout) -> bool:

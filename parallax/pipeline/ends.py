@@ -6,21 +6,21 @@ uneven layers could balance whole layers only. It costs two messages more per mi
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.config.sections import LossConfig
+from parallax.config.sections import ALL_AXES, LossConfig
 from parallax.model.batch import IGNORED
-from parallax.model.embedding import logits, with_rows
+from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
+from parallax.sharding.activations import BATCH_AXES, SHARED_ROWS, with_rows
 from parallax.sharding.collectives import as_varying, cut, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
+from parallax.sharding.plan import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +36,19 @@ class Tokens:
 
     def count(self) -> Array:
         """Labels in the whole global batch that are not ignored, float32."""
-        return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), ["dp"])
+        return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Embedding and head of a model for rows of the batch cut one way, on weights stored with FSDP.
-
-    `gather` and `scatters` are as those of Stage; `once` says that they do nothing. Gradients are this device's share,
-    scaled by `weight`.
+    """Embedding and head of a model for rows of the batch cut one way, on resident weights. Gradients are this
+    device's share, scaled by `weight`, and cut as the plan's summed ones are.
     """
 
     parts: Parts
     loss: LossConfig
-    gather: dict[str, Callable[[Any], Any]]
-    scatters: dict[str, list[Callable[[Array], Array]]]  # for each leaf
-    once: bool
-    weights: Any  # {"embedding": ..., "head": ...}
+    plan: ShardingPlan
+    weights: Any  # {"embedding": ..., "head": ...}, resident
     key: Array | None
 
     def embed(self, ids_BS: Array, rows_B: Array) -> Array:
@@ -62,13 +58,13 @@ class Work:
         """The gradient of what is stored of the embedding."""
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), self._gathered("embedding"))
         (grads,) = pull(dx)
-        return {"embedding": self._scattered("embedding", grads)}
+        return {"embedding": self.plan.added_up("embedding", grads)}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
         weights = self._gathered("head")
         arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
-        return chunked_loss(self.loss, self._form.gathered, *arrays, entries=self._entries)
+        return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` with the gradients of what is stored added, and the
@@ -76,17 +72,19 @@ class Work:
         weights, home = self._gathered("head"), "embedding" if self.parts.head.tied else "head"
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
-        earlier = totals[home]["table"] if self.once else None
+        row = self.plan.rows[home]["table"]
+        in_place = row.summed == row.compute  # nothing is left to scatter
+        earlier = totals[home]["table"] if in_place else None
         loss, d_table, d_hidden = chunked_loss_and_grads(
-            self.loss, self._form.gathered, *arrays, earlier, entries=self._entries
+            self.loss, self._form.table, *arrays, earlier, entries=self._entries
         )
         found, dy = pull(d_hidden.reshape(hidden.shape))
         shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
-        if self.once:  # nothing is left to scatter
+        if in_place:
             totals = totals | {home: totals[home] | {"table": d_table}}
         else:
             shares.setdefault(home, {})["table"] = d_table
-            shares = {part: self._scattered(part, share) for part, share in shares.items()}
+        shares = {part: self.plan.added_up(part, share) for part, share in shares.items()}
         return loss, add(totals, shares), dy
 
     def logits(self, y: Array) -> Array:
@@ -96,11 +94,7 @@ class Work:
         return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
     def _gathered(self, part):
-        return self.gather[part](self.weights[part])
-
-    def _scattered(self, part, grads):
-        leaves, structure = jax.tree.flatten(grads)
-        return jax.tree.unflatten(structure, [f(leaf) for f, leaf in zip(self.scatters[part], leaves, strict=True)])
+        return self.plan.use(self.weights[part], part)
 
     @property
     def _form(self):
@@ -128,11 +122,8 @@ class Work:
         labels = cut(f"{rows} seq -> {self._form.ids(rows)}", labels_BS)
         return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
-    def _zeros(self, part):
-        return jax.tree.map(lambda w: as_varying(jnp.zeros(w.shape, jnp.float32)), self.weights[part])
-
     def zero_grads(self) -> Any:
-        return {part: self._zeros(part) for part in self.weights}
+        return {part: self.plan.zero_grads(part, self.weights[part]) for part in self.weights}
 
     def zero_loss(self) -> Array:
         return as_varying(jnp.zeros(2, jnp.float32), self.loss_axes)
@@ -141,13 +132,13 @@ class Work:
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which a device's loss is one summand."""
         used = self._form.ids(self.parts.head.rows).used_axes()
-        return tuple(axis for axis in AXES if axis in used or axis == "pp")
+        return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
 
 
 def residuals(work: Work) -> tuple[Layout, Layout]:
     """The residual stream's layout, and that of this pipeline rank's share of its rows."""
     residual = work.parts.head.residual
-    return Layout.parse(residual), with_rows(residual, "batch/dp/pp")
+    return Layout.parse(residual), with_rows(residual, SHARED_ROWS)
 
 
 def take(stacked: Array, at: Array) -> Array:

@@ -21,7 +21,7 @@ from parallax.pipeline.simulated import after
 from parallax.pipeline.slots import zeros
 from parallax.pipeline.stage import Place, Stage
 from parallax.schedules import Schedule, Segment
-from parallax.sharding.collectives import as_varying, permute, vary_all
+from parallax.sharding.collectives import permute, vary_all
 
 
 class Ends(Protocol):
@@ -68,6 +68,7 @@ class Executor(NamedTuple):
     schedule: Schedule
     stage: Stage
     weights: Any
+    zero_grads: Callable[[], Any]  # as the plan's summed gradients are cut
     context: Callable[[Array], Context]  # of a microbatch
     ends: Ends
     message: str  # layout of what stages send each other
@@ -100,8 +101,7 @@ class Executor(NamedTuple):
         # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
         slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}
         pools = jax.eval_shape(lambda: self.stage.plan(self.weights, messages["F"][0], self.context(jnp.int32(0))))
-        grads = [as_varying(jnp.zeros(w.shape, jnp.float32)) for w in jax.tree.leaves(self.weights)]
-        return State(messages, self.stage.empty(pools, slots), grads, ends_state)
+        return State(messages, self.stage.empty(pools, slots), jax.tree.leaves(self.zero_grads()), ends_state)
 
     def _empty_messages(self, ends_state: Any) -> dict[str, Array]:
         x = jax.eval_shape(lambda: self.ends.enter(ends_state, jnp.int32(0)))

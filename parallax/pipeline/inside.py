@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.pipeline.ends import Tokens, Work, add, residuals, take
+from parallax.sharding.activations import SHARED_ROWS, TOKENS
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter
 
 
@@ -80,7 +81,7 @@ class InsideEnds:
         fold = folds(len(labels_BS), lax.axis_size("pp"))
         pieces = math.prod(map(lax.axis_size, residuals(self.work)[0].cut_of("seq")))
         labels = labels_BS.reshape(len(labels_BS), pieces, fold, -1).swapaxes(1, 2)
-        return cut("batch/dp seq -> batch/dp/pp seq", labels.reshape(len(labels_BS) * fold, -1))
+        return cut(f"{TOKENS} -> {SHARED_ROWS} seq", labels.reshape(len(labels_BS) * fold, -1))
 
 
 class LossEnds(InsideEnds):

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from parallax.config.sections import ALL_AXES
 from parallax.model.context import Context
 from parallax.pipeline.stage import Place, Stage
 from parallax.sharding.collectives import as_varying, max_over, sum_over
-from parallax.sharding.mesh import AXES
 
 
 class ObservedStage(Stage):
@@ -36,7 +36,7 @@ def nothing_seen(layers: int) -> Array:
 
 def all_seen(seen: Array) -> Array:
     """What all devices observed; each entry of an activation is on one of them."""
-    return jnp.stack([sum_over(seen[:, 0], AXES), max_over(seen[:, 1], AXES)], axis=1)
+    return jnp.stack([sum_over(seen[:, 0], ALL_AXES), max_over(seen[:, 1], ALL_AXES)], axis=1)
 
 
 def _add(seen: Array, at: Array, x: Array, counts: Array) -> Array:

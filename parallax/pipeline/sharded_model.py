@@ -1,5 +1,6 @@
 """ShardedModel: a model, cut over a mesh as its strings say; the mathematics is the model's, on every mesh."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,14 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, ModelConfig, PipelineConfig
+from parallax.config.sections import (
+    DataParallelConfig,
+    FsdpConfig,
+    LayoutConfig,
+    LossConfig,
+    ModelConfig,
+    PipelineConfig,
+)
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.checks import (
     check_divides,
@@ -24,7 +32,6 @@ from parallax.model.checks import (
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
-from parallax.model.parameter import layouts_of
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
 from parallax.pipeline import Executor, Stage
@@ -33,22 +40,20 @@ from parallax.pipeline.ends import Tokens, Work
 from parallax.pipeline.inside import InsideEnds, LossEnds, folds
 from parallax.pipeline.loops import LayerLoop
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
-from parallax.pipeline.overview import Overview
 from parallax.pipeline.spread import SpreadEnds
-from parallax.pipeline.storage import ENDS, Storage
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Schedule, by_name, in_turn
+from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES, is_simulated
+from parallax.sharding.mesh import is_simulated
+from parallax.sharding.plan import Policies, ShardingPlan
 
-BATCH = Layout.parse("batch/dp seq")
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
-SPREAD = "batch/dp/pp"  # rows of the batch where pipeline ranks share embedding and head
 
 
-class ShardedModel(Overview):
+class ShardedModel:
     """Parameters, loss, gradients and logits of a model on a mesh.
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
@@ -60,42 +65,57 @@ class ShardedModel(Overview):
         model: ModelConfig,
         layout: LayoutConfig,
         pipeline: PipelineConfig,
+        data_parallel: DataParallelConfig,
         fsdp: FsdpConfig,
         loss: LossConfig,
         mesh: Any,
     ):
+        sections = dict(
+            model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss
+        )
+        self._arguments = {**sections, "mesh": mesh}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
-        self.mesh, self.fsdp = mesh, fsdp
-        fsdp.check_gather(pipeline.gather)
-        self.axis_sizes: dict[str, int] = {axis: mesh.shape[axis] for axis in AXES}
+        self.mesh, self.fsdp, self.data_parallel = mesh, fsdp, data_parallel
+        self.axis_sizes: dict[str, int] = dict(mesh.shape)
         check_divides(model, self.axis_sizes)
         check_kernel(model, mesh)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         check_stages(model, self.schedule)
         self.arrangement = Arrangement(self.schedule.placement, model.layers)
-        declared = jax.eval_shape(self._declare, jax.random.key(0))
-        used = layouts_of(declared)
-        self.layouts = self.arrangement.stored_parts(used, model.sizes, self.axis_sizes)
-        check_layouts(model, self.layouts, self.axis_sizes)
-        self.storage = Storage(
-            self.layouts,
-            used,
-            self.arrangement,
+        self.parts = self._parts(ROWS)
+        declared = jax.eval_shape(self.parts.declare, jax.random.key(0))
+        self.plan = ShardingPlan(
+            declared,
+            Policies(data_parallel.policy, data_parallel.by_name),
+            model.sizes,
+            self.axis_sizes,
             model.dtype,
-            fsdp.reduce,
-            first_group(mesh, "dp"),
-            once=pipeline.gathered_once,
+            order=self.arrangement,
+            reduce=fsdp.reduce,
+            gather_first=first_group(mesh, "dp"),
         )
-        self.shapes = nn.meta.unbox(declared)
-        self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec()), self.layouts)
-        self.batch_sharding = NamedSharding(mesh, BATCH.spec())
+        self._check_prefetch()
+        self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
+        check_layouts(model, self.layouts, self.axis_sizes)
+        self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec(mesh)), self.layouts)
+        self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
+
+    def __repr__(self) -> str:
+        return repr(self.plan)
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    def replace(self, **changes: Any) -> "ShardedModel":
+        """The same with other sections or another mesh, by the names of this class's arguments."""
+        return ShardedModel(**{**self._arguments, **changes})
 
     def init(self, seed: int) -> Any:
         """Initial parameters in float32; bitwise the same on every mesh."""
         # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
         options = {"xla_backend_optimization_level": 0} if self._simulated else None
         declare = jax.jit(
-            lambda key: nn.meta.unbox(self._declare(key)), out_shardings=self.shardings, compiler_options=options
+            lambda key: nn.meta.unbox(self.parts.declare(key)), out_shardings=self.shardings, compiler_options=options
         )
         return declare(jax.random.key(seed))
 
@@ -133,7 +153,7 @@ class ShardedModel(Overview):
         self._check_shared_rows(len(tokens))
         counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=tokens.dtype), tokens.shape)
         batch = {"labels": tokens, "segments": jnp.ones_like(tokens), "positions": counted} | batch
-        return self.mapped(self._logits, self._logits_layout.spec())(params, batch, None)
+        return self.mapped(self._logits, self._logits_layout.spec(self.mesh))(params, batch, None)
 
     def checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """The batch's arrays as int32; DataError or ConfigError unless the model, cut over its mesh, can take them."""
@@ -144,10 +164,11 @@ class ShardedModel(Overview):
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
         """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
         sizes, microbatches = self.axis_sizes, microbatches or self.pipeline.microbatches
-        pieces = sizes["dp"] * microbatches
+        ranks, axes = self._data_ranks
+        pieces = ranks * microbatches
         if global_batch % pieces:
             raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over mesh.dp={sizes['dp']} x "
+                f"data.global_batch={global_batch} does not divide over {axes} x "
                 f"pipeline.microbatches={microbatches}; use a multiple of {pieces}."
             )
         if self.schedule.head == "between":
@@ -160,13 +181,29 @@ class ShardedModel(Overview):
         check_kernel_seq(self.model, seq)
         self._check_folds(global_batch // pieces, seq)
 
+    @property
+    def _data_ranks(self) -> tuple[int, str]:
+        """Over how many ranks the batch is cut, and by which keys."""
+        sizes = {axis: self.axis_sizes[axis] for axis in BATCH_AXES if axis in self.axis_sizes}
+        return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+
+    def _check_prefetch(self) -> None:
+        """Weights are gathered ahead only where a layer's are gathered when it runs."""
+        per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
+        if self.fsdp.prefetch and not per_use:
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
+                f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
+                "data_parallel.policy='zero3'."
+            )
+
     def _check_shared_rows(self, global_batch: int) -> None:
         """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
-        dp, pp = self.axis_sizes["dp"], self.axis_sizes["pp"]
-        if global_batch % (dp * pp):
+        (ranks, axes), pp = self._data_ranks, self.axis_sizes["pp"]
+        if global_batch % (ranks * pp):
             raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over mesh.dp={dp} x mesh.pp={pp}, "
-                f"which share embedding and head by rows; use a multiple of {dp * pp}."
+                f"data.global_batch={global_batch} does not divide over {axes} x mesh.pp={pp}, "
+                f"which share embedding and head by rows; use a multiple of {ranks * pp}."
             )
 
     def _check_folds(self, rows: int, seq: int) -> None:
@@ -181,15 +218,10 @@ class ShardedModel(Overview):
 
     # ---- parameters
 
-    def _parts(self, rows: str, *, gathered: bool) -> Parts:
+    def _parts(self, rows: str) -> Parts:
         family, form = FAMILIES[self.layout.tensor_parallel], EMBEDDINGS[self.layout.embedding]
-        if gathered:
-            family, form = family.gathered(), form.without_fsdp()
         kv = self.model.kv(self.axis_sizes["tp"])
-        return Parts.build(self.model, self.layout.residual, family, form, kv, rows)
-
-    def _declare(self, key: Array) -> Any:
-        return self._parts("batch/dp", gathered=False).declare(key)
+        return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows)
 
     @property
     def _simulated(self) -> bool:
@@ -202,7 +234,7 @@ class ShardedModel(Overview):
     # ---- what runs on each device
 
     def mapped(self, local: Callable, out_specs: Any) -> Callable:
-        specs = (self._specs, BATCH.spec(), P())
+        specs = (self._specs, BATCH.spec(self.mesh), P())
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
 
     def _loss_and_grad(self, params, batch, noise):
@@ -210,18 +242,18 @@ class ShardedModel(Overview):
         ends, state = executor.ends, executor.run(ends_state)
         ended = ends.finish(state.ends)
         block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
-        grads = self.storage.end_grads(ended.grads) | {"blocks": self.storage.block_grads(block_grads)}
-        return self._metrics(ended.loss, ends.work, ends.tokens), self.storage.sum_grads(grads)
+        metrics = self._metrics(ended.loss, ends.work, ends.tokens)
+        return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
     def ready(self, params, batch, noise):
         """The executor of a training step, the first state of its ends, and the weights of this rank's layers."""
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
         weight = 1 / jnp.maximum(tokens.count(), 1)
-        weights = jax.tree.map(as_varying, params)
+        weights = self.plan.load(jax.tree.map(as_varying, params))
         spread = self.schedule.head == "between"
-        work = self._work(weights, tokens.key, rows=SPREAD if spread else "batch/dp")
+        work = self._work(weights, tokens.key, rows=SHARED_ROWS if spread else ROWS)
         ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight, self.schedule.placement[-1])
-        blocks = self.storage.blocks(weights["blocks"])
+        blocks = weights["blocks"]
         return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
 
     def _loss(self, params, batch, noise):
@@ -235,29 +267,30 @@ class ShardedModel(Overview):
 
     def _evaluator(self, params, batch, noise, kind):
         tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches, noise)
-        work = self._work(weights, tokens.key, rows="batch/dp")
+        work = self._work(weights, tokens.key, rows=ROWS)
         ends = LossEnds(work, tokens, jnp.float32(1), schedule.placement[-1])
-        return self._executor(schedule, self.storage.blocks(weights["blocks"]), ends, kind)
+        return self._executor(schedule, weights["blocks"], ends, kind)
 
     def _logits(self, params, batch, noise):
         tokens, weights, schedule = self._forward(params, batch, 1)
-        ends = SpreadEnds(self._work(weights, None, rows=SPREAD), tokens, jnp.float32(1), schedule.placement[-1])
-        executor = self._executor(schedule, self.storage.blocks(weights["blocks"]), ends)
+        ends = SpreadEnds(self._work(weights, None, rows=SHARED_ROWS), tokens, jnp.float32(1), schedule.placement[-1])
+        executor = self._executor(schedule, weights["blocks"], ends)
         return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).ends.exits))
 
     def _forward(self, params, batch, microbatches, noise=None):
         """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
         tokens = self._tokens(batch, noise, microbatches)
-        return tokens, jax.tree.map(as_varying, params), in_turn(self.schedule.placement, microbatches)
+        return tokens, self.plan.load(jax.tree.map(as_varying, params)), in_turn(self.schedule.placement, microbatches)
 
     def _executor(self, schedule: Schedule, blocks: Any, ends: Any, kind: type[Stage] = Stage) -> Executor:
         return Executor(
             schedule,
             self._stage(kind),
             blocks,
+            partial(self.plan.zero_grads, "blocks", blocks),
             partial(self._context, ends.tokens),
             ends,
-            self.layout.residual,
+            residual_layout(self.layout),
             self.pipeline.branches,
             messages_last=self._simulated,
         )
@@ -279,9 +312,10 @@ class ShardedModel(Overview):
         return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
-        block = self._parts(SPREAD, gathered=True).block
+        block = self.parts.block
         loop = LayerLoop(
-            *self.storage.layer_moves(),
+            partial(self.plan.use, part="blocks"),
+            self.plan.add_up("blocks"),
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),
             self.arrangement.uneven,
@@ -299,11 +333,9 @@ class ShardedModel(Overview):
 
     def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
         """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
-        parts = self._parts(SPREAD, gathered=True)._replace(embedding=self._parts(rows, gathered=True).embedding)
-        moves = {part: self.storage.end_moves(part) for part in ENDS}
-        gathers, scatters = ({part: pair[at] for part, pair in moves.items()} for at in (0, 1))
-        once = self.storage.once.issuperset(ENDS)
-        return Work(parts, self.loss_config, gathers, scatters, once, self.storage.ends(weights), key)
+        parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
+        ends = {part: weights[part] for part in ("embedding", "head")}
+        return Work(parts, self.loss_config, self.plan, ends, key)
 
     def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()
@@ -314,5 +346,5 @@ class ShardedModel(Overview):
     @property
     def _logits_layout(self) -> Layout:
         form = EMBEDDINGS[self.layout.embedding]
-        ids = form.ids(SPREAD)
+        ids = form.ids(SHARED_ROWS)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.pipeline.ends import Tokens, Work, add, residuals, take
+from parallax.sharding.activations import ROWS, SHARED_ROWS
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter
 
 
@@ -72,7 +73,7 @@ class SpreadEnds:
     def _own_rows(self, x_MB: Array) -> Array:
         flat = x_MB.reshape(-1, *x_MB.shape[2:])
         rest = " seq" if flat.ndim == 2 else ""
-        return cut(f"batch/dp{rest} -> batch/dp/pp{rest}", flat)
+        return cut(f"{ROWS}{rest} -> {SHARED_ROWS}{rest}", flat)
 
     def _to_first(self, x: Array) -> Array:
         whole, own = residuals(self.work)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.config.sections import ALL_AXES
 from parallax.runtime.errors import NotationError
 from parallax.sharding.layout import Layout, check_rank, parse_move
-from parallax.sharding.mesh import AXES
 
 
 def is_bound(axis: str) -> bool:
@@ -27,7 +27,7 @@ def is_bound(axis: str) -> bool:
 
 def bound_axis_sizes() -> dict[str, int]:
     """Size of every bound axis; empty outside shard_map."""
-    return {axis: lax.axis_size(axis) for axis in AXES if is_bound(axis)}
+    return {axis: lax.axis_size(axis) for axis in ALL_AXES if is_bound(axis)}
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -35,7 +35,7 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def as_varying(x: Array, axes: Iterable[str] = AXES) -> Array:
+def as_varying(x: Array, axes: Iterable[str] = ALL_AXES) -> Array:
     """Let `x` vary over `axes`.
 
     Communication:
@@ -63,7 +63,7 @@ def offset(layout: Layout, dim: str, local_size: int) -> Array | int:
 def _bound(axes: Iterable[str]) -> tuple[str, ...]:
     """The bound ones, in mesh order: the order of a sum's axes is the order of its terms, and must not be a set's."""
     wanted = set(axes)
-    return tuple(axis for axis in AXES if axis in wanted and is_bound(axis))
+    return tuple(axis for axis in ALL_AXES if axis in wanted and is_bound(axis))
 
 
 def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
@@ -195,7 +195,7 @@ def all_to_all(pattern: str, x: Array) -> Array:
         backward  the transposes
     """
     before, after = _checked(pattern, x)
-    moved = [a for a in AXES if _dim_of(before, a) != _dim_of(after, a)]
+    moved = [a for a in ALL_AXES if _dim_of(before, a) != _dim_of(after, a)]
     if len(moved) != 1 or _dim_of(before, moved[0]) is None or _dim_of(after, moved[0]) is None:
         _refuse(pattern, "an all-to-all moves exactly one axis from one dim to another")
     (axis,) = moved
@@ -249,12 +249,12 @@ def reshard(pattern: str, x: Array) -> Array:
         else:
             step = step.with_cut(now.names[dim], (*now.axes[dim], axis))
             now, x = step, reduce_scatter(f"{now} -> {step}", x)
-    for axis in AXES:
+    for axis in ALL_AXES:
         source, target = _dim_of(now, axis), _dim_of(goal, axis)
         if source is not None and target is not None and source != target:
             step = now.without(axis).with_cut(now.names[target], (*now.axes[target], axis))
             now, x = step, all_to_all(f"{now} -> {step}", x)
-    gone = [a for a in AXES if _dim_of(now, a) is not None and _dim_of(goal, a) is None]
+    gone = [a for a in ALL_AXES if _dim_of(now, a) is not None and _dim_of(goal, a) is None]
     step = now.without(*gone)
     now, x = step, all_gather(f"{now} -> {step}", x)
     return cut(f"{now} -> {goal}", x)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from parallax.config.sections import ALL_AXES
 from parallax.runtime.errors import NotationError, divisors, listed, nearest, quoted
-from parallax.sharding.mesh import AXES
 
 # Every dim that an array may have, with the letter that stands for it in einsums and suffixes.
 DIMS = {
@@ -39,7 +39,7 @@ DIMS = {
 
 
 # Of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.
-AXIS_COLOURS = {"pp": "#e69f00", "dp": "#0072b2", "tp": "#009e73"}
+AXIS_COLOURS = {"pp": "#e69f00", "replica": "#56b4e9", "dp": "#0072b2", "tp": "#009e73"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,13 +72,15 @@ class Layout:
         dims = [name + "".join(_coloured("/", axis) for axis in axes) for name, axes in zip(self.names, self.axes)]
         return f"<code>{' '.join([*dims, *(_coloured('+', axis) for axis in self.partial)])}</code>"
 
-    def spec(self) -> PartitionSpec:
-        """The PartitionSpec of an array with this layout.
+    def spec(self, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
+        """The PartitionSpec of an array with this layout. Axes that `mesh` does not have cut nothing; without a mesh,
+        those that not every mesh has.
 
         >>> Layout.parse("vocab/tp d_model/dp").spec() == PartitionSpec("tp", "dp")
         True
         """
-        return PartitionSpec(*(_spec_entry(axes) for axes in self.axes))
+        present = ALL_AXES if mesh is None else mesh.axis_names
+        return PartitionSpec(*(_spec_entry(tuple(a for a in axes if a in present)) for axes in self.axes))
 
     def local_shape(self, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of one device's piece; an axis that `axis_sizes` does not name is not bound and cuts nothing.
@@ -116,12 +118,12 @@ class Layout:
 
     def with_partial(self, *axes: str) -> "Layout":
         """The same layout with partial sums over `axes`, in mesh order."""
-        return dataclasses.replace(self, partial=tuple(a for a in AXES if a in axes))
+        return dataclasses.replace(self, partial=tuple(a for a in ALL_AXES if a in axes))
 
     def used_axes(self) -> tuple[str, ...]:
         """All axes that cut a dim, in mesh order."""
         used = {axis for cut in self.axes for axis in cut}
-        return tuple(axis for axis in AXES if axis in used)
+        return tuple(axis for axis in ALL_AXES if axis in used)
 
 
 @functools.cache
@@ -142,12 +144,12 @@ def _parse(text: str) -> Layout:
         cuts.append(tuple(_known_axis(axis, text) for axis in axes))
     _refuse_repeats(text, "dim", names)
     _refuse_repeats(text, "axis", [axis for cut in cuts for axis in cut] + partial)
-    return Layout(tuple(names), tuple(cuts), tuple(axis for axis in AXES if axis in partial))
+    return Layout(tuple(names), tuple(cuts), tuple(axis for axis in ALL_AXES if axis in partial))
 
 
 def _known_axis(axis: str, text: str) -> str:
-    if axis not in AXES:
-        raise NotationError(f"{quoted(text)}: unknown axis {quoted(axis)}; {nearest(axis, AXES)}.")
+    if axis not in ALL_AXES:
+        raise NotationError(f"{quoted(text)}: unknown axis {quoted(axis)}; {nearest(axis, ALL_AXES)}.")
     return axis
 
 

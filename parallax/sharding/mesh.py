@@ -9,9 +9,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from parallax.config.sections import AXES, INFERRED, SLOW_AXES, MeshConfig
+from parallax.config.sections import AXES, INFERRED, MeshConfig
 from parallax.runtime.errors import ConfigError, divisors
 
+SLOW_AXES = ("replica", "pp")  # what may go over the network between slices: dp and tp send too much
 SHOWN_FACTORISATIONS = 12
 
 
@@ -42,7 +43,7 @@ def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -
     """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes, and where devices may be
     `simulated` instead says how.
 
-    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0, across_slices="dp"), 8)
+    >>> resolve_sizes(MeshConfig(pp=2, dp=-1, tp=2, simulate=0), 8)
     {'pp': 2, 'dp': 2, 'tp': 2}
     """
     sizes = dict(config.sizes)
@@ -55,10 +56,10 @@ def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Lay devices (by default all of them) out along AXES.
+    """Lay devices (by default all of them) out along the axes of the mesh.
 
     On accelerators the order follows the physical links, so that the last axis has the fastest; of devices in several
-    slices, the axis `across_slices` has the slow network between these.
+    slices, `replica` has the slow network between these, or pp where there are no replicas.
     """
     devices = jax.devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -67,16 +68,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             "call simulate_devices before any other JAX call"
         )
     # Auto: layouts are ours to say, in shard_map; the default of jax.make_mesh is Explicit.
-    return Mesh(place_devices(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axes = tuple(config.sizes)
+    return Mesh(place_devices(config, devices), axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> Mesh:
-    """The mesh of the first pp * dp * tp devices that are here; ConfigError where there are fewer.
+def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1) -> Mesh:
+    """The mesh of the first pp * replica * dp * tp devices that are here; ConfigError where there are fewer.
 
     >>> dict(mesh_of(dp=1).shape)
     {'pp': 1, 'dp': 1, 'tp': 1}
     """
-    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
+    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica)
     devices = jax.devices()
     whole = INFERRED in config.sizes.values()
     return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])
@@ -94,7 +96,10 @@ def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices as an array [pp, dp, tp]; ConfigError where their number, or that of their slices, does not fit."""
+    """The devices as an array with a dim for each axis of the mesh.
+
+    Raises ConfigError where their number, or that of their slices, does not fit.
+    """
     sizes = resolve_sizes(config, len(devices))
     shape = tuple(sizes.values())
     if devices[0].platform == "cpu":
@@ -102,21 +107,21 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    axis = config.across_slices
-    if sizes[axis] % slices:
-        other = SLOW_AXES[1 - SLOW_AXES.index(axis)]
-        instead = f", or mesh.across_slices={other!r}" if sizes[other] % slices == 0 else ""
+    axis = next((axis for axis in SLOW_AXES if sizes.get(axis, 1) % slices == 0), None)
+    if axis is None:
+        written = " and ".join(f"mesh.{axis}={sizes.get(axis, 1)}" for axis in SLOW_AXES)
+        instead = f": with mesh.replica={slices} mesh.dp={sizes['dp'] // slices}" if sizes["dp"] % slices == 0 else ""
         raise ConfigError(
-            f"mesh.{axis}={sizes[axis]} does not divide over {slices} slices of {len(devices) // slices} chips, "
-            f"between which mesh.across_slices={axis!r} puts it; use a multiple of {slices}{instead}"
+            f"{written}: neither divides over {slices} slices of {len(devices) // slices} chips, and other axes send "
+            f"too much for the network between them; make one a multiple of {slices}{instead}"
         )
-    outer = tuple(slices if name == axis else 1 for name in AXES)
+    outer = tuple(slices if name == axis else 1 for name in sizes)
     inner = tuple(size // times for size, times in zip(shape, outer))
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def factorisations(devices: int) -> list[tuple[int, ...]]:
-    """Every way to lay so many devices out along AXES.
+    """Every way to lay so many devices out along pp, dp and tp.
 
     >>> factorisations(2)
     [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
@@ -128,15 +133,17 @@ def factorisations(devices: int) -> list[tuple[int, ...]]:
 def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
     written = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     multiple = "a multiple of " if INFERRED in sizes.values() else ""
-    legal = sorted(factorisations(devices), key=lambda shape: -_kept(shape, sizes))
+    replicas = sizes.get("replica", 1)
+    others = devices // replicas if devices % replicas == 0 else devices
+    legal = sorted(factorisations(others), key=lambda shape: -_kept(shape, sizes))
     shown = ", ".join("·".join(map(str, shape)) for shape in legal[:SHOWN_FACTORISATIONS])
     left_out = len(legal) - SHOWN_FACTORISATIONS
     rest = f" and {left_out} more" if left_out > 0 else ""
     return (
         f"{written} wants {multiple}{wanted} devices, but there are {devices}; "
-        f"legal pp·dp·tp for {devices}: {shown}{rest}"
+        f"legal pp·dp·tp for {others}: {shown}{rest}"
     )
 
 
 def _kept(shape: tuple[int, ...], sizes: dict[str, int]) -> int:
-    return sum(size == written for size, written in zip(shape, sizes.values(), strict=True))
+    return sum(size == sizes[axis] for axis, size in zip(AXES, shape, strict=True))

@@ -17,7 +17,9 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     Without a mesh, on that of the settings, over all devices that are here.
     """
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
-    return ShardedModel(settings.model, settings.layout, settings.pipeline, settings.fsdp, settings.loss, mesh)
+    return ShardedModel(
+        settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss, mesh
+    )
 
 
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:

@@ -16,7 +16,6 @@ from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.mesh import AXES
 from parallax.training.step import TrainState
 
 SHOWN = 4
@@ -59,7 +58,7 @@ class SilentCorruptionCheck:
         """Raise CorruptionError where devices hold the same piece of an array, but not the same bits."""
         wrong = {}
         for name, sharding in zip(self._names, jax.tree.leaves(self.shardings), strict=True):
-            axes = tuple(at for at, axis in enumerate(AXES) if axis not in _used(sharding.spec))
+            axes = tuple(at for at, axis in enumerate(self._mesh.axis_names) if axis not in _used(sharding.spec))
             usual = _most_frequent(found[name], axes)
             if (found[name] != usual).any():
                 wrong[name] = np.argwhere(found[name] != usual)
@@ -90,7 +89,9 @@ class SilentCorruptionCheck:
             return jnp.stack(pieces)[None, None, None]
 
         specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
-        mapped = jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=P(*AXES), check_vma=True)
+        mapped = jax.shard_map(
+            local, mesh=self._mesh, in_specs=(specs,), out_specs=P(*self._mesh.axis_names), check_vma=True
+        )
         return jax.jit(mapped, out_shardings=NamedSharding(self._mesh, P()))
 
     def _text(self, wrong: dict[str, np.ndarray]) -> str:
@@ -104,7 +105,7 @@ class SilentCorruptionCheck:
 
     def _device(self, place: list[int]) -> str:
         device = self._mesh.devices[tuple(place)]
-        where = ", ".join(f"{axis}={rank}" for axis, rank in zip(AXES, place))
+        where = ", ".join(f"{axis}={rank}" for axis, rank in zip(self._mesh.axis_names, place))
         return f"device {device.id} of process {device.process_index} ({where})"
 
 

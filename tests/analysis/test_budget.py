@@ -47,15 +47,15 @@ def test_planned_bytes_are_those_that_a_device_holds(attention, optimizer):
 
 def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
     plans = {}
-    for gather in ("microbatch", "step"):
-        _, model, tx = build(1, 8, 1, **{"pipeline.gather": gather})
-        plans[gather] = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
+    for policy in ("zero3", "zero1"):
+        _, model, tx = build(1, 8, 1, **{"data_parallel.policy": policy})
+        plans[policy] = memory(model, abstract_state(model, tx).opt_state, global_batch=16, seq=32)
     parts = parameters_by_component(model.shapes)
     layers = parts["attention"] + parts["mlp"] + parts["norms"] - model.model.d_model
     other_layers = 4 * layers * (model.model.layers - 1) // model.model.layers
-    assert plans["step"].gathered_weights == 4 * (sum(parts.values()) - parts["norms"])  # those are not cut over dp
-    assert plans["step"].gradients >= 4 * sum(parts.values())
-    assert plans["step"].gathered_weights - plans["microbatch"].gathered_weights >= other_layers
+    assert plans["zero1"].gathered_weights == 4 * (sum(parts.values()) - parts["norms"])  # those are not cut over dp
+    assert plans["zero1"].gradients >= 4 * sum(parts.values())
+    assert plans["zero1"].gathered_weights - plans["zero3"].gathered_weights >= other_layers
 
 
 @pytest.mark.parametrize("remat", ["stage", "layer"])

@@ -26,12 +26,11 @@ from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
-from parallax.config.sections import REMAT
+from parallax.config.sections import AXES, POLICIES, REMAT
 from parallax.config.settings import read_settings
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
-from parallax.sharding.mesh import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAIR = read_topology("v5e:1x2")
@@ -125,8 +124,8 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
 
 
-@pytest.mark.parametrize("gather", ["microbatch", "layers", "step"])
-def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(gather):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(policy):
     """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""
 
     def ticking(microbatches):
@@ -136,7 +135,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(ga
             data_global_batch=8,
             pipeline_schedule="gpipe",
             pipeline_microbatches=microbatches,
-            pipeline_gather=gather,
+            data_parallel_policy=policy,
         )
         eight = read_topology("v5e:2x4")
         sent = messages(trace(build(settings, eight), settings).sent, eight, settings)
@@ -144,8 +143,8 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(ga
 
     one, four = ticking(1), ticking(4)
     assert one["tp"] == pytest.approx(four["tp"]) and one["tp"] > 0
-    assert one.get("dp", 0) == pytest.approx(four.get("dp", 0) / 4)  # layers are gathered for each
-    assert ("dp" in one) == (gather == "microbatch")
+    assert one.get("dp", 0) == pytest.approx(four.get("dp", 0) / 4)  # what travels does so for each
+    assert ("dp" in one) == (policy != "zero1" and policy != "ddp")
 
 
 def test_gathers_hide_behind_the_work_and_gradients_only_beside_the_next_layer():
@@ -283,9 +282,9 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
             continue  # one stage on each rank is 1F1B
         if choice.pp == 1 and (choice.schedule, choice.virtual) != ("gpipe", 1):
             continue  # the same as gpipe
-        if choice.dp == 1 and (choice.gather, choice.prefetch) != ("microbatch", 0):
+        if choice.dp == 1 and (choice.policy, choice.prefetch) != ("zero3", 0):
             continue  # nothing is gathered
-        if choice.pp == 1 and choice.gather == "layers":
+        if choice.pp == 1 and choice.exceptions:
             continue  # tables are cut like all else
         try:
             s = choice.applied(settings)
@@ -536,9 +535,9 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
 def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
     asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
     lines = heading("tiny", tiny(**asked), PAIR).splitlines()
-    assert "; interleaved v=2, 2 microbatches" in lines[1] and "gather per microbatch one layer ahead," in lines[2]
+    assert "; interleaved v=2, 2 microbatches" in lines[1] and "policy zero3, one layer ahead," in lines[2]
     plain = heading("tiny", tiny(), PAIR)
-    assert "; accumulate, 2 microbatches" in plain and "gather per microbatch, " in plain
+    assert "; accumulate, 2 microbatches" in plain and "policy zero3, " in plain
 
 
 @pytest.mark.slow

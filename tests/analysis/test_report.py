@@ -24,11 +24,10 @@ from parallax.analysis.topology import GET_LIBTPU
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import likely_entries, read_command
 from parallax.cli.report import main
-from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
-from parallax.sharding.mesh import AXES
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import init_state, make_train_step
 

@@ -37,13 +37,13 @@ MORE = [
     *(((2, 2, 2), changes) for changes in SCHEDULES),
     *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
     *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),
-    ((2, 2, 2), dict(gather="step")),
-    ((2, 2, 2), dict(gather="layers", schedule="one_f_one_b")),
+    ((2, 2, 2), dict(policy="zero1")),
+    ((2, 2, 2), dict(policy="zero1", exceptions="embedding=zero3 head=zero3", schedule="one_f_one_b")),
     ((2, 2, 2), dict(vocab=8192, schedule="one_f_one_b")),
     ((4, 1, 2), dict(schedule="one_f_one_b", remat="stage")),
     ((1, 8, 1), dict(attention="gqa", remat="none")),
-    ((1, 8, 1), dict(gather="step")),
-    ((1, 8, 1), dict(gather="step", remat="none")),
+    ((1, 8, 1), dict(policy="zero1")),
+    ((1, 8, 1), dict(policy="zero1", remat="none")),
     ((1, 8, 1), dict(remat="stage")),
     ((1, 2, 4), dict(vocab=8192)),
     ((4, 1, 2), dict(schedule="zero_bubble", remat="none")),
@@ -140,7 +140,7 @@ PRINTED = [
         {"pipeline.schedule": "one_f_one_b", "pipeline.remat": "stage", "optimizer.name": "adamw"},
         marks=pytest.mark.slow,
     ),
-    {"mesh.pp": 1, "mesh.dp": -1, "pipeline.gather": "step", "model.attention": "gqa", "model.kv_heads": 2},
+    {"mesh.pp": 1, "mesh.dp": -1, "data_parallel.policy": "zero1", "model.attention": "gqa", "model.kv_heads": 2},
 ]
 
 

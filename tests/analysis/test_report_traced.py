@@ -22,7 +22,7 @@ from parallax.analysis.collectives import (
     totals,
 )
 from parallax.analysis.flops import flops_by_direction, matmul_flops
-from parallax.config.sections import FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.sharding.collectives import (
     all_gather,
@@ -33,7 +33,6 @@ from parallax.sharding.collectives import (
     reduce_scatter,
     sum_over,
 )
-from parallax.sharding.mesh import AXES
 
 REPO = pathlib.Path(__file__).parents[2]
 SIZES = {"pp": 2, "dp": 4, "tp": 2}

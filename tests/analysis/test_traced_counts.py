@@ -13,7 +13,7 @@ VALUES = {
     "residual": {"hidden", "seq"},
     "schedule": {"gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v"},
     "remat": {"none", "elementwise", "attention", "layer", "stage"},
-    "gather": {"microbatch", "layers", "step"},
+    "policy": {"ddp", "zero1", "zero2", "lean", "zero3"},
     "reduce": {"float32", "compute"},
     "prefetch": {"0", "1"},
     "head": {"tied", "untied"},

@@ -265,8 +265,8 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
         ({"fsdp.prefetch": 2}, "fsdp.prefetch=2 would hold more than two layers whole; use 0 or 1"),
         ({"fsdp.reduce": "bf16"}, "fsdp.reduce='bf16' is unknown; known: float32, compute"),
         (
-            {"fsdp.prefetch": 1, "pipeline.gather": "layers"},
-            "fsdp.prefetch=1 gathers a layer ahead, but pipeline.gather=",
+            {"fsdp.prefetch": 1, "data_parallel.policy": "zero1"},
+            "fsdp.prefetch=1 gathers a layer ahead, but with data_parallel.policy='zero1' no layer",
         ),
         (
             {"pipeline.remat": "some"},

@@ -26,7 +26,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.run import build, train
 
-ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "across_slices": "dp"}
+ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1}
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 

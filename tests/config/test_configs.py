@@ -18,9 +18,10 @@ from parallax.analysis.memory import memory, predicted_memory
 from parallax.analysis.plan import JAX_TAKES
 from parallax.analysis.topology import read_topology
 from parallax.config.load import settings_of
+from parallax.config.sections import AXES
 from parallax.config.settings import with_vocab
 from parallax.runtime.units import in_bytes
-from parallax.sharding.mesh import AXES, resolve_sizes
+from parallax.sharding.mesh import resolve_sizes
 from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state

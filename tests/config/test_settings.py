@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import RESIDUALS, MeshConfig
+from parallax.config.sections import AXES, RESIDUALS, MeshConfig
 from parallax.config.settings import SECTIONS, read_settings
 from parallax.model.checks import check_divides, check_layouts
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import named_leaves
-from parallax.sharding.mesh import AXES, resolve_sizes
+from parallax.sharding.mesh import resolve_sizes
 from parallax.training.build import model_and_optimizer
 
 BASE = get_config().to_dict()

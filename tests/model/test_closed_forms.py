@@ -8,6 +8,7 @@ from formulas import Step
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
 from parallax.analysis.collectives import step_collectives, totals
+from parallax.config.sections import POLICIES
 from parallax.sharding.layout import Layout
 
 RESIDUALS = {"hidden": HIDDEN_CUT, "seq": SEQ_CUT}
@@ -19,14 +20,16 @@ def both(mesh, **changes):
     model = build(mesh, **given | {"residual": RESIDUALS[given["residual"]]})
     layout, pipeline = section("layout", **given), model.pipeline
     step = Step(
-        mesh,
+        mesh[:3],
         model.model,
         family=layout["tensor_parallel"],
         residual=given["residual"],
         embedding=layout["embedding"],
         schedule=pipeline.schedule,
         virtual=pipeline.virtual,
-        gather=pipeline.gather,
+        policy=model.data_parallel.policy,
+        tables=model.data_parallel.by_name.get("head", ""),
+        replica=model.axis_sizes.get("replica", 1),
         chunk_tokens=model.loss_config.chunk_tokens,
         rows=ROWS,
         seq=SEQ,
@@ -79,10 +82,28 @@ def test_every_embedding_and_head_sends_what_its_formula_says(residual, embeddin
 
 
 @meshes(MESHES, (2, 2, 2))
-@pytest.mark.parametrize(("gather", "tied"), [("step", True), ("step", False), ("layers", False)])
-def test_weights_gathered_once_a_step_send_what_their_formula_says(gather, tied, mesh):
-    measured, formula = both(mesh, gather=gather, tied=tied, d_latent_q=16)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_sends_what_its_formula_says(policy, tied, mesh):
+    measured, formula = both(mesh, policy=policy, tied=tied, d_latent_q=16)
     assert measured == formula
+
+
+@pytest.mark.parametrize("tables", POLICIES)
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, tables):
+    changes = dict(policy=policy, exceptions=f"embedding={tables} head={tables}", schedule="one_f_one_b")
+    measured, formula = both((2, 2, 2), tied=False, attention="gqa", **changes)
+    assert measured == formula
+
+
+@meshes([(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)], (2, 2, 1, 2))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
+    """Hybrid sharding: over `replica` goes what a device holds at rest, 1/dp of the gradients of what dp cuts."""
+    measured, formula = both(mesh, policy=policy, embedding="all_to_all", tied=False)
+    assert measured == formula
+    assert {kind for axes, kind, _ in measured if "replica" in axes} == {"all-reduce"}
 
 
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
@@ -95,9 +116,9 @@ def test_activations_and_gathered_weights_travel_in_the_compute_dtype(attention,
 
 
 @meshes(MESHES, (2, 2, 2))
-@pytest.mark.parametrize("gather", ["microbatch", "step"])
-def test_gradients_that_are_exchanged_send_what_their_formula_says(gather, mesh):
-    changes = dict(reduce="compute", dtype="bfloat16", gather=gather, schedule="one_f_one_b")
+@pytest.mark.parametrize("policy", ["zero3", "zero1"])
+def test_gradients_that_are_exchanged_send_what_their_formula_says(policy, mesh):
+    changes = dict(reduce="compute", dtype="bfloat16", policy=policy, schedule="one_f_one_b")
     measured, formula = both(mesh, **changes)
     assert measured == formula
     exchanged = any(axes == ("dp",) and kind == "all-to-all" for axes, kind, _ in measured)

@@ -199,7 +199,7 @@ def test_a_model_trains_as_with_scores_however_it_is_cut(mesh, kind, changes):
 def layer_alone(kind, seq=SEQ):
     """A layer of the tiny model on one device, and what its passes take."""
     model = build((1, 1, 1), kernel="splash", **settings(**kind))
-    block = model._parts("batch/dp", gathered=True).block
+    block = model.parts.block
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))

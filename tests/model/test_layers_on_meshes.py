@@ -67,13 +67,13 @@ def test_more_ranks_than_key_heads_read_the_right_ones(name, family, residual):
 
 
 FORMS = {
-    "column": ("d_model/dp d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp"),
-    "row": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
-    "row_to_seq": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq/tp d_model"),
-    "scatter": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
-    "scatter_to_heads": ("d_model/tp/dp heads d_head", "batch/dp seq d_model/tp", "batch/dp seq heads/tp d_head"),
-    "two_axes": ("d_model/dp d_ff/tp/pp", "batch/dp seq d_model", "batch/dp seq d_ff/tp/pp"),
-    "from_heads": ("heads/tp d_head d_model/dp", "batch/dp seq heads/tp d_head", "batch/dp seq d_model/tp"),
+    "column": ("d_model d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp"),
+    "row": ("d_ff/tp d_model", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
+    "row_to_seq": ("d_ff/tp d_model", "batch/dp seq d_ff/tp", "batch/dp seq/tp d_model"),
+    "scatter": ("d_model/tp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
+    "scatter_to_heads": ("d_model/tp heads d_head", "batch/dp seq d_model/tp", "batch/dp seq heads/tp d_head"),
+    "two_axes": ("d_model d_ff/tp/pp", "batch/dp seq d_model", "batch/dp seq d_ff/tp/pp"),
+    "from_heads": ("heads/tp d_head d_model", "batch/dp seq heads/tp d_head", "batch/dp seq d_model/tp"),
 }
 
 

@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from tiny import build, make_batch, mesh_of, params_of
 
-from parallax.config.sections import LossConfig
+from parallax.config.sections import AXES, LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 TOKENS, VOCAB, WIDTH, WEIGHT = 23, 24, 8, 0.25
 TABLES = {"whole vocab": "vocab d_model", "cut vocab": "vocab/tp d_model", "cut over two": "vocab/tp/pp d_model"}

@@ -19,7 +19,7 @@ from configs.base import get_config
 from parallax.analysis.flops import step_flops
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
-from parallax.config.sections import SampleConfig
+from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings, with_vocab
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.inference.decode import Decoder, Prompts
@@ -28,7 +28,6 @@ from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import token_losses
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
 from parallax.training.resume import is_fixed
@@ -87,12 +86,12 @@ def test_entries_begin_as_without_padding_and_padding_as_zeros_on_every_mesh(tie
 
 CASES = [
     ((1, 2, 2), dict(tied=False, embedding="all_to_all", microbatches=2)),
-    ((1, 1, 8), dict(tied=True, embedding="vocab_parallel", attention="gqa", gather="step")),
+    ((1, 1, 8), dict(tied=True, embedding="vocab_parallel", attention="gqa", policy="zero1")),
     ((2, 1, 4), dict(tied=False, embedding="vocab_parallel", schedule="zero_bubble")),
 ]
 MORE_CASES = [
     ((1, 1, 1), dict(tied=True, embedding="vocab_parallel")),
-    ((1, 2, 4), dict(tied=True, embedding="vocab_parallel", attention="gqa", gather="step")),
+    ((1, 2, 4), dict(tied=True, embedding="vocab_parallel", attention="gqa", policy="zero1")),
     ((1, 1, 8), dict(tied=False, embedding="vocab_parallel")),
     ((2, 2, 2), dict(tied=True, embedding="vocab_parallel", schedule="one_f_one_b")),
 ]

@@ -13,11 +13,10 @@ import parallax as px
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
 from parallax.config.load import load_config
-from parallax.config.sections import SampleConfig
+from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings, with_added
 from parallax.inference.generate import generate
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.mesh import AXES
 from parallax.training.build import model_and_optimizer
 from parallax.training.resume import is_fixed
 

@@ -13,11 +13,10 @@ from tiny import build, make_batch, mesh_of, optimizer_config
 
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
-from parallax.config.sections import CheckpointConfig
+from parallax.config.sections import AXES, CheckpointConfig
 from parallax.pipeline.arrangement import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, init_state, make_train_step
 

@@ -16,14 +16,13 @@ from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
 
 from parallax.analysis.flops import flops_by_direction
-from parallax.config.sections import REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import AXES, REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.files import save_csv
-from parallax.sharding.mesh import AXES
 
 
 def flops_by_rank(mesh, **changes):

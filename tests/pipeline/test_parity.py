@@ -11,6 +11,7 @@ from pairwise import pairs_of, pairwise_cases
 from reference import plain_losses_and_grad
 from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
+from parallax.config.sections import POLICIES
 from parallax.training.optimizer import make_optimizer
 
 CUTS = {
@@ -23,7 +24,7 @@ CUTS = {
 }
 COSTS = {
     "remat": ["none", "attention", "layer", "stage"],  # "elementwise" differs from "attention" in names: see below
-    "gather": ["microbatch", "layers", "step"],
+    "policy": list(POLICIES),
     "prefetch": [0, 1],
     "reduce": ["float32", "compute"],
     "tied": [True, False],
@@ -49,7 +50,7 @@ def grid(factors):
 
 
 def is_empty(case):
-    ahead_of_all = case.get("prefetch") == 1 and case.get("gather", "microbatch") != "microbatch"
+    ahead_of_all = case.get("prefetch") == 1 and case.get("policy", "zero3") not in ("lean", "zero3")
     all_bubble = "mesh" in case and case["microbatches"] == 1 and case["mesh"][0] > 1
     return ahead_of_all or all_bubble
 
@@ -148,14 +149,14 @@ def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
 @pytest.mark.parametrize("attention", CUTS["attention"])
 def test_what_stands_between_products_made_again_gives_the_same(attention, record_property):
     cut = dict(mesh=(2, 2, 2), residual=SEQ_CUT, tensor_parallel="column_row", embedding="vocab_parallel", tied=True)
-    cost = dict(microbatches=4, remat="elementwise", gather="microbatch", prefetch=0, reduce="compute")
+    cost = dict(microbatches=4, remat="elementwise", policy="zero3", prefetch=0, reduce="compute")
     check_parity(cut | cost | dict(attention=attention, schedule="zero_bubble"), record_property)
 
 
 @pytest.mark.parametrize(("mesh", "family"), [((2, 2, 2), "column_row"), ((1, 1, 8), "scatter")])
 def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, record_property):
     cut = dict(mesh=mesh, residual=SEQ_CUT, tensor_parallel=family, embedding="vocab_parallel", tied=False)
-    cost = dict(microbatches=4, remat="layer", gather="microbatch", prefetch=0, reduce="float32")
+    cost = dict(microbatches=4, remat="layer", policy="zero3", prefetch=0, reduce="float32")
     check_parity(cut | cost | IMPORTED | dict(attention="gqa"), record_property)
 
 

@@ -186,15 +186,15 @@ def test_gathering_once_a_step_keeps_fsdp_out_of_the_ticks():
     """The data axis's collectives inside loops run for every microbatch; those outside once."""
     batch = make_batch()
 
-    def inside_loops(gather):
-        model, found = build((2, 2, 1), gather=gather), Counter()
+    def inside_loops(policy):
+        model, found = build((2, 2, 1), policy=policy), Counter()
         for loop in equations(model.loss_and_grad, model.shapes, batch):
             if loop.primitive.name == "scan":
                 found.update(sent(inside(loop.params["jaxpr"])))
         return found
 
-    assert inside_loops("step").keys().isdisjoint({"all_gather dp", "reduce_scatter dp"})
-    assert inside_loops("microbatch").keys() >= {"all_gather dp", "reduce_scatter dp"}
+    assert inside_loops("zero1").keys().isdisjoint({"all_gather dp", "reduce_scatter dp"})
+    assert inside_loops("zero3").keys() >= {"all_gather dp", "reduce_scatter dp"}
 
 
 @functools.cache
@@ -274,7 +274,6 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
             "pipeline.remat='layers' is unknown; did you mean 'layer'? Known: none, elementwise, attention, "
             "layer, stage",
         ),
-        ("gather", "batch", "pipeline.gather='batch' is unknown; "),
         ("microbatches", 0, "pipeline.microbatches=0 must be a whole number of 1 or more."),
         ("microbatches", 2.0, "pipeline.microbatches=2.0 must be a whole number"),
         ("virtual", 0, "pipeline.virtual=0 must be a whole number of 1 or more."),
@@ -287,9 +286,7 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
     ],
 )
 def test_wrong_settings_are_refused(field, value, message):
-    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer", gather="step", branches="skip") | {
-        field: value
-    }
+    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer", branches="skip") | {field: value}
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(**fields)
     assert message in str(caught.value)

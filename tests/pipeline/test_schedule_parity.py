@@ -4,9 +4,12 @@ import itertools
 import random
 
 import pytest
+from formulas import PER_USE
 from pairwise import pairs_of, pairwise_cases
 from test_parity import check_parity, name_of
 from tiny import HIDDEN_CUT, SEQ_CUT
+
+from parallax.config.sections import POLICIES
 
 SCHEDULES = {
     "gpipe": dict(schedule="gpipe"),
@@ -23,7 +26,6 @@ MESHES = [
 ]  # fmt: skip
 # Microbatches as a share of the pipeline's ranks: fewer, as many, twice, four times.
 SHARES = [0.5, 1, 2, 4]
-GATHERS = ["microbatch", "layers", "step"]
 # What a schedule has less to do with is drawn for each case. With `uneven` some stages have a layer more than others.
 REST = {
     "attention": ["mla", "gqa"],
@@ -39,25 +41,25 @@ REST = {
 
 # The largest error of a gradient that was seen, 7e-6: two rows a microbatch, and much that cancels.
 WORST = dict(
-    mesh=(8, 1, 1), layers=12, microbatches=32, gather="microbatch", attention="mla", residual=HIDDEN_CUT,
+    mesh=(8, 1, 1), layers=12, microbatches=32, policy="zero3", attention="mla", residual=HIDDEN_CUT,
     embedding="all_to_all", remat="none", tied=False, branches="skip", prefetch=0, reduce="float32",
     schedule="zero_bubble",
 )  # fmt: skip
 
 
-def case_of(mesh, schedule, share, gather, number):
+def case_of(mesh, schedule, share, policy, number):
     """The settings of a case, and what is drawn for its number."""
     pick = random.Random(number)
     rest = {key: pick.choice(values) for key, values in REST.items()}
     stages = mesh[0] * STAGES.get(schedule, 1)
     layers = stages + max(stages // 2, 1) if rest.pop("uneven") else stages
-    case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), gather=gather)
-    rest["prefetch"] *= gather == "microbatch"
+    case = dict(mesh=mesh, layers=layers, microbatches=max(int(share * mesh[0]), 1), policy=policy)
+    rest["prefetch"] *= policy in PER_USE
     return case | rest | SCHEDULES[schedule]
 
 
 def whole_grid():
-    cases = itertools.product(MESHES, SCHEDULES, SHARES, GATHERS)
+    cases = itertools.product(MESHES, SCHEDULES, SHARES, POLICIES)
     return [case_of(*case, number) for number, case in enumerate(cases)]
 
 
@@ -65,7 +67,7 @@ def fast():
     """A case for each pair of the settings that schedules are about; meshes of a size take turns. Twice as many
     microbatches as ranks are with interleaved4 alone: they are to a schedule what four times as many are."""
     schedules = ["1f1b", "interleaved2", "zero_bubble", "zero_bubble_v"]
-    factors = dict(pp=[2, 4, 8], schedule=schedules, share=[0.5, 1, 4], gather=GATHERS)
+    factors = dict(pp=[2, 4, 8], schedule=schedules, share=[0.5, 1, 4], policy=POLICIES)
     grid = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
     chosen = pairwise_cases(grid)
     assert {pair for case in grid for pair in pairs_of(case)} == {pair for case in chosen for pair in pairs_of(case)}
@@ -78,14 +80,14 @@ def fast():
 
 def test_every_pair_of_settings_is_in_the_whole_grid():
     """What is drawn is drawn from enough cases."""
-    settings = [{key: case[key] for key in ("gather", "schedule", *REST) if key in case} for case in whole_grid()]
+    settings = [{key: case[key] for key in ("policy", "schedule", *REST) if key in case} for case in whole_grid()]
     factors = {key: sorted({case[key] for case in settings}, key=str) for key in settings[0]}
     wanted = {
         frozenset({(a, x), (b, y)})
         for a, b in itertools.combinations(factors, 2)
         for x, y in itertools.product(factors[a], factors[b])
     }
-    wanted -= {frozenset({("gather", once), ("prefetch", 1)}) for once in GATHERS[1:]}  # none is gathered ahead of all
+    wanted -= {frozenset({("policy", policy), ("prefetch", 1)}) for policy in set(POLICIES) - set(PER_USE)}
     found = {frozenset(pair) for case in settings for pair in itertools.combinations(case.items(), 2)}
     assert wanted <= found
 

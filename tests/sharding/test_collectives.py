@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pieces import SIZES, along, exchanged, forward_of, gathered, kept, on_mesh, pieces_of, scattered, transpose
 from tiny import mesh_of
 
+from parallax.config.sections import AXES
 from parallax.runtime.errors import NotationError
 from parallax.sharding.collectives import (
     all_gather,
@@ -28,7 +29,6 @@ from parallax.sharding.collectives import (
 )
 from parallax.sharding.einsum import einsum
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 
 def check(function, shape, *oracles):

@@ -17,6 +17,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
 from parallax.analysis.collectives import collectives, step_collectives
+from parallax.config.sections import AXES
 from parallax.model.context import training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
@@ -31,7 +32,6 @@ from parallax.pipeline.spread import SpreadEnds
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
-from parallax.sharding.mesh import AXES
 
 MESH = (2, 2, 2)
 
@@ -80,7 +80,7 @@ LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_sends_what_it_says(name, family, residual):
     name, _, kv = name.partition(" ")
-    layer = residual_layers(residual, FAMILIES[family].gathered(), kv=kv or "kv_heads/tp")[name]
+    layer = residual_layers(residual, FAMILIES[family], kv=kv or "kv_heads/tp")[name]
     rope = rope_of(model_config(attention="gqa" if "gqa" in name else "mla"))
     layouts, params = declared(layer, rope)
     facts = {
@@ -90,7 +90,6 @@ def test_a_layer_sends_what_it_says(name, family, residual):
         "kv_heads are cut": not kv,
         "kv_heads are whole": bool(kv),
         "d_latent_q > 0": name == "mla_latent_queries",
-        "it is cut over dp": True,  # of the embedding's table; kernels were gathered before
     }
     found = sent(call(layer, rope), (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
     variant = family if LAYERS[name] == "family" else LAYERS[name]
@@ -99,7 +98,7 @@ def test_a_layer_sends_what_it_says(name, family, residual):
 
 def test_a_block_sends_what_its_parts_send():
     model = model_config(attention="gqa")
-    family, residual = FAMILIES["column_row"].gathered(), HIDDEN_CUT
+    family, residual = FAMILIES["column_row"], HIDDEN_CUT
     block = Parts.build(model, residual, family, None, "kv_heads/tp", "batch/dp").block
     parts = residual_layers(residual, family)
 
@@ -121,11 +120,10 @@ def test_a_block_sends_what_its_parts_send():
 
 X_IN = "batch/dp seq d_model"
 DENSE = {
-    "column": ("d_model/dp d_ff/tp", X_IN, "batch/dp seq d_ff/tp"),
-    "column, gathered before": ("d_model d_ff/tp", X_IN, "batch/dp seq d_ff/tp"),
-    "row": ("d_ff/tp d_model/dp", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
-    "scatter": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
-    "reduced": ("d_model/tp/dp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff"),
+    "column": ("d_model d_ff/tp", X_IN, "batch/dp seq d_ff/tp"),
+    "row": ("d_ff/tp d_model", "batch/dp seq d_ff/tp", "batch/dp seq d_model/tp"),
+    "scatter": ("d_model/tp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff/tp"),
+    "reduced": ("d_model/tp d_ff", "batch/dp seq d_model/tp", "batch/dp seq d_ff"),
 }
 
 

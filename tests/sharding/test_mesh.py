@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallax.config.sections import MeshConfig
+from parallax.config.sections import AXES, MeshConfig
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.mesh import AXES, factorisations, make_mesh, place_devices, resolve_sizes
+from parallax.sharding.mesh import factorisations, make_mesh, place_devices, resolve_sizes
 
 
-def config(pp=1, dp=1, tp=1, simulate=0, across_slices="dp"):
-    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, across_slices=across_slices)
+def config(pp=1, dp=1, tp=1, simulate=0, replica=1):
+    return MeshConfig(pp=pp, dp=dp, tp=tp, simulate=simulate, replica=replica)
 
 
 def eight_devices():

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from parallax.config.sections import AXES
 from parallax.runtime.errors import NotationError
 from parallax.sharding.layout import DIMS, Layout, parse_move
-from parallax.sharding.mesh import AXES
 
 
 @st.composite

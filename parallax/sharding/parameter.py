@@ -13,10 +13,12 @@ from parallax.sharding.layout import Layout
 
 
 class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter as `init` returns it: the value, and the layout that its module declared."""
+    """A parameter as `init` returns it: the value, the layout that its module computes with, and the dim that data axes
+    may cut at rest, "" for none."""
 
     value: Any
     layout: Layout = struct.field(pytree_node=False)
+    at_rest: str = struct.field(pytree_node=False)
 
     def unbox(self) -> Any:
         return self.value
@@ -31,14 +33,17 @@ class Declared(struct.PyTreeNode, nn.meta.AxisMetadata):
         return self
 
 
-def parameter(module: nn.Module, name: str, layout: str, sizes: Mapping[str, int], init: Callable) -> Array:
+def parameter(
+    module: nn.Module, name: str, layout: str, sizes: Mapping[str, int], init: Callable, *, at_rest: str = ""
+) -> Array:
     """Declare a float32 parameter of `module`; outside shard_map it is whole, inside it is this device's piece.
 
-    `init(key, shape)` gives the values. `module.init` returns each parameter as `Declared`.
+    `init(key, shape)` gives the values, `at_rest` is the dim that data axes may cut. `module.init` returns each
+    parameter as `Declared`.
     """
     parsed = Layout.parse(layout)
     shape = parsed.local_shape(sizes, bound_axis_sizes())
-    return module.param(name, lambda key: Declared(init(key, shape), parsed))
+    return module.param(name, lambda key: Declared(init(key, shape), parsed, at_rest))
 
 
 def layouts_of(declared: Any) -> Any:

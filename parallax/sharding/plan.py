@@ -1,0 +1,433 @@
+"""The sharding plan: where each parameter lies at rest, during a step and in a layer, and the moves between these.
+
+Layers declare the layout that they compute with and the dim that data axes may cut at rest; they know no data axis. A
+policy says where the cut stays. When something moves follows from where two layouts differ:
+
+    load      at rest -> resident      once a step; cast first
+    use       resident -> compute      at each use of a layer, an embedding or a head
+    add_up    compute -> summed        a gradient, at each use
+    store     summed -> at rest        gradients, once a step
+
+Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean", which cuts weights and not gradients.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from html import escape
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from parallax.config.sections import PARTS
+from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.runtime.units import in_bytes
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    exchange_and_add,
+    reduce_scatter,
+    sum_over,
+)
+from parallax.sharding.layout import Layout, named_leaves
+from parallax.sharding.parameter import Declared, layouts_of
+
+DATA_AXES = ("dp",)  # axes that may cut a parameter at rest; `replica` never does
+SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
+
+
+class Stay(NamedTuple):
+    """Where a parameter lies: between steps, during a step, in a layer, and its gradient between microbatches."""
+
+    at_rest: Layout
+    resident: Layout
+    compute: Layout
+    summed: Layout
+
+
+# Of `c`, the layout that a layer computes with, and `r`, the same cut over data axes.
+POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Layout]]] = {
+    "ddp": lambda c, r: (c, c, c, c),
+    "zero1": lambda c, r: (r, c, c, c),
+    "zero2": lambda c, r: (r, c, c, r),
+    "lean": lambda c, r: (r, r, c, c),
+    "zero3": lambda c, r: (r, r, c, r),
+}
+
+
+def stay_of(policy: str) -> Stay:
+    """Which of the four layouts of a policy are the same: "cut" or "whole" over data axes.
+
+    >>> stay_of("zero3")
+    Stay(at_rest='cut', resident='cut', compute='whole', summed='cut')
+    """
+    return Stay(*POLICIES[policy]("whole", "cut"))
+
+
+class Policies(NamedTuple):
+    """The policy of all parameters, and exceptions: other policies by names of parts, modules or parameters."""
+
+    policy: str
+    exceptions: Mapping[str, str] = MappingProxyType({})
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ConfigError where a policy is unknown, or an exception matches none of these parameters."""
+        check_choice("data_parallel.policy", self.policy, POLICIES)
+        known = {"/".join(name.split("/")[:end]): None for name in names for end in range(1, 9)}
+        for name, policy in self.exceptions.items():
+            check_choice(f"data_parallel.exceptions: {name}", policy, POLICIES)
+            if name not in known:
+                raise ConfigError(
+                    f"data_parallel.exceptions names {name!r}, which is no part, module or parameter of this model; "
+                    f"{nearest(name, known)}"
+                )
+
+    def of(self, name: str) -> str:
+        """The policy of a parameter: that of the longest exception that matches it, else the one of all.
+
+        >>> Policies("zero3", {"blocks": "zero1", "blocks/mlp": "ddp"}).of("blocks/mlp/up/kernel")
+        'ddp'
+        """
+        found = [other for other in self.exceptions if f"{name}/".startswith(f"{other}/")]
+        return self.exceptions[max(found, key=len)] if found else self.policy
+
+
+class LayerOrder(Protocol):
+    """Which layers each pipeline rank runs, and the exchange between that order and the model's."""
+
+    ranks: int
+    in_order: bool
+
+    def to_stages(self, at_rest: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]: ...
+
+    def to_model(self, at_rest: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPlan:
+    """One row of the plan. Layouts name all dims, "layers" too; an array of one layer lacks it.
+
+    `staged` is the layout at rest after the hop over pp, if any: layers on the ranks that run them, tables whole on
+    every pipeline rank.
+    """
+
+    scope: str  # the module, as "attention/q", which a report names for what is sent
+    at_rest: Layout
+    staged: Layout
+    resident: Layout
+    compute: Layout
+    summed: Layout
+    dtype: str | None  # in which weights travel over data axes; None for those that no data axis cuts
+    memory: str = "device"
+
+    @property
+    def stay(self) -> Stay:
+        return Stay(self.at_rest, self.resident, self.compute, self.summed)
+
+    @property
+    def is_gathered_per_use(self) -> bool:
+        return self.resident != self.compute
+
+    @property
+    def is_cast_at_load(self) -> bool:
+        """Whether `load` casts: what it moves, and what is not cast where it is used."""
+        moves = self.at_rest != self.staged or self.staged != self.resident
+        return self.dtype is not None and (moves or not self.is_gathered_per_use)
+
+    def cast(self, weight: Array) -> Array:
+        return weight.astype(self.dtype) if self.dtype else weight
+
+
+class ShardingPlan:
+    """Where each parameter lies and what moves it: a tree of ParameterPlan, one for each. It prints as a table.
+
+    A module alone has a plan, too: `nn.map_variables(Dense, "params", trans_in_fn=plan.use)` is FSDP as a Flax module,
+    which gathers its kernel wherever it is applied.
+    """
+
+    def __init__(
+        self,
+        declared: Any,
+        policies: Policies,
+        sizes: Mapping[str, int],
+        axis_sizes: Mapping[str, int],
+        dtype: str,
+        *,
+        order: LayerOrder | None = None,
+        reduce: str = "float32",
+        gather_first: int = 1,
+    ):
+        """
+        Args:
+            declared: parameters as `Declared`, a tree of them.
+            sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
+            dtype: of compute, in which weights travel; `reduce` is how gradients do, see FsdpConfig.
+            order: of layers on pipeline ranks; without it no layer moves over pp.
+            gather_first: see `all_gather`.
+        Raises:
+            ConfigError: the policies do not fit these parameters.
+        """
+        policies.check(named_leaves(layouts_of(declared)))
+        self.policies, self.axis_sizes, self.shapes = policies, axis_sizes, nn.meta.unbox(declared)
+        self.order, self.reduce, self.gather_first = order, reduce, gather_first
+        row = partial(_row, policies=policies, order=order, sizes=sizes, axis_sizes=axis_sizes, dtype=dtype)
+        self.rows = jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+
+    def __repr__(self) -> str:
+        """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
+        during a step, in a layer, and its summed gradient."""
+        lines = [("parameter", "at rest", "step layer sum", "on a device")]
+        lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]
+        return "\n".join([self.heading, *text])
+
+    def _repr_html_(self) -> str:
+        lines, left = self._lines(), 'style="text-align:left"'
+        most = max(line.bytes for line in lines)
+        bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
+        body = [
+            f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
+            + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
+            + f"<td>{bar.format(8 * line.bytes / most)}</td></tr>"
+            for line in lines
+        ]
+        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(HEAD))
+        return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
+
+    @property
+    def heading(self) -> str:
+        """How many parameters there are on which mesh, and their bytes on a device, at rest and during a step."""
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.axis_sizes.items())
+        total = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        found = [in_bytes(sum(line.held[at] for line in self._lines())) for at in range(3)]
+        policy = " ".join([self.policies.policy, *(f"{name}={p}" for name, p in self.policies.exceptions.items())])
+        travels = sorted({row.dtype for row in jax.tree.leaves(self.rows) if row.dtype and row.at_rest != row.compute})
+        return (
+            f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
+            f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
+            + "".join(f"; weights travel as {dtype}" for dtype in travels)
+        )
+
+    def _lines(self) -> list["_Line"]:
+        shapes = named_leaves(self.shapes)
+        return [_Line.of(name, row, shapes[name], self.axis_sizes) for name, row in named_leaves(self.rows).items()]
+
+    @property
+    def at_rest(self) -> Any:
+        """The tree of layouts at rest."""
+        return jax.tree.map(lambda row: row.at_rest, self.rows)
+
+    # ---- the moves
+
+    def load(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights as they are resident in a step, of parameters at rest, by part of the model."""
+        return {part: self._load(part, params[part]) for part in PARTS}
+
+    def use(self, weights: Any, part: str = "") -> Any:
+        """The weights that a layer computes with, of resident ones: those of a part, or of one of its
+        layers; without a part, of all."""
+        return jax.tree.map(self.use_one, self.rows[part] if part else self.rows, weights)
+
+    def use_one(self, row: ParameterPlan, weight: Array) -> Array:
+        if not row.is_gathered_per_use:
+            return weight
+        return self._gather(row, row.resident, row.compute, weight)
+
+    def add_up(self, part: str) -> list[Callable[[Array], Array]]:
+        """For each leaf of a part the move of its gradient from compute to summed; float32."""
+        return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in self._rows(part)]
+
+    def added_up(self, part: str, grads: Any) -> Any:
+        """The same for a tree of gradients, which may lack some of the part's leaves."""
+        rows = {name: self.rows[part][name] for name in grads}
+        return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
+
+    def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+        """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them."""
+        return self._sum({part: self._store(part, grads[part]) for part in PARTS})
+
+    def zero_grads(self, part: str, weights: Any) -> Any:
+        """Gradients of zero, cut as summed ones are: not as weights."""
+
+        def zeros(row: ParameterPlan, weight: Array) -> Array:
+            layers = weight.shape[: row.compute.names[0] == "layers"]
+            one = jax.ShapeDtypeStruct(weight.shape[len(layers) :], weight.dtype)
+            made = lambda w: self._scatter(row, row.compute, row.summed, self.use_one(row, w))  # noqa: E731
+            shape = one.shape if row.resident == row.summed else jax.eval_shape(made, one).shape
+            return as_varying(jnp.zeros((*layers, *shape), jnp.float32))
+
+        return jax.tree.map(zeros, self.rows[part], weights)
+
+    def _rows(self, part: str) -> list[ParameterPlan]:
+        return jax.tree.leaves(self.rows[part])
+
+    def _load(self, part: str, params: Any) -> Any:
+        rows = self._rows(part)
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [row.cast(x) if row.is_cast_at_load else x for row, x in zip(rows, leaves, strict=True)]
+        if part == "blocks":
+            leaves = self.order.to_stages([row.at_rest for row in rows], leaves) if self.order else leaves
+        else:
+            leaves = [self._gather(row, row.at_rest, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
+        leaves = [self._gather(row, row.staged, row.resident, x) for row, x in zip(rows, leaves, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+    def _store(self, part: str, grads: Any) -> Any:
+        rows = self._rows(part)
+        leaves, structure = jax.tree.flatten(grads)
+        leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
+        if part == "blocks":
+            leaves = self.order.to_model([row.at_rest for row in rows], leaves) if self.order else leaves
+        else:
+            leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+    def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
+        """A table's gradient, of which each pipeline rank has a summand, cut over pp as the table is at rest."""
+        if row.staged == row.at_rest:
+            return grad
+        with jax.named_scope(row.scope):
+            return reduce_scatter(f"{row.staged} -> {row.at_rest}", grad)
+
+    def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
+        """The one call that gathers weights: cast first, so that fewer bytes are sent."""
+        if before == after:
+            return weight
+        first = self.gather_first if set(DATA_AXES) & set(before.used_axes()) - set(after.used_axes()) else 1
+        with jax.named_scope(row.scope):
+            return all_gather(_pattern(before, after, weight), row.cast(weight), first=first)
+
+    def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
+        """The one call that sums gradients over data axes to the pieces that a device keeps."""
+        with jax.named_scope(row.scope):
+            if before == after:
+                return grad.astype(jnp.float32)
+            pattern = _pattern(before, after, grad)
+            if self.reduce == "float32":
+                return reduce_scatter(pattern, grad.astype(jnp.float32))
+            return exchange_and_add(pattern, grad.astype(row.dtype))
+
+    def _sum(self, grads: Any) -> Any:
+        """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
+
+        Norms and biases, those with the same axes, travel in one message; what is large travels by itself.
+        """
+        leaves, structure = jax.tree.flatten(grads)
+        messages: dict[Any, list[int]] = {}
+        for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
+            axes = tuple(axis for axis in bound_axis_sizes() if axis not in layout.used_axes())
+            alone = at if leaves[at].size > SMALL else None
+            messages.setdefault((axes, alone), []).append(at)
+        for (axes, _), members in messages.items():
+            for at, total in zip(members, _sum_together([leaves[at] for at in members], axes), strict=True):
+                leaves[at] = total
+        return jax.tree.unflatten(structure, leaves)
+
+
+def _row(
+    path: Any,
+    declared: Declared,
+    *,
+    policies: Policies,
+    order: LayerOrder | None,
+    sizes: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
+    dtype: str,
+) -> ParameterPlan:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    part, _, module = name.rpartition("/")[0].partition("/")
+    compute = declared.layout
+    stay = Stay(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest)))
+    at_rest = staged = stay.at_rest
+    if part == "blocks" and order and not order.in_order:
+        at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
+    elif part != "blocks" and order and order.ranks > 1 and len(compute.names) > 1:
+        at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
+    scope = module if part == "blocks" else "/".join(filter(None, [part, module]))
+    travels = dtype if declared.at_rest else None
+    return ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, travels)
+
+
+# Behind the layout at rest: the data axes that cut the parameter during a step, in a layer, and its summed gradient.
+HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+FLOAT32_BYTES = 4
+LEFT = 7  # columns that are flush left
+
+
+class _Line(NamedTuple):
+    """A row of the table; `held` are bytes on a device: at rest, resident, and of the summed gradient."""
+
+    cells: tuple[str, ...]
+    layout: Layout
+    held: tuple[int, int, int]
+
+    @property
+    def bytes(self) -> int:
+        return self.held[0]
+
+    @staticmethod
+    def of(name: str, row: ParameterPlan, shape: Any, axis_sizes: Mapping[str, int]) -> "_Line":
+        def entries(layout: Layout) -> int:
+            return shape.size // math.prod(axis_sizes.get(axis, 1) for axis in layout.used_axes())
+
+        width = jnp.dtype(row.dtype).itemsize if row.dtype and row.is_cast_at_load else FLOAT32_BYTES
+        held = (
+            entries(row.at_rest) * FLOAT32_BYTES,
+            entries(row.resident) * width,
+            entries(row.summed) * FLOAT32_BYTES,
+        )
+        cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in row.stay[1:])
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
+        travels = row.dtype if row.at_rest != row.compute and row.dtype else "-"
+        sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
+        return _Line((name, str(row.at_rest), *cuts, hop, travels, *sizes), row.at_rest, held)
+
+
+def cut_over_data(layout: Layout, dim: str) -> Layout:
+    """The layout with `dim` cut over the data axes, too, behind those that cut it; itself where `dim` is "".
+
+    >>> str(cut_over_data(Layout.parse("d_model/tp d_ff"), "d_model"))
+    'd_model/tp/dp d_ff'
+    """
+    if not dim:
+        return layout
+    return layout.with_cut(dim, (*layout.cut_of(dim), *(a for a in DATA_AXES if a not in layout.used_axes())))
+
+
+def cut_over_pp(
+    layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int], names: Sequence[str]
+) -> Layout:
+    """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
+    dims = []
+    for name, axes in zip(layout.names, layout.axes, strict=True):
+        cut = math.prod(axis_sizes[axis] for axis in axes)
+        if name in names and sizes[name] % (cut * axis_sizes["pp"]) == 0:
+            dims.append((sizes[name], name, axes))
+    if not dims:
+        return layout
+    _, name, axes = max(dims)
+    return layout.with_cut(name, (*axes, "pp"))
+
+
+def _pattern(before: Layout, after: Layout, x: Array) -> str:
+    """The move in the notation; an array of one layer has no dim "layers"."""
+    skip = len(before.names) - x.ndim
+    one = lambda layout: Layout(layout.names[skip:], layout.axes[skip:])  # noqa: E731
+    return f"{one(before)} -> {one(after)}"
+
+
+def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
+    """Each array's sum over these axes, all in one message; the same bits as one by one."""
+    if len(arrays) == 1 or not axes:
+        return [sum_over(x, axes) for x in arrays]
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
+    return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]

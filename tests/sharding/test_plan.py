@@ -1,0 +1,111 @@
+"""The sharding plan: what it says is what a step does, and what FSDP is for a Flax module alone."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import MESHES, build, make_batch, mesh_of, params_of
+
+from parallax.analysis.collectives import sent_by
+from parallax.config.sections import POLICIES as NAMES
+from parallax.model.dense import Dense
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.layout import named_leaves
+from parallax.sharding.plan import POLICIES, Policies, ShardingPlan
+
+SIZES = {"batch": 4, "seq": 8, "d_model": 16, "d_ff": 32}
+DENSE = ("d_model d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp", SIZES)
+
+
+def test_every_policy_that_a_config_may_name_is_there():
+    assert tuple(POLICIES) == NAMES
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_says_how_arrays_lie(policy, mesh):
+    """At rest as the shardings of the parameters, in a step as the weights that `load` returns; and `store` brings the
+    gradients that microbatches are summed in back to the parameters' layouts."""
+    model = build(mesh, policy=policy, schedule="one_f_one_b")
+    rows, found = named_leaves(model.plan.rows), {}
+    for name, sharding in named_leaves(model.shardings).items():
+        assert sharding.spec == rows[name].at_rest.spec(model.mesh)
+        assert ("dp" in rows[name].at_rest.used_axes()) == (policy != "ddp" and rows[name].dtype is not None)
+
+    def local(params):
+        weights = model.plan.load(params)
+        grads = {part: model.plan.zero_grads(part, weights[part]) for part in weights}
+        found.update(weights=named_leaves(weights), grads=named_leaves(grads))
+        return model.plan.store(grads)
+
+    specs = jax.tree.map(lambda sharding: sharding.spec, model.shardings)
+    stored = jax.shard_map(local, mesh=model.mesh, in_specs=(specs,), out_specs=specs, check_vma=True)
+    shapes = named_leaves(model.shapes)
+    assert {name: x.shape for name, x in named_leaves(jax.eval_shape(stored, model.shapes)).items()} == {
+        name: x.shape for name, x in shapes.items()
+    }
+    for name, row in rows.items():
+        sizes = dict(zip(row.compute.names, shapes[name].shape))
+        for held, layout in (("weights", row.resident), ("grads", row.summed)):
+            assert found[held][name].shape == layout.local_shape(sizes, dict(model.mesh.shape)), (held, name)
+
+
+def dense_and_plan(policy="zero3"):
+    dense = Dense(*DENSE)
+    x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
+    variables = jax.eval_shape(dense.init, jax.random.key(0), x)
+    plan = ShardingPlan(variables, Policies(policy), SIZES, {"pp": 1, "dp": 2, "tp": 2}, "float32")
+    return dense, plan, nn.meta.unbox(dense.init(jax.random.key(0), x)), x
+
+
+def test_fsdp_is_a_flax_module_that_gathers_its_own_kernel():
+    """One all-gather forward, one reduce-scatter backward, and the numbers of a Dense on one device."""
+    dense, plan, variables, x = dense_and_plan()
+    assert str(plan.rows["params"]["kernel"].at_rest) == "d_model/dp d_ff/tp"
+    gathered = nn.map_variables(Dense, "params", trans_in_fn=plan.use)(*DENSE)
+
+    def loss(apply):
+        return lambda kernel, x: (apply({"params": {"kernel": kernel}}, x) ** 2).sum()
+
+    def local(kernel, x):
+        value, grad = jax.value_and_grad(loss(gathered.apply))(kernel, x)
+        return jax.lax.psum(value, ("dp", "tp")), grad
+
+    kernel = plan.at_rest["params"]["kernel"].spec()
+    specs = (kernel, P("dp")), (P(), kernel)
+    run = jax.shard_map(local, mesh=mesh_of(1, 2, 2), in_specs=specs[0], out_specs=specs[1], check_vma=True)
+    value, grad = jax.jit(run)(variables["params"]["kernel"], x)
+    expected = jax.value_and_grad(loss(dense.apply))(variables["params"]["kernel"], x)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    assert np.abs(grad - expected[1]).max() <= 1e-5 * np.abs(expected[1]).max()
+    sent = sent_by(
+        lambda kernel, x: gathered.apply({"params": {"kernel": kernel}}, x),
+        ["d_model/dp d_ff/tp", "batch/dp seq d_model"],
+        [variables["params"]["kernel"], x],
+        mesh_of(1, 2, 2),
+    )
+    over_dp = {(one.kind, one.direction): one.count for one in sent if one.axes == ("dp",)}
+    assert over_dp == {("all-gather", "forward"): 1, ("reduce-scatter", "backward"): 1}
+
+
+def test_a_policy_of_ones_own_is_one_more_line(monkeypatch):
+    monkeypatch.setitem(POLICIES, "mine", lambda c, r: (r, c, c, c))
+    batch, one = make_batch(), build((2, 2, 2), policy="zero1")
+    mine = build((2, 2, 2), policy="mine")
+    same = [jax.jit(model.loss_and_grad)(params_of(model), batch) for model in (one, mine)]
+    jax.tree.map(np.testing.assert_array_equal, *same)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "zero4"}, "data_parallel.policy='zero4' is unknown; did you mean 'zero3'"),
+        ({"exceptions": "embeding=zero1"}, "names 'embeding', which is no part, .*; did you mean 'embedding'"),
+        ({"exceptions": "embedding=zero9"}, "data_parallel.exceptions: embedding='zero9' is unknown"),
+        ({"exceptions": "embedding"}, "'embedding' is not NAME=POLICY; write"),
+    ],
+)
+def test_policies_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build((1, 2, 1), **changes)
