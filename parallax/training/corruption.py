@@ -19,7 +19,7 @@ from parallax.sharding.collectives import as_varying
 from parallax.training.step import TrainState
 
 SHOWN = 4
-NamedBits = dict[str, np.ndarray]  # by name of an array, uint32 [pp, dp, tp]: of each device's piece
+NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
 ADVICE = "the hardware may be faulty: nothing was saved; go on from the last checkpoint, without that machine"
 
 
@@ -86,7 +86,7 @@ class SilentCorruptionCheck:
     def _measure(self) -> Callable[[TrainState], Array]:
         def local(state):
             pieces = [as_varying(fingerprint(leaf)) for leaf in jax.tree.leaves(state)]
-            return jnp.stack(pieces)[None, None, None]
+            return jnp.stack(pieces)[(None,) * self._mesh.devices.ndim]
 
         specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
         mapped = jax.shard_map(
