@@ -27,8 +27,10 @@ with loading(__name__, sys.stdout):
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
-    from parallax.runtime.multihost import FLAGS as PLACE_FLAGS
-    from parallax.runtime.multihost import agree, compare, is_first, join, leave, read_place, reporting, several
+    from parallax.runtime.files import is_file
+    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
+    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
     from parallax.runtime.version import code_version, versions
     from parallax.training.folder import check_run_name
@@ -51,7 +53,7 @@ FLAGS = {
     "stopped-status": Flag(
         "what a run that was stopped and saved ends with: 0, or 75 where what fails is started again", "0", ("0", "75")
     ),
-    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in PLACE_FLAGS.items()},
+    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()},
 }
 
 
@@ -105,11 +107,11 @@ def join_job(line: Line) -> None:
     """Become one of the processes of a job, all of which must run the same code with the same config."""
     settings = read_settings(line.config)
     with waiting("connecting the processes of the job"):
-        join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+        join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
     if several() and not is_first():
         be_silent()
     config = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()}
-    flags = {f"--{name}": line.values[name] for name in FLAGS if name not in PLACE_FLAGS}
+    flags = {f"--{name}": line.values[name] for name in FLAGS if name not in ADDRESS_FLAGS}
     packages = {f"package {name}": version for name, version in versions().items()}
     code = {"python": platform.python_version(), "code version": code_version()}
     compare("config and code", config | flags | packages | code)
@@ -124,7 +126,7 @@ def usage() -> str:
 def with_config_of_run(argv: Sequence[str]) -> list[str]:
     """The command line, with the config of the run in --workdir where none is named."""
     workdir = written(argv, "workdir")
-    if written(argv, "config") is None and workdir and (saved := RunFiles(workdir).config).is_file():
+    if written(argv, "config") is None and workdir and is_file(saved := RunFiles(workdir).config):
         return [argv[0], f"--config={saved}", *argv[1:]]
     return list(argv)
 

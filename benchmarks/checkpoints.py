@@ -79,12 +79,13 @@ def saved_and_loaded(folder: pathlib.Path, state) -> tuple[float, float]:
     """MB/s of a save that is waited for, and of a load, fingerprints and checksums included."""
     import jax
 
-    from parallax.checkpoint import Checkpoints, restore
+    from parallax.checkpoint.restore import restore
+    from parallax.checkpoint.save import CheckpointWriter
     from parallax.config.sections import CheckpointConfig
 
     size = sum(x.nbytes for x in state.values())
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(folder, config, settings={}) as checkpoints:
+    with CheckpointWriter(folder, config, settings={}) as checkpoints:
         began = time.perf_counter()
         checkpoints.save(1, {"params": state})
         checkpoints.wait()
@@ -116,10 +117,11 @@ def main() -> None:
 def measure(args: Any, folder: pathlib.Path) -> None:
     import jax
 
-    from parallax.checkpoint import Checkpoints
     from parallax.checkpoint.fingerprint import fingerprints
+    from parallax.checkpoint.save import CheckpointWriter
     from parallax.config.sections import CheckpointConfig, MeshConfig
-    from parallax.sharding.mesh import make_mesh, simulate_devices
+    from parallax.runtime.devices import simulate_devices
+    from parallax.sharding.mesh import make_mesh
 
     simulate_devices(8)
     state = make_state(make_mesh(MeshConfig(pp=2, dp=2, tp=2, simulate=0)), args.arrays)
@@ -132,7 +134,7 @@ def measure(args: Any, folder: pathlib.Path) -> None:
     marks = time.perf_counter() - began
     state, plain, _ = timed_steps(state, compiled, args)
     config = CheckpointConfig(every_steps=args.every, keep_last=1, keep_best=0)
-    with Checkpoints(folder / "run", config, settings={}) as checkpoints:
+    with CheckpointWriter(folder / "run", config, settings={}) as checkpoints:
         state, steps, saves = timed_steps(state, compiled, args, checkpoints)
     whole, base = sum(steps) + sum(saves), sum(plain)
     disk = disk_speed(folder, size)

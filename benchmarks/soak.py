@@ -124,14 +124,14 @@ def kill_in_the_middle(workdir: pathlib.Path, mesh: str, steps: int, rng: random
 
 def numbers(workdir: pathlib.Path, key: str) -> dict[int, float]:
     """One metric by step; equal floats are equal bits."""
-    from parallax.training.journal import read_metrics
+    from parallax.training.logger import read_metrics
 
     return {row["step"]: row[key] for row in read_metrics(workdir / "metrics.jsonl") if key in row}
 
 
 def compare(killed: pathlib.Path, whole: pathlib.Path, steps: int) -> tuple[float, bool]:
     """The largest difference of losses, and whether all is equal bit for bit, the final checkpoint too."""
-    from parallax.checkpoint import read_manifest
+    from parallax.checkpoint.steps import read_manifest
 
     worst, same = 0.0, True
     for key in ("train/loss", "eval/loss"):

@@ -23,7 +23,7 @@ HOME = {
     "read_settings": "config.settings",
     "report": "analysis.report",
     "sent_by": "analysis.collectives",
-    "simulate_devices": "sharding.mesh",
+    "simulate_devices": "runtime.devices",
     "step_of": "training.build",
     "train": "training.run",
 }

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint import Checkpoints
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, MeshConfig
 from parallax.sharding.mesh import make_mesh
 
@@ -44,7 +44,7 @@ def abstract(parts):
 def save_steps(folder, losses, *, keep_last=2, keep_best=1, mesh=(2, 2, 2)):
     parts = make_parts(mesh_of(*mesh))
     config = CheckpointConfig(every_steps=1, keep_last=keep_last, keep_best=keep_best)
-    with Checkpoints(folder, config, settings=SETTINGS) as checkpoints:
+    with CheckpointWriter(folder, config, settings=SETTINGS) as checkpoints:
         for step, loss in losses.items():
             checkpoints.save(step, parts, loss=loss)
     return parts

@@ -13,13 +13,15 @@ import pathlib
 import signal
 import sys
 import time
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import train
-from parallax.checkpoint import Checkpoints
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
+from parallax.runtime.multihost import job
 from parallax.training import run
 from parallax.training.step import TrainStep
 
@@ -52,10 +54,10 @@ def main() -> int:
         elif fault == "die-starting":
             die()
         elif fault.startswith("late-"):
-            be_late("connect" if fault == "late-connecting" else "begin", int(step))
+            be_late(*((job, "connect") if fault == "late-connecting" else (run, "begin")), int(step))
         elif fault == "say-connected":
-            connect = run.connect
-            run.connect = lambda mesh: connect(mesh) or print("all groups are connected", flush=True)
+            connect = job.connect
+            job.connect = lambda mesh: connect(mesh) or print("all groups are connected", flush=True)
         elif fault == "die-saving":
             die_saving(int(step))
         elif fault == "skip":
@@ -72,20 +74,20 @@ def main() -> int:
     return train.main(["train.py", *arguments])
 
 
-def be_late(name: str, secs: int) -> None:
-    act = getattr(run, name)
-    setattr(run, name, lambda *args: time.sleep(secs) or act(*args))
+def be_late(module: Any, name: str, secs: int) -> None:
+    act = getattr(module, name)
+    setattr(module, name, lambda *args: time.sleep(secs) or act(*args))
 
 
 def die_saving(step: int) -> None:
-    save = Checkpoints.save
+    save = CheckpointWriter.save
 
     def faulty(self, at, parts, **how):
         save(self, at, parts, **how)
         if at == step:
             die()
 
-    Checkpoints.save = faulty
+    CheckpointWriter.save = faulty
 
 
 def skip(step: int) -> None:

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
 from parallax.training import run as run_module
-from parallax.training.journal import Journal
+from parallax.training.logger import RunLogger
 from parallax.training.run import train
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
@@ -89,14 +89,14 @@ SHARED = {
 
 def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
     """Have a signal sent when a step is recorded."""
-    record = Journal.record
+    record = RunLogger.record
 
     def record_and_signal(self, at, values):
         record(self, at, values)
         if at == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Journal, "record", record_and_signal)
+    monkeypatch.setattr(RunLogger, "record", record_and_signal)
 
 
 def as_flags(changes: dict) -> list[str]:

@@ -22,8 +22,8 @@ ROWS = [
     {"pipeline"},
     {"data"},
     {"training.guard", "training.optimizer"},
-    {"training.step", "training.diagnosis"},
-    {"training.build", "training.folder", "training.batches", "training.journal", "training.curves"},
+    {"training.step"},
+    {"training.build", "training.folder", "training.batches", "training.logger"},
     {"inference"},
     {"interop"},
     {"analysis"},
@@ -86,6 +86,64 @@ def test_schedules_need_no_jax(pure):
 def test_only_the_command_line_sees_a_config_dict():
     users = {f.relative_to(PACKAGE) for f in FILES if "ml_collections" in imported_modules(ast.parse(f.read_text()))}
     assert {str(user) for user in users} == {"cli/command.py"}
+
+
+PATHS = PACKAGE / "runtime" / "files.py"
+PATH_MODULES = {"shutil", "fcntl", "glob", "tempfile", "mmap"}
+PATH_METHODS = {
+    "open",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "rename",
+    "iterdir",
+    "glob",
+    "rglob",
+    "touch",
+    "chmod",
+    "symlink_to",
+}
+PATH_METHODS |= {"read_text", "read_bytes", "write_text", "write_bytes", "stat", "lstat", "exists", "is_file", "is_dir"}
+PATH_METHODS |= {"is_symlink", "listdir", "scandir", "fsync", "makedirs", "lexists", "pread", "preadv"}
+NOT_A_PATH = {"files", "tensorstore", "signal", "self"}  # what also has methods of these names
+# What touches files by itself, and why.
+OWN_WAY = {
+    "analysis/": "what people keep of a plan, and traces of JAX's profiler",
+    "config/load.py": "config files, which are the user's",
+    "data/": "corpora, which are the user's, and shards, which are mapped",
+    "interop/": "folders of other projects",
+    "schedules/": "tables for people",
+    "runtime/errors.py": "/dev/null, for a stream that nobody reads any more",
+    "runtime/devices.py": "the devices of this machine, in /dev and /sys",
+    "runtime/version.py": "the package's own source",
+    "cli/command.py": "config files, which are the user's",
+    "cli/arguments.py": "the width of the terminal",
+    "cli/launch.py": "the program that is started",
+    "cli/firstrun/machine.py": "the driver of this machine",
+    "cli/plan.py": "a picture for people",
+    "cli/report.py": "a page for people",
+}
+
+
+def path_touches(tree: ast.AST) -> set[str]:
+    """Calls that open, look at or change files, and modules that do."""
+    found = imported_modules(tree) & PATH_MODULES
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            found.add("open")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PATH_METHODS:
+            owner = node.func.value
+            if not (isinstance(owner, ast.Name) and owner.id in NOT_A_PATH):
+                found.add(ast.unparse(node.func))
+    return found
+
+
+@every_file
+def test_paths_are_touched_in_one_module(path):
+    found = path_touches(ast.parse(path.read_text()))
+    assert not found or path == PATHS or str(path.relative_to(PACKAGE)).startswith((*OWN_WAY,)), (
+        f"use runtime/files.py for {found}"
+    )
 
 
 # Pallas kernels have no replication types: one adapter runs them where none are checked, and says the types itself.

@@ -52,7 +52,7 @@ def run_here(line, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     monkeypatch.setattr(
-        "parallax.sharding.mesh.simulate_devices", lambda count: None
+        "parallax.runtime.devices.simulate_devices", lambda count: None
     )  # eight are here, whatever is asked for
     caches = jax.config.jax_enable_compilation_cache
     try:

@@ -14,7 +14,7 @@ from tiny import build, mesh_of
 import parallax as px
 from configs.base import get_config
 from parallax.runtime.errors import CheckpointError, ConfigError, NotationError
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 
 VOID = {"br"}
 

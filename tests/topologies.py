@@ -20,16 +20,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from run_examples import tiny_config
 
-from parallax.checkpoint.manifest import flatten
+from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
-from parallax.runtime.multihost import is_first, join, leave, read_place
+from parallax.runtime.multihost.address import read_address
+from parallax.runtime.multihost.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
 from parallax.training import run as run_module
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal
-from parallax.training.run import begin, open_checkpoints, put_in
+from parallax.training.logger import RunLogger
+from parallax.training.loop import parts_of
+from parallax.training.run import begin, open_checkpoints, put_batches
 from parallax.training.step import init_state
-from parallax.training.steps import parts_of
 
 STEP, NEXT_BATCHES = 3, 4
 FOUND = "digests: "  # before what the command prints
@@ -82,7 +83,7 @@ def save(path: pathlib.Path, parts) -> dict[str, str]:
     folder = RunFolder(path)
     folder.path.mkdir(parents=True, exist_ok=True)
     state = stirred(init_state(parts.model, parts.tx, seed=0))
-    with Journal(folder) as journal, open_checkpoints(parts, folder, journal) as checkpoints:
+    with RunLogger(folder) as logger, open_checkpoints(parts, folder, logger) as checkpoints:
         checkpoints.save(STEP, parts_of(state))
     return digests(parts, state)
 
@@ -96,7 +97,7 @@ def load(path: pathlib.Path, parts) -> dict[str, str]:
 
 def digests(parts, state) -> dict[str, str]:
     """SHA-256 of each array of the state, and of each of the next batches, as all devices hold them together."""
-    put = put_in(parts)
+    put = put_batches(parts)
     batches = {f"batch {at}": put(parts.train_data.batch(at)) for at in range(STEP, STEP + NEXT_BATCHES)}
     return {name: digest(array) for name, array in flatten({"state": parts_of(state), **batches}).items()}
 
@@ -124,7 +125,7 @@ def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
 
 def main() -> int:
     act, root, corpus, *names = sys.argv[1:]
-    place = read_place({})
+    place = read_address({})
     # Where a launcher says which process this is, how many devices it simulates was said, too.
     join(place, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
     found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)

@@ -58,7 +58,6 @@ def measured(dtype: str) -> Chip:
         switched=count,
         dcn_bandwidth=0.0,
         clock_hz=None,
-        source="measured",
     )
 
 

@@ -1,4 +1,4 @@
-"""A number for the bits of an array, the same however the array is cut over devices.
+"""Fingerprints of arrays, the same for every sharding.
 
 The bits of each element, as integers of 32, are multiplied by an odd number that follows from the element's
 position, and summed modulo 2^32. Integers add up to the same sum in any order, so the cut does not matter; an
@@ -46,12 +46,7 @@ def _of_all(arrays: list[Array]) -> Array:
     return jnp.stack([fingerprint(array) for array in arrays])
 
 
-def differing(found: Mapping[str, int], written: Mapping[str, Any]) -> list[str]:
-    """Names whose fingerprint is not the one that was written."""
-    return [name for name, number in found.items() if written.get(name) != number]
-
-
-class Running:
+class RunningFingerprint:
     """The fingerprint of an array that passes through the host piece by piece, in order."""
 
     def __init__(self):

@@ -1,31 +1,47 @@
-"""Which steps a folder of checkpoints holds, and what must not stay among them.
+"""Which steps a folder of checkpoints holds, and whether each is what was saved. Needs no JAX.
 
-A step is a folder named by its number, with a manifest. The manifest comes last when a step is saved and goes
-first when it is removed: whatever is killed in between leaves a folder that does not count.
+A step is a folder named by its number, with a manifest, which lists its files and arrays, and the settings behind them.
+The manifest comes last when a step is saved and goes first when it is removed: what is killed in between leaves a
+folder that does not count.
 """
 
 import itertools
-import os
+import json
 import re
-import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from parallax.checkpoint.manifest import MANIFEST, DamagedError, check_sizes
+from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError
 from parallax.runtime.units import in_bytes
 
-REMOVED = "manifest.removed"
+FORMAT = 2
+MANIFEST, REMOVED = "manifest.json", "manifest.removed"
+# Orbax rewrites this file after the manifest is made, and restores without it.
+NOT_COUNTED = "_CHECKPOINT_METADATA"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-# How orbax calls what it has not finished.
-UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")
-PROBE = "probe-"
+UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # how orbax calls what it has not finished
+READ_BYTES = 1 << 22
+# A manifest has a line for each file and array: thousands of them are a megabyte.
+LIMIT_BYTES = 1 << 28
+SIZE_LIMIT = 1 << 63
+CHECKSUM_LIMIT = 1 << 32
+NAMED = 5  # differences that a message lists
 QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # that no file came for; to wait for that
 
 
-class Standing(NamedTuple):
+class DamagedError(CheckpointError):
+    """A step is not what was saved. `how` says what is wrong with it, without its name."""
+
+    def __init__(self, folder: Path, step: int, how: str):
+        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {how}; use another step")
+        self.step, self.how = step, how
+
+
+class CheckedSteps(NamedTuple):
     """Steps whose files are there with their sizes, newest first, and the other complete ones with what is wrong."""
 
     valid: list[int]
@@ -33,12 +49,11 @@ class Standing(NamedTuple):
 
 
 def numbered_steps(folder: Path) -> set[int]:
-    """Numbers of all that could be a step, or stands where one would be saved."""
+    """Numbers of all folders named like a step, complete or not."""
     try:
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return {int(name) for name in files.names_in(folder) if NUMBER.fullmatch(name)}
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}); let this user read it") from error
-    return {int(name) for name in names if NUMBER.fullmatch(name)}
 
 
 def complete_steps(folder: Path) -> set[int]:
@@ -46,25 +61,25 @@ def complete_steps(folder: Path) -> set[int]:
     return {step for step in numbered_steps(folder) if _has_manifest(folder / str(step))}
 
 
-def unfinished_steps(folder: Path) -> set[int]:
-    """Steps whose save has begun and not ended: it goes on, or was killed."""
+def unfinished_saves(folder: Path) -> list[tuple[int, Path]]:
+    """Steps whose save has begun and not ended, each with its folder: it goes on, or was killed."""
     try:
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        names = files.names_in(folder)
     except OSError:
-        return set()
-    return {int(match[1]) for name in names if (match := UNFINISHED.fullmatch(name))}
+        return []
+    return [(int(match[1]), folder / name) for name in names if (match := UNFINISHED.fullmatch(name))]
 
 
-def examine(folder: Path) -> Standing:
-    """Hold every complete step to its manifest, contents aside; CheckpointError if one has another format."""
-    standing = Standing([], {})
+def check_steps(folder: Path) -> CheckedSteps:
+    """Check files and sizes of every complete step against its manifest; CheckpointError if one has another format."""
+    checked = CheckedSteps([], {})
     for step in sorted(complete_steps(folder), reverse=True):
         try:
             check_sizes(folder, step)
-            standing.valid.append(step)
+            checked.valid.append(step)
         except DamagedError as error:
-            standing.damaged[step] = error
-    return standing
+            checked.damaged[step] = error
+    return checked
 
 
 def latest_step(folder: Path) -> int | None:
@@ -73,89 +88,221 @@ def latest_step(folder: Path) -> int | None:
     Raises:
         DamagedError: there are steps, and all are damaged.
     """
-    standing = examine(folder)
-    if not standing.valid and standing.damaged:
-        raise standing.damaged[max(standing.damaged)]
-    return max(standing.valid, default=None)
+    checked = check_steps(folder)
+    if not checked.valid and checked.damaged:
+        raise checked.damaged[max(checked.damaged)]
+    return max(checked.valid, default=None)
+
+
+# ---- manifests
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """List the files of a step's folder, and write that with `content` into it, last of all."""
+    paths = [path for path in files.paths_below(folder) if files.is_file(path) and path.name != NOT_COUNTED]
+    sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
+    # As JSON gives it back: keys are texts, tuples are lists.
+    content = json.loads(json.dumps({**content, "files": sums}))
+    files.write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "crc32": _checksum(content), "content": content}))
+    # TensorStore flushes its own files: what is left are the names, and the files that belong to no part.
+    for path in [folder, *files.paths_below(folder)]:
+        if files.is_folder(path) or path.parent == folder:
+            files.sync(path)
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """What a step says about itself.
+
+    Raises:
+        DamagedError: it is not what was written, or names what cannot be.
+        CheckpointError: there is no such step, or it has another format.
+    """
+    path = folder / str(step) / MANIFEST
+    try:
+        size = files.size_bytes(path)
+        if files.is_link(path) or size > LIMIT_BYTES:
+            raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
+        written = files.read_object(path)
+        written_format = written["format"]
+    except (FileNotFoundError, NotADirectoryError):
+        known = ", ".join(map(str, sorted(complete_steps(folder)))) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {folder}; steps there: {known}") from None
+    except DamagedError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedError(folder, step, f"its {MANIFEST} cannot be read") from error
+    if written_format != FORMAT:
+        raise CheckpointError(f"{path} has format {written_format!r}, but this version of parallax reads {FORMAT}")
+    wrong = next(_wrongs(written, step), None)
+    if wrong is not None:
+        raise DamagedError(folder, step, f"its {MANIFEST} {wrong}")
+    return written["content"]
+
+
+def check_sizes(folder: Path, step: int) -> None:
+    """Hold a step's files to the sizes in its manifest; DamagedError names those that differ."""
+    manifest = read_manifest(folder, step)
+    wrong = wrong_files(folder / str(step), manifest["files"], contents=False)
+    if wrong:
+        raise DamagedError(folder, step, shortened(wrong))
+
+
+def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
+    """The files of some parts of a step, and those that belong to none, such as its tokenizer."""
+    items = manifest["files"].items()
+    return {name: sums for name, sums in items if "/" not in name or name.split("/")[0] in parts}
+
+
+def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents: bool) -> list[str]:
+    """What is wrong with files of a step's folder: their places and sizes, and with `contents` their checksums."""
+    hows = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
+    return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
+
+
+def shortened(texts: list[str]) -> str:
+    """The first few of a list in words, and how many more there are."""
+    more = len(texts) - NAMED
+    return ", ".join(texts if more <= 0 else [*texts[:NAMED], f"and {more} more"])
+
+
+def size_and_checksum(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    size = checksum = 0
+    with files.open_file(path) as file:
+        while block := file.read(READ_BYTES):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": size, "crc32": checksum}
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file's name, as it is written in a manifest, stays in the folder that it is relative to.
+
+    >>> [is_inside(name) for name in ("params/d/0a", "/etc/passwd", "params/../../x", "a\\\\b", "")]
+    [True, False, False, False, False]
+    """
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and "/".join(parts) == name and name.isprintable() and "\\" not in name
+    return plain and not name.startswith("/") and ".." not in parts
+
+
+# ---- what is removed or set aside
 
 
 def remove_step(folder: Path, step: int) -> None:
     """Remove a step, its manifest first."""
     at = folder / str(step)
-    (at / MANIFEST).replace(at / REMOVED)
-    shutil.rmtree(at)
+    files.move(at / MANIFEST, at / REMOVED)
+    files.remove(at)
 
 
-def set_damaged_aside(folder: Path, step: int) -> Path:
-    """Rename a damaged step, so that the step can be saved again and the damage looked at."""
-    return _set_aside(folder, step, "damaged")
+def set_aside(folder: Path, step: int, why: str) -> Path:
+    """Rename a step, as "damaged-7", so that the step can be saved again and this one be looked at."""
+    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
+    aside = next(folder / name for name in names if not files.is_taken(folder / name))
+    return files.move(folder / str(step), aside)
 
 
 def tidy(folder: Path) -> list[str]:
-    """Clear away what a kill has left: says what was removed or renamed."""
+    """Remove or rename incomplete steps; returns what was done."""
     try:
-        return list(_tidy(folder)) if folder.is_dir() else []
+        return list(_tidy(folder))
     except OSError as error:
         raise CheckpointError(f"cannot tidy {folder}: {error.filename}: {error.strerror}") from error
 
 
 def remove_unfinished(folder: Path, step: int) -> None:
-    """Give back the disk that a failed save of a step takes, until nothing of it comes any more.
+    """Remove the files of a failed save, until no more of them appear.
 
     When one file fails, others are still being written, each in folders that are made for it.
     """
     now = time.monotonic()
     last, end = now, now + LAST_FILES_SECS
     while now < min(last + QUIET_SECS, end):
-        try:
-            left = [path for path in folder.iterdir() if _is_unfinished(path, step)]
-        except OSError:  # the folder is gone itself
-            return
+        left = [path for unfinished, path in unfinished_saves(folder) if unfinished == step]
         now = time.monotonic()
-        if left:
-            last = now
+        last = now if left else last
         for path in left:
-            shutil.rmtree(path, ignore_errors=True)
+            files.remove_what_can_be(path)
         time.sleep(0.05)
 
 
-def _is_unfinished(path: Path, step: int) -> bool:
-    match = UNFINISHED.fullmatch(path.name)
-    return match is not None and int(match[1]) == step
+def _tidy(folder: Path) -> Iterator[str]:
+    for step, path in unfinished_saves(folder):
+        size = in_bytes(files.tree_bytes(path))
+        files.remove(path)
+        yield f"removed an unfinished save of step {step}, {size}: {path}"
+    for name in files.names_in(folder):
+        if name.startswith(files.PROBE):
+            files.remove(folder / name, missing_ok=True)
+    for step in sorted(numbered_steps(folder) - complete_steps(folder)):
+        at = folder / str(step)
+        if not files.is_link(at) and files.is_file(at / REMOVED):
+            files.remove(at)
+            yield f"removed what was left of step {step}: {at}"
+        else:
+            yield f"set aside a checkpoint that was never finished: {set_aside(folder, step, 'unfinished')}"
 
 
 def _has_manifest(step: Path) -> bool:
     try:
-        return not step.is_symlink() and (step / MANIFEST).is_file()
+        return not files.is_link(step) and files.is_file(step / MANIFEST)
     except OSError:
         return True  # it cannot be known: whoever reads it says that the step is damaged
 
 
-def _tidy(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.iterdir()):
-        if match := UNFINISHED.fullmatch(path.name):
-            size = in_bytes(sum(file.lstat().st_size for file in path.rglob("*")))
-            _clear(path)
-            yield f"removed an unfinished save of step {match[1]}, {size}: {path}"
-        if path.name.startswith(PROBE):
-            _clear(path)
-    for step in sorted(numbered_steps(folder) - complete_steps(folder)):
-        at = folder / str(step)
-        if not at.is_symlink() and (at / REMOVED).is_file():
-            shutil.rmtree(at)
-            yield f"removed what was left of step {step}: {at}"
-        else:
-            yield f"set aside a checkpoint that was never finished: {_set_aside(folder, step, 'unfinished')}"
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _set_aside(folder: Path, step: int, why: str) -> Path:
-    names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
-    aside = next(folder / name for name in names if not os.path.lexists(folder / name))
-    return (folder / str(step)).rename(aside)
+def _wrongs(written: Mapping[str, Any], step: int) -> Iterator[str]:
+    """What no manifest of this step that we wrote would say; the first is enough to leave it alone."""
+    content = written.get("content")
+    if not isinstance(content, dict) or written.get("crc32") != _checksum(content):
+        yield "does not match its own checksum"
+        return
+    if content.get("step") != step:
+        yield f"is that of step {content.get('step')!r:.40}"
+    for key in ("settings", "arrays", "files"):
+        if not isinstance(content.get(key), dict):
+            yield f"has no {key}"
+            return
+    if not isinstance(content.get("loss", ""), int | float | None):
+        yield "has no loss, nor null in its place"
+    for name, sums in content["files"].items():
+        if not is_inside(name):
+            yield f"names a file outside of its folder, {name!r:.100}"
+        if not isinstance(sums, dict) or not _is_count(sums.get("bytes"), SIZE_LIMIT):
+            yield f"gives file {name!r:.100} a size that no file has"
+        elif not _is_count(sums.get("crc32"), CHECKSUM_LIMIT):
+            yield f"has no checksum of file {name!r:.100}"
+    for part, arrays in content["arrays"].items():
+        if not isinstance(arrays, dict) or not is_inside(part):
+            yield f"has a part {part!r:.100} that is none"
+        elif not all(map(_is_array, arrays.values())):
+            yield f"describes an array of {part!r:.100} that cannot be"
 
 
-def _clear(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+def _is_count(number: Any, limit: int) -> bool:
+    return type(number) is int and 0 <= number < limit
+
+
+def _is_array(array: Any) -> bool:
+    if not isinstance(array, dict) or not isinstance(array.get("shape"), list):
+        return False
+    sizes = all(_is_count(size, SIZE_LIMIT) for size in array["shape"])
+    return sizes and isinstance(array.get("dtype"), str) and _is_count(array.get("fingerprint"), CHECKSUM_LIMIT)
+
+
+def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bool) -> str | None:
+    path = folder / name
+    try:
+        if path.resolve() != folder.resolve() / name:
+            return "is a link, or in a folder that is one"
+        if not files.is_file(path):
+            return "is missing"
+        if (size := files.size_bytes(path)) != wanted["bytes"]:
+            return f"has {size} bytes instead of {wanted['bytes']}"
+        return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None
+    except (OSError, RuntimeError) as error:  # Python up to 3.12 has a RuntimeError for links in a circle
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"

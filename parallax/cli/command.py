@@ -25,7 +25,7 @@ from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.config.settings import Settings, read_settings
-from parallax.runtime.accelerators import leave_out_absent_tpu
+from parallax.runtime.devices import leave_out_absent_tpu
 from parallax.runtime.errors import (
     QUOTED_LETTERS,
     ConfigError,
@@ -113,11 +113,11 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
         if isinstance(config.setdefault(section, {}), dict):  # what is no section is refused later
             config[section][key] = _literal(values[flag].value)
     config, said = renamed(config, chosen=overrides)
-    warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(config, overrides, path)]
+    warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(config, overrides)]
     return Line(ConfigDict(config), path, own_values, tuple(warnings))
 
 
-def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str], path: str) -> Iterator[str]:
+def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
     """Cut what a config file says for more steps than the command line takes, with a warning for each change.
 
     What is written beside train.steps, in the file or on the command line, is left to be refused.
@@ -130,15 +130,13 @@ def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str], path: str) 
     if "optimizer.warmup_steps" not in overrides and whole and 1 <= steps <= warmup:
         optimizer["warmup_steps"] = steps // 10
         yield (
-            f"warning: optimizer.warmup_steps={warmup} of {path} is not below --config.train.steps={steps}; this run "
-            f"warms up for {steps // 10}, or as --config.optimizer.warmup_steps says"
+            f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {steps // 10}"
         )
     traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
     if "train.profile_steps" not in overrides and traces and whole and 1 <= steps < int(traces[2]):
         train["profile_steps"] = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
         yield (
-            f"warning: train.profile_steps={traced!r} of {path} goes beyond --config.train.steps={steps}; this run "
-            f"traces {left or 'no steps'}, or as --config.train.profile_steps says"
+            f"warning: train.profile_steps={traced!r} goes beyond train.steps={steps}; this run traces {left or 'none'}"
         )
 
 
@@ -223,6 +221,8 @@ def _name_config(argv: list[str]) -> tuple[list[str], str]:
     """The command line with a --config that ml_collections can load, and the file that was named."""
     path = written(argv, "config")
     if path is None:
+        if argv[1:] and not argv[1].startswith("-"):
+            raise ConfigError(_stray(argv[1]))
         folder = written(argv, "workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
@@ -307,6 +307,7 @@ def _literal(text: str) -> Any:
 
 def _stray(argument: str) -> str:
     word, equals, value = argument.lstrip("-").removeprefix("config.").partition("=")
-    meant = f"--config.{nearest_key(word)}{equals}{shown(value)}"
+    is_file = word.endswith((".py", ".json"))
+    meant = f"--config={shown(word)}" if is_file else f"--config.{nearest_key(word)}{equals}{shown(value)}"
     how = "Settings are written --config.<section>.<key>=<value>"
     return f"stray argument {quoted(argument)}; did you mean {meant}? {how}"

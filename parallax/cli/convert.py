@@ -31,7 +31,7 @@ with loading(__name__, sys.stderr):
     from parallax.interop.architectures import check_own_keys
     from parallax.interop.huggingface import DTYPES, from_hf, to_hf
     from parallax.interop.move import export_params, import_params
-    from parallax.runtime.accelerators import leave_out_absent_tpu
+    from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, check_whole, exit_status
 
 SHARD_MBYTES = 4096

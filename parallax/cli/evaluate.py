@@ -33,10 +33,11 @@ with loading(__name__, sys.stderr):
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
     from parallax.inference.trained import Trained, load_trained, mesh_config, sizes_of
+    from parallax.runtime import files
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.training.batches import own_rows, put_on
-    from parallax.training.evaluation import measure
+    from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
 FLAGS = {
@@ -105,7 +106,7 @@ def act(argv: Sequence[str]) -> None:
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
     saved = RunFiles(workdir).config
-    if not saved.is_file():
+    if not files.is_file(saved):
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
     given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}
@@ -147,7 +148,7 @@ def evaluate(
     shape = reader.rows.size, reader.seq
     put = put_on(trained.model.batch_sharding, shape)
     with waiting("compiling the evaluation, and evaluating") as show:
-        loss, tokens = measure(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
+        loss, tokens = mean_loss(make_eval_step(trained.model), trained.params, reader, put, reader.batches, show)
     if not tokens:
         raise DataError(f"{name} has no document of two tokens: there is nothing to predict; give it more text")
     size, exact = reader.text_bytes()
@@ -202,9 +203,9 @@ def _source(data: str) -> str:
     ['text', 'jsonl', 'parquet']
     """
     at = Path(data).expanduser()
-    if (at / MANIFEST).is_file():
+    if files.is_file(at / MANIFEST):
         return "prepared"
-    names = [data, *(file.name for file in at.rglob("*"))] if at.is_dir() else [data]
+    names = [data, *(file.name for file in files.paths_below(at))]
     for source in ("jsonl", "parquet"):
         if any(name.endswith(SUFFIXES[source]) for name in names):
             return source

@@ -29,7 +29,7 @@ with loading(__name__, sys.stderr):
     from parallax.inference.generate import complete, encode
     from parallax.inference.trained import load_trained, mesh_config, sizes_of
     from parallax.pipeline.sharded_model import ShardedModel
-    from parallax.runtime.accelerators import leave_out_absent_tpu
+    from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
 SAMPLE_FLAGS = {

@@ -27,7 +27,7 @@ from typing import BinaryIO
 from parallax.cli.arguments import Parser
 from parallax.config.reference import CONFIGS
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, exit_status, tell
-from parallax.runtime.multihost.place import FLAGS, TOKEN
+from parallax.runtime.multihost.address import FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_SECS = 0.05
@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def python_command(command: Sequence[str]) -> list[str]:
-    """What is started for a command, unbuffered: a line is shown when it is written."""
+    """The command to start, with unbuffered output."""
     command = list(command[1:] if command[:1] == ["--"] else command)
     if not command:
         raise ConfigError("nothing to start; write it last, as in `-- train.py --config=configs/quickstart.py`")

@@ -44,9 +44,9 @@ with loading(__name__, sys.stderr):
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.units import percent
-    from parallax.sharding.mesh import simulate_devices
 
 FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),

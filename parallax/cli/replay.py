@@ -20,20 +20,21 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import numpy as np
 
-    from parallax.checkpoint import complete_steps, restore_newest
+    from parallax.checkpoint.restore import restore_newest
+    from parallax.checkpoint.steps import complete_steps
     from parallax.cli.command import Flag, read_line, run_command, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings, read_settings
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
+    from parallax.runtime.files import is_file
     from parallax.runtime.run_files import RunFiles
-    from parallax.sharding.mesh import simulate_devices
-    from parallax.training.diagnosis import make_diagnosis
+    from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
-    from parallax.training.journal import read_metrics
-    from parallax.training.run import Parts, about, build, put_in
-    from parallax.training.skips import text_of
+    from parallax.training.logger import read_metrics
+    from parallax.training.loop import parts_of, state_of
+    from parallax.training.run import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
-    from parallax.training.steps import parts_of, state_of
 
 FLAGS = {
     "workdir": Flag("the folder of the run; nothing in it is changed"),
@@ -56,7 +57,7 @@ def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step, print what was found."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
-    if not workdir or not saved.is_file():
+    if not workdir or not is_file(saved):
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
     settings = read_settings(line.config)
@@ -72,10 +73,10 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
         simulate_devices(settings.mesh.simulate)
     parts = build(settings, folder)
     with waiting("restoring the state"):
-        start, state = load(parts, folder, step)
+        start, state = load_before(parts, folder, step)
     print(f"replaying step {step} from {f'the checkpoint of step {start}' if start else 'initial values'}", flush=True)
     train_step = make_train_step(parts.model, parts.tx, settings.train.seed, settings.guard)
-    put, lines = put_in(parts), []
+    put, lines = put_batches(parts), []
     with waiting("compiling the training step, and taking steps") as show:
         for done in range(start + 1, step):
             state, metrics = train_step(state, put(parts.train_data.batch(done - 1)))
@@ -86,12 +87,12 @@ def replay(settings: Settings, folder: RunFolder, step: int) -> list[str]:
     lines.append(f"step {step}: {text_of(parts.train_data, step)}")
     with waiting("compiling the step with its checks, and taking it"):
         lines += make_diagnosis(parts.model)(state.params, batch, noise).lines()
-        return [*lines, *compare(train_step(state, batch)[1], folder, step)]
+        return [*lines, *compare_with_metrics(train_step(state, batch)[1], folder, step)]
 
 
-def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
+def compare_with_metrics(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     """The step's numbers beside those that the run has written."""
-    rows = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    rows = read_metrics(folder.metrics)
     written = next((row for row in rows if row["step"] == step), None)
     if written is None:
         return ["the run has written nothing of this step"]
@@ -103,7 +104,7 @@ def compare(metrics: dict[str, Any], folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
-def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
+def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int, TrainState]:
     """The newest step before this one that is saved and whole, and the state after it; damaged ones are named."""
     if not any(known < step for known in complete_steps(folder.checkpoints)):
         if parts.settings.train.init_from:
@@ -113,7 +114,7 @@ def load(parts: Parts, folder: RunFolder, step: int) -> tuple[int, TrainState]:
             )
         return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
     wanted = parts_of(abstract_state(parts.model, parts.tx))
-    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=about(parts), before=step)
+    start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
     for error in damaged:
         print(error)
     return start, state_of(found)

@@ -31,8 +31,9 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import KERNELS
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
-    from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes, simulate_devices
+    from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
 
 FLAGS = {
     "json": Flag("print everything as JSON", False),

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from parallax.checkpoint import complete_steps, examine, read_manifest
+from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
 from parallax.config.settings import Settings
@@ -42,7 +42,7 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     if not known or (here and known[0] == run):
         return settings
     folder = RunFiles(known[0]).checkpoints
-    valid = examine(folder).valid
+    valid = check_steps(folder).valid
     if not valid:
         return settings  # loading says how all of them are damaged
     saved = of_today(read_manifest(folder, valid[0])["settings"])[0].get("model", {})

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parallax.checkpoint import complete_steps
+from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import AXES, MeshConfig
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
@@ -20,7 +20,7 @@ from parallax.runtime.errors import CheckpointError, ConfigError, nearest
 from parallax.runtime.run_files import number_of
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 
 SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve
@@ -40,8 +40,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        path = RunFolder(self.path).metrics
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(RunFolder(self.path).metrics)
 
     @property
     def numbers(self) -> list[str]:

@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.checkpoint import DamagedError, complete_steps, probe_folder, read_manifest
-from parallax.checkpoint.fingerprint import Running
-from parallax.checkpoint.manifest import files_of, flatten, shortened, write_manifest, wrong_files
-from parallax.checkpoint.stored import Stored, Written, new_cache
+from parallax.checkpoint.arrays import ArrayReader, ArrayWriter, flatten, new_cache
+from parallax.checkpoint.fingerprint import RunningFingerprint
+from parallax.checkpoint.steps import (
+    DamagedError,
+    complete_steps,
+    files_of,
+    read_manifest,
+    shortened,
+    write_manifest,
+    wrong_files,
+)
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
 from parallax.data.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer
 from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime.files import check_writable
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
@@ -68,11 +76,11 @@ class Arrays:
     """The parameters of a step, read piece by piece; each is read in order and once, and `check` holds them to it."""
 
     def __init__(self, step: Step):
-        self._step, self._running = step, {name: Running() for name in step.arrays}
+        self._step, self._running = step, {name: RunningFingerprint() for name in step.arrays}
         try:
             cache = new_cache()
             part = step.folder / "params"
-            self.stored = {name: Stored(part, name, about, cache) for name, about in step.arrays.items()}
+            self.stored = {name: ArrayReader(part, name, about, cache) for name, about in step.arrays.items()}
         except (ValueError, OSError) as error:
             raise damaged(step.folder, str(error).splitlines()[0]) from error
 
@@ -102,14 +110,14 @@ def make_run(
     settings: Settings,
     tokenizer: Tokenizer,
     carried: Mapping[str, Path | str],
-    write: Callable[[Mapping[str, Written]], None],
+    write: Callable[[Mapping[str, ArrayWriter]], None],
 ) -> None:
     """Make a run of step 0 in an empty folder; `write` fills its parameters, and `carried` are files to copy or texts
     by name, of which all but RECORD stand beside the checkpoints too.
     """
     step = unfinished / "checkpoints" / "0"
     (step / "params").mkdir(parents=True)
-    written = {name: Written(step / "params", name, about) for name, about in params_of(settings).items()}
+    written = {name: ArrayWriter(step / "params", name, about) for name, about in params_of(settings).items()}
     write(written)
     for name, content in carried.items():
         for folder in (step,) if name == RECORD else (step, unfinished):
@@ -146,7 +154,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
     whole = folder.resolve()
     unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
-    probe_folder(unfinished)
+    check_writable(unfinished)
     try:
         with writing(folder, "make room, or choose another folder"):
             yield unfinished

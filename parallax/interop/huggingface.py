@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from parallax.checkpoint.manifest import shortened
-from parallax.checkpoint.stored import PIECE_BYTES, Written
+from parallax.checkpoint.arrays import PIECE_BYTES, ArrayWriter
+from parallax.checkpoint.steps import shortened
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer, load
@@ -82,7 +82,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
     beside = {name: _text_of(source / name) for name in BESIDE if _is_small(source / name)}
     record = {"config": _without_what_is_left_out(content), "dtypes": _dtypes_to_write(content, tensors)}
 
-    def write(arrays: Mapping[str, Written]) -> None:
+    def write(arrays: Mapping[str, ArrayWriter]) -> None:
         for here in plain_names(arrays).values():
             place = at[here.name]
             row = 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from parallax.checkpoint.manifest import shortened
-from parallax.checkpoint.stored import PIECE_BYTES, Written
+from parallax.checkpoint.arrays import PIECE_BYTES, ArrayWriter
+from parallax.checkpoint.steps import shortened
 from parallax.config.settings import load_saved, read_settings
 from parallax.data.tokenizer import load
 from parallax.interop.folders import CARRIED, CARRIED_IF_THERE, Arrays, made_whole, make_run, open_step, params_of
@@ -52,7 +52,7 @@ def import_params(source: Path, workdir: Path) -> None:
     tensors = read_shards(source)
     _check_tensors(source, tensors, plain_names(params_of(settings)))
 
-    def write(arrays: Mapping[str, Written]) -> None:
+    def write(arrays: Mapping[str, ArrayWriter]) -> None:
         for name, here in plain_names(arrays).items():
             at = 0
             for piece in read_pieces(*tensors[name], PIECE_BYTES):

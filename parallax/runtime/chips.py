@@ -1,4 +1,4 @@
-"""What chips can do, from their makers' data sheets: one table.
+"""Peak FLOP/s, memory and links of chips, from their data sheets.
 
 FLOP/s are of dense matrix products. A float32 product counts as JAX multiplies it unless told otherwise: on TPU in one
 pass of bfloat16, on NVIDIA in TF32. TPU clocks are those at which the cycles that the compiler estimates become
@@ -16,9 +16,6 @@ from typing import NamedTuple
 from parallax.runtime.errors import ConfigError, nearest
 
 GIB = 2**30
-PCIE_DCN = 1.25e9  # assumed: 10 Gbit/s for each card
-TORUS_3D = dict(ici_links=6, torus_dims=3, ring_multiple=4, cube=True)
-TORUS_2D = dict(ici_links=4, torus_dims=2, ring_multiple=16, cube=False)
 
 
 class Chip(NamedTuple):
@@ -38,12 +35,11 @@ class Chip(NamedTuple):
     ici_bandwidth: float
     ici_links: int
     torus_dims: int
-    ring_multiple: int
-    cube: bool
     switched: int
     dcn_bandwidth: float
     clock_hz: float | None
-    source: str
+    ring_multiple: int = 0
+    cube: bool = False
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in this dtype; ConfigError lists those that are known."""
@@ -52,139 +48,63 @@ class Chip(NamedTuple):
         return self.flops[dtype]
 
 
-def _tpu(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
-    flops = {"bfloat16": bfloat16, "float32": bfloat16, **others}
-    return Chip(name=name, platform="tpu", flops=flops, switched=0, **facts)
+TORUS = {
+    "3D": dict(ici_links=6, torus_dims=3, ring_multiple=4, cube=True),
+    "2D": dict(ici_links=4, torus_dims=2, ring_multiple=16, cube=False),
+}
+# TFLOP/s in bfloat16, and in other dtypes, usable GiB, GB/s of HBM, of a link and of the network; then GHz and torus.
+TPUS = {
+    # Google Cloud's page on TPU v4; links and clock: Jouppi et al. 2023, TPU v4, table of its features; network: a
+    # quarter of a host's 25 GB/s, as in the book How to Scale Your Model.
+    "TPU v4": (275, {"int8": 275}, 30.75, 1200, 50, 6.25, 1.05, "3D"),
+    # Google Cloud's page on TPU v5e: 400 GB/s in both directions over 4 ports, 2 x 100 Gbit/s for 8 chips.
+    "TPU v5e": (197, {"int8": 393}, 15.75, 819, 50, 3.125, 1.5, "2D"),
+    # Google Cloud's page on TPU v5p: 1200 GB/s in both directions over 6 links, 50 Gbit/s of network for a chip;
+    # int8: the book How to Scale Your Model.
+    "TPU v5p": (459, {"int8": 918, "float8": 459}, 95.74, 2765, 100, 6.25, 1.75, "3D"),
+    # Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips.
+    "TPU v6e": (918, {"int8": 1836}, 31.25, 1638, 100, 12.5, 1.75, "2D"),
+}
+# The same; then links. Cards in a slot of PCIe 4.0 x16 have one, and for the network of their hosts, of which there is
+# no data sheet, 10 Gbit/s for each card are assumed.
+NVIDIA = {
+    # NVIDIA's data sheet of the A100 80GB SXM, without sparsity; network: DGX A100, 200 Gbit/s for a GPU.
+    "NVIDIA A100": (312, {"float32": 156, "int8": 624}, 80, 2039, 25, 25, 12),
+    # NVIDIA's data sheets of the H100 and H200 SXM, half of the figures with sparsity; network: DGX H100 and H200,
+    # 400 Gbit/s for a GPU.
+    "NVIDIA H100": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 80, 3350, 25, 50, 18),
+    "NVIDIA H200": (989, {"float32": 494.5, "float8": 1979, "int8": 1979}, 141, 4800, 25, 50, 18),
+    # NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity.
+    "NVIDIA RTX 4090": (165.2, {"float32": 82.6, "float8": 330.3, "int8": 660.6}, 24, 1008, 31.5, 1.25, 1),
+    # NVIDIA's white paper of GA102, table of the RTX 3090: sums in float32, without sparsity.
+    "NVIDIA RTX 3090": (71, {"float32": 35.6, "int8": 284}, 24, 936, 31.5, 1.25, 1),
+    # NVIDIA's data sheet of the L4, half of the figures with sparsity.
+    "NVIDIA L4": (121, {"float32": 60, "float8": 242, "int8": 242}, 24, 300, 31.5, 1.25, 1),
+    # NVIDIA's data sheet of the A10, without sparsity.
+    "NVIDIA A10": (125, {"float32": 62.5, "int8": 250}, 24, 600, 31.5, 1.25, 1),
+}
 
 
-def _nvidia(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
-    flops = {"bfloat16": bfloat16, "float16": bfloat16, **others}
-    links = dict(torus_dims=0, ring_multiple=0, cube=False, switched=8)
-    return Chip(name=name, platform="gpu", flops=flops, clock_hz=None, **links, **facts)
+def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rates: float | str) -> Chip:
+    is_tpu = name in TPUS
+    hbm, link, network, *kind = rates
+    clock, links = (kind[0] * 1e9, TORUS[kind[1]]) if is_tpu else (None, dict(ici_links=kind[0], torus_dims=0))
+    tflops = {"bfloat16": bfloat16, "float32" if is_tpu else "float16": bfloat16, **others}
+    return Chip(
+        name=name,
+        platform="tpu" if is_tpu else "gpu",
+        flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
+        usable_bytes=int(gib * GIB),
+        hbm_bandwidth=hbm * 1e9,
+        ici_bandwidth=link * 1e9,
+        **links,
+        switched=0 if is_tpu else 8,
+        dcn_bandwidth=network * 1e9,
+        clock_hz=clock,
+    )
 
 
-def _nvidia_pcie(name: str, bfloat16: float, others: dict[str, float], **facts) -> Chip:
-    """A card in a slot of PCIe 4.0 x16; of its host's network there is no data sheet."""
-    links = dict(ici_bandwidth=31.5e9, ici_links=1, dcn_bandwidth=PCIE_DCN)
-    return _nvidia(name, bfloat16, others, usable_bytes=24 * GIB, **links, **facts)
-
-
-TABLE = [
-    _tpu(
-        "TPU v4",
-        275e12,
-        {"int8": 275e12},
-        usable_bytes=int(30.75 * GIB),
-        hbm_bandwidth=1.2e12,
-        ici_bandwidth=50e9,
-        **TORUS_3D,
-        dcn_bandwidth=6.25e9,
-        clock_hz=1.05e9,
-        source="Google Cloud's page on TPU v4; links and clock: Jouppi et al. 2023, TPU v4, table of its features; "
-        "network: a quarter of a host's 25 GB/s, as in the book How to Scale Your Model",
-    ),
-    _tpu(
-        "TPU v5e",
-        197e12,
-        {"int8": 393e12},
-        usable_bytes=int(15.75 * GIB),
-        hbm_bandwidth=819e9,
-        ici_bandwidth=50e9,
-        **TORUS_2D,
-        dcn_bandwidth=3.125e9,
-        clock_hz=1.5e9,
-        source="Google Cloud's page on TPU v5e: 400 GB/s in both directions over 4 ports, 2 x 100 Gbit/s for 8 chips",
-    ),
-    _tpu(
-        "TPU v5p",
-        459e12,
-        {"int8": 918e12, "float8": 459e12},
-        usable_bytes=int(95.74 * GIB),
-        hbm_bandwidth=2765e9,
-        ici_bandwidth=100e9,
-        **TORUS_3D,
-        dcn_bandwidth=6.25e9,
-        clock_hz=1.75e9,
-        source="Google Cloud's page on TPU v5p: 1200 GB/s in both directions over 6 links, 50 Gbit/s of network for a "
-        "chip; int8: the book How to Scale Your Model",
-    ),
-    _tpu(
-        "TPU v6e",
-        918e12,
-        {"int8": 1836e12},
-        usable_bytes=int(31.25 * GIB),
-        hbm_bandwidth=1638e9,
-        ici_bandwidth=100e9,
-        **TORUS_2D,
-        dcn_bandwidth=12.5e9,
-        clock_hz=1.75e9,
-        source="Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips",
-    ),
-    _nvidia(
-        "NVIDIA A100",
-        312e12,
-        {"float32": 156e12, "int8": 624e12},
-        usable_bytes=80 * GIB,
-        hbm_bandwidth=2039e9,
-        ici_bandwidth=25e9,
-        ici_links=12,
-        dcn_bandwidth=25e9,
-        source="NVIDIA's data sheet of the A100 80GB SXM, without sparsity; network: DGX A100, 200 Gbit/s for a GPU",
-    ),
-    _nvidia(
-        "NVIDIA H100",
-        989e12,
-        {"float32": 494.5e12, "float8": 1979e12, "int8": 1979e12},
-        usable_bytes=80 * GIB,
-        hbm_bandwidth=3350e9,
-        ici_bandwidth=25e9,
-        ici_links=18,
-        dcn_bandwidth=50e9,
-        source="NVIDIA's data sheet of the H100 SXM, half of the figures with sparsity; network: DGX H100, 400 Gbit/s "
-        "for a GPU",
-    ),
-    _nvidia(
-        "NVIDIA H200",
-        989e12,
-        {"float32": 494.5e12, "float8": 1979e12, "int8": 1979e12},
-        usable_bytes=141 * GIB,
-        hbm_bandwidth=4800e9,
-        ici_bandwidth=25e9,
-        ici_links=18,
-        dcn_bandwidth=50e9,
-        source="NVIDIA's data sheet of the H200 SXM, half of the figures with sparsity; network: DGX H200, 400 Gbit/s "
-        "for a GPU",
-    ),
-    _nvidia_pcie(
-        "NVIDIA RTX 4090",
-        165.2e12,
-        {"float32": 82.6e12, "float8": 330.3e12, "int8": 660.6e12},
-        hbm_bandwidth=1008e9,
-        source="NVIDIA's white paper of the Ada architecture, table of the RTX 4090: sums in float32, without sparsity",
-    ),
-    _nvidia_pcie(
-        "NVIDIA RTX 3090",
-        71e12,
-        {"float32": 35.6e12, "int8": 284e12},
-        hbm_bandwidth=936e9,
-        source="NVIDIA's white paper of GA102, table of the RTX 3090: sums in float32, without sparsity",
-    ),
-    _nvidia_pcie(
-        "NVIDIA L4",
-        121e12,
-        {"float32": 60e12, "float8": 242e12, "int8": 242e12},
-        hbm_bandwidth=300e9,
-        source="NVIDIA's data sheet of the L4, half of the figures with sparsity",
-    ),
-    _nvidia_pcie(
-        "NVIDIA A10",
-        125e12,
-        {"float32": 62.5e12, "int8": 250e12},
-        hbm_bandwidth=600e9,
-        source="NVIDIA's data sheet of the A10, without sparsity",
-    ),
-]
-CHIPS = {chip.name: chip for chip in TABLE}
+CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
 # What JAX calls them where that is not the name. Cards of another make, such as H100 PCIe, are other chips.
 KINDS = {
     "geforce rtx 3090": "NVIDIA RTX 3090",

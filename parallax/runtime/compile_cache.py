@@ -1,19 +1,19 @@
-"""Compiled programs, kept between runs: where JAX's persistent compilation cache lies.
+"""Where JAX's persistent compilation cache is kept.
 
 Who can write there can have this process run any program, so the folder that is chosen unasked is the user's alone.
 """
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from parallax.runtime import files
 from parallax.runtime.errors import tell
-from parallax.runtime.multihost import agree, is_first, is_shared
+from parallax.runtime.multihost.job import agree, is_first, is_shared
 
 AUTO, OFF = "auto", "off"
 
@@ -21,7 +21,7 @@ _ours: str | None = None  # the folder that we told JAX; another one is of the u
 
 
 def use_compile_cache(setting: str) -> None:
-    """Have JAX keep compiled programs where train.compile_cache says; to be called before anything large is compiled.
+    """Set JAX's compilation cache as train.compile_cache says; call it before anything large is compiled.
 
     A folder that cannot be used is a line on stderr. What JAX was told before, by JAX_COMPILATION_CACHE_DIR or by the
     program, stays. With several processes, which all read what the first one writes, all must see the folder: where
@@ -50,7 +50,7 @@ def users_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _may_keep(setting: str) -> bool:
-    """Whether programs of these devices may be kept: on CPU, ones with collectives have hung when they were loaded."""
+    """Whether to cache programs of these devices: on CPU, cached programs with collectives have hung."""
     if jax.default_backend() != "cpu":
         return True
     if setting != AUTO and jax.device_count() > 1:
@@ -60,18 +60,16 @@ def _may_keep(setting: str) -> bool:
 
 
 def _made(setting: str) -> str:
-    """The folder, which can be written in; "" where it cannot, which is said."""
+    """Make the folder and check that it is writable; "" and a message if not."""
     try:
         folder = users_folder(os.environ) if setting == AUTO else Path(setting).expanduser().absolute()
         for path in (folder.parent, folder):
-            path.mkdir(mode=0o700 if setting == AUTO else 0o777, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+            files.make_folder(path, mode=0o700 if setting == AUTO else 0o777)
+        files.try_writing(folder)
     except (OSError, RuntimeError) as error:  # the latter where the user has no home
         _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return ""
-    about = folder.stat()
-    if setting == AUTO and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+    if setting == AUTO and not files.is_ours_alone(folder):
         _complain(f"others than this user can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
         return ""
     return str(folder)

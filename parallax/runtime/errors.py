@@ -1,4 +1,4 @@
-"""Errors that a user can cause: each quotes what was written, measures, and advises."""
+"""Errors that a user can cause, and helpers for their messages: quote the input, give the numbers, suggest a fix."""
 
 import contextlib
 import difflib
@@ -66,7 +66,7 @@ class LostError(ParallaxError):
 
 
 def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interrupted: str = "") -> int:
-    """Run a command; its exit status, and on stderr what a user got wrong, in `one_line` if asked for.
+    """Run a command and return its exit status; print user errors to stderr, in `one_line` if asked for.
 
     Ctrl-C says `interrupted` and no traceback, and whoever closes the pipe that is written to has seen enough, as has
     who closes the terminal.
@@ -89,19 +89,19 @@ def exit_status(act: Callable[[], int | None], *, one_line: bool = False, interr
     for stream in (sys.stdout, sys.stderr):
         # What is left in them would fail when Python ends, and change the status.
         if _is_gone(stream):
-            lead_nowhere(stream)
+            discard_output(stream)
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:  # a full disk
-        lead_nowhere(sys.stdout)
+        discard_output(sys.stdout)
         tell(f"what was printed is not all written: {error.strerror}", sys.stderr)
         status = status or EXIT_BAD_INPUT
     return status
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    r"""Somebody else's text for a terminal or a page: what steers them, or turns letters around, is written out.
+    r"""Escape control and bidirectional characters in text from other sources.
 
     >>> print(printable("a run\x1b[2J\u202e"))
     a run\x1b[2J\u202e
@@ -116,7 +116,7 @@ def _is_text(one: str) -> bool:
 
 
 def tell(text: str, stream: TextIO | None) -> None:
-    """Print at once, if anybody still reads it: who tells does not end because nobody listens any more.
+    """Print and flush; a closed stream is ignored.
 
     A terminal gets what is `printable`, a file or a pipe all of it, and a stream that never was open nothing.
     """
@@ -127,11 +127,11 @@ def tell(text: str, stream: TextIO | None) -> None:
         stream.write((printable(text) if stream.isatty() else text) + "\n")
         stream.flush()
     except OSError:
-        lead_nowhere(stream)
+        discard_output(stream)
 
 
 def _is_gone(stream: TextIO | None) -> bool:
-    """Whether nobody can read the stream any more: its pipe is closed at the other end, or its terminal is."""
+    """Whether the other end of a pipe or the terminal is closed."""
     try:
         number = stream.fileno()
     except (AttributeError, OSError, ValueError):  # it is no file, or has been closed
@@ -141,8 +141,8 @@ def _is_gone(stream: TextIO | None) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def lead_nowhere(stream: TextIO) -> None:
-    """What the stream still holds, and what is written to it from now on, is dropped, when Python ends too."""
+def discard_output(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, buffered output included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -150,7 +150,7 @@ def lead_nowhere(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[None]:
-    """Turn what a disk refuses while a folder is written in into a CheckpointError with the reason."""
+    """Turn an OSError while writing in a folder into a CheckpointError with the reason."""
     try:
         yield
     except OSError as error:
@@ -158,7 +158,7 @@ def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[
 
 
 def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
-    """What was written, as an error quotes it: one line, cut where it is long.
+    """Quote a value for an error message: one line, shortened if long.
 
     >>> quoted("x" * 5000, letters=4), quoted(10**400, letters=4), quoted(7)
     ("'xxxx'… (5000 letters)", '1000… (401 letters)', '7')
@@ -176,7 +176,7 @@ def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
 
 
 def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
-    """A word of the user's without quotation marks, but where it is long or would not print.
+    """A word without quotation marks, unless it is long or not printable.
 
     >>> shown("mesh.tp"), shown("a\\nb")
     ('mesh.tp', "'a\\\\nb'")
@@ -185,7 +185,7 @@ def shown(text: str, letters: int = QUOTED_LETTERS) -> str:
 
 
 def names_of(names: Iterable[str]) -> str:
-    """Somebody else's names in a line: the first twelve, and how many more there are.
+    """The first twelve names in a line, and how many more there are.
 
     >>> names_of("abc"), names_of(map(str, range(100)))
     ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 88 more')
@@ -196,7 +196,7 @@ def names_of(names: Iterable[str]) -> str:
 
 
 def nearest(written: str, known: Iterable[str]) -> str:
-    """Say which known names exist, the nearest first.
+    """List the known names, the closest match first.
 
     >>> nearest("gpip", ["gpipe", "one_f_one_b"])
     "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
@@ -233,7 +233,7 @@ def check_local(key: str, path: str | os.PathLike) -> None:
 
 
 def why_not_local(path: str | os.PathLike) -> str:
-    """What is wrong with a URL where a path is needed, and what would be right; "" of a path."""
+    """Why a URL cannot be used as a path, and what to do; "" for a path."""
     found = URL.match(str(path))
     if not found:
         return ""
@@ -246,8 +246,13 @@ def why_not_local(path: str | os.PathLike) -> str:
     return f"is a URL, and a path is needed; mount the bucket{tool} and write that folder, or copy what is there"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; its type if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def how_to_install(extra: str) -> str:
-    """What to do for an extra of this project; by its name alone, pip would get somebody else's package.
+    """The command that installs an extra; the project is not on PyPI under this name.
 
     >>> how_to_install("data")
     "pip install -e '.[data]' in the clone"
@@ -266,7 +271,7 @@ def divisors(number: int) -> list[int]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Numbers to choose from, the first of them where they are many.
+    """A set of numbers to choose from, shortened if long.
 
     >>> listed([1, 2, 4]), listed(range(1, 100))
     ('{1, 2, 4}', '{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ...}')

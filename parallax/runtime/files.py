@@ -1,22 +1,105 @@
-"""Files that somebody else may have made: plain ones are opened, and no link, pipe or device; JSON that is in them."""
+"""All access to files of runs, checkpoints and data; other modules only build paths.
+
+Files are local. Only regular files are opened: no link is followed for writing, and no pipe or device is waited for.
+Functions raise OSError unless they say otherwise.
+"""
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import math
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from parallax.runtime.errors import CheckpointError, writing
 
 LARGEST_BYTES = 1 << 28  # of a file that is read at once: a manifest of 10^5 shards has a tenth of it
 DEEPEST = 64  # lists and objects in each other; ours have six
 SHOWN = 40
+PROBE = "probe-"  # how the names of files begin that `check_writable` makes, and that a kill may leave
+WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
+WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
+
+
+# ---- what is there
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder; links are followed."""
+    return path.exists()
+
+
+def is_taken(path: Path) -> bool:
+    """Whether anything has this name, broken links included."""
+    return os.path.lexists(path)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file, or a link to one."""
+    return path.is_file()
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, or a link to one."""
+    return path.is_dir()
+
+
+def is_link(path: Path) -> bool:
+    """Whether it is a symbolic link."""
+    return path.is_symlink()
+
+
+def size_bytes(path: Path) -> int:
+    """The size of a file."""
+    return path.stat().st_size
+
+
+def tree_bytes(folder: Path) -> int:
+    """The total size of a folder's files; links are not followed."""
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
+
+
+def modified_ns(path: Path) -> int:
+    """When it was last changed, in nanoseconds since 1970."""
+    return path.stat().st_mtime_ns
+
+
+def names_in(folder: Path) -> list[str]:
+    """Sorted names in a folder; empty if it is not a folder."""
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def paths_below(folder: Path) -> list[Path]:
+    """All files and folders below a folder, sorted."""
+    return sorted(folder.rglob("*"))
+
+
+def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
+    """Paths that match a glob pattern, sorted; relative to `folder` if given."""
+    return sorted(map(Path, glob.glob(str(pattern), root_dir=folder, recursive=True)))
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+# ---- reading and writing
+
+
+def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
+    """`open` for regular files; use `write_whole` to replace a file."""
+    return open(path, mode, opener=plain, **how)
 
 
 def plain(path: str | Path, flags: int) -> int:
-    """An opener for `open`: OSError where there is something else than a file; a pipe is not waited for.
+    """An opener for `open` that accepts regular files only, and never blocks on a pipe.
 
     Who writes meets no link either, symbolic or hard, which would lead what is written elsewhere.
     """
@@ -47,8 +130,8 @@ def _odd(path: str | Path, what: str) -> OSError:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a plain file; OSError too if that is absurdly much."""
-    with open(path, "rb", opener=plain) as file:
+    """The content of a plain file; OSError if it is larger than LARGEST_BYTES."""
+    with open_file(path) as file:
         content = file.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {LARGEST_BYTES} bytes", str(path))
@@ -56,7 +139,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Write a file so that it appears whole or not at all, even if the machine stops; what has its name is replaced."""
+    """Replace a file atomically and durably: write, flush and rename."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -73,13 +156,124 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file without atomicity; a crash may leave a partial file."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def copy_file(path: Path, target: Path) -> None:
+    """Copy what is in a file."""
+    shutil.copyfile(path, target)
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a folder's entries."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+class AppendFile:
+    """A file to append lines to; CheckpointError if the disk is full or the folder is gone."""
+
+    def __init__(self, path: Path):
+        self._folder = path.parent
+        with writing(self._folder, WHEN_FULL):
+            self._file = open_file(path, "a")
+            # As long as it is open, no other folder gets its number.
+            self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, text: str) -> None:
+        """Add text, and flush it."""
+        with writing(self._folder, WHEN_FULL):
+            self._file.write(text)
+            self._file.flush()
+        # What is written to a folder that was removed or renamed is lost, or elsewhere, and no write says so.
+        try:
+            there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be looked at ({error.strerror}); {WHEN_GONE}") from error
+        if not there:
+            raise CheckpointError(f"{self._folder} is another folder than when the run began; {WHEN_GONE}")
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._opened)
+            self._file.close()
+
+
+# ---- folders, names and locks
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and its parents, if missing."""
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+
+def move(path: Path, target: Path) -> Path:
+    """Rename a file or folder atomically on the same disk; an existing file is replaced."""
+    return path.replace(target)
+
+
+def remove(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=missing_ok)
+
+
+def remove_what_can_be(path: Path) -> None:
+    """Remove a folder, ignoring errors; others may still be writing in it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder that has nothing in it."""
+    folder.rmdir()
+
+
+def lock(opened: IO, *, wait: bool) -> None:
+    """Lock an open file until it is closed; BlockingIOError if it is taken and not `wait`."""
+    fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def try_writing(folder: Path) -> None:
+    """Write, rename and remove a file in a folder; OSError if that fails."""
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
+    probe.write_text("x")
+    probe.rename(probe.with_suffix(".renamed")).unlink()
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder; CheckpointError unless files can be written, renamed and removed in it."""
+    with writing(folder):
+        make_folder(folder)
+        try_writing(folder)
+
+
+def is_ours_alone(folder: Path) -> bool:
+    """Whether only this user can write in a folder."""
+    about = folder.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+# ---- JSON
+
+
 def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
     """The JSON object of a file; OSError where it cannot be read, ValueError as `object_of`."""
     return object_of(read_bytes(path), odd_numbers=odd_numbers)
 
 
 def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:
-    """A JSON object; ValueError says in a few words why the text is none, or one that nobody would mean.
+    """Parse a JSON object strictly; ValueError says briefly what is wrong.
 
     `odd_numbers` lets pass what Python writes and JSON does not have, NaN and infinities. With the key of the one entry
     that is `read`, that one must be there at most once, and others may be whatever JSON allows.
@@ -117,12 +311,9 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
 def _is_deep(content: dict[str, Any]) -> bool:
     level: list[Any] = [content]
     for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
+        items = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in items if isinstance(each, dict | list)]
     return bool(level)
-
-
-def _inside(outer: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    return iter(outer.values() if isinstance(outer, dict) else outer)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Traced programs as values: parts of them as functions again."""
+"""Helpers for jaxprs: parts of a traced program as functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,11 +1,12 @@
-"""What a program is waiting for, said on a terminal and in a log while it waits.
+"""Progress messages for anything that takes long.
 
-A command installs a `Speaker`; code that takes long says so with `waiting`, which says nothing without one:
+A command installs a `ProgressPrinter`; code that takes long uses `waiting`, which does nothing without one:
 
     with waiting("compiling the training step"):
         program = lowered.compile()
 
-PARALLAX_PROGRESS=off in the environment keeps commands from saying what they wait for.
+PARALLAX_PROGRESS=off in the environment turns it off. Written by hand, as it starts before any library is loaded, and
+writes lines to logs and pipes, which `rich.progress` does not.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
-from parallax.runtime.errors import INTERRUPTED, lead_nowhere, printable, tell
+from parallax.runtime.errors import INTERRUPTED, discard_output, printable, tell
 from parallax.runtime.units import duration
 
 FIRST_SECS = 1.0  # of silence, before a wait is named
@@ -34,8 +35,8 @@ Show = Callable[[float, float | None], None]
 
 
 @dataclass(eq=False)
-class Wait:
-    """Something that takes long; `done` of `total` where that is known, written by `unit`."""
+class Task:
+    """Something that takes long: `done` of `total`, if known, formatted by `unit`."""
 
     what: str
     begun: float
@@ -46,14 +47,14 @@ class Wait:
     is_named: bool = False
 
     def silence_secs(self, now: float) -> float:
-        """How long nothing may be said: less at the beginning, when it is not known yet whether anything happens."""
+        """Seconds between messages, fewer at the beginning."""
         if not self.is_named:
             return self.patience_secs
         secs = now - self.begun
         return 4.0 if secs < 10 else 10.0 if secs < 60 else 30.0
 
     def line(self, now: float) -> str:
-        """How far it is by now."""
+        """The current progress message."""
         secs = now - self.begun
         parts = [f"{self.unit(self.done)} of {self.unit(self.total)}"] if self.total else []
         parts += [f"{duration(secs)} so far"] if secs >= 1 else []
@@ -62,13 +63,13 @@ class Wait:
         return f"{self.what}: {', '.join(parts)}" if parts else f"{self.what} ..."
 
     def last_line(self, now: float) -> str:
-        """How long it has taken."""
+        """The final message, with the duration."""
         secs = now - self.begun
         return f"{self.what}: done in {f'{secs:.1f} s' if secs < 60 else duration(secs)}"
 
 
-class Speaker:
-    """Says what is waited for. A terminal shows it on one line that changes; a file, a pipe and a notebook get lines.
+class ProgressPrinter:
+    """Prints progress: one changing line on a terminal; separate lines to a file, pipe or notebook.
 
     Args:
         stream: where to; nothing is said where it is None or closed.
@@ -86,7 +87,7 @@ class Speaker:
     ):
         self._stream, self._log, self._clock = stream, log, clock
         self._is_terminal = _has_cursor(stream)
-        self._waits: list[Wait] = []
+        self._waits: list[Task] = []
         self._spoke_at = clock()
         self._is_drawn = False
         self._lock = threading.RLock()
@@ -98,21 +99,21 @@ class Speaker:
         self._closed.set()
 
     def clear(self) -> None:
-        """Make room on the terminal for what somebody else is about to print; the silence ends with it."""
+        """Clear the progress line for other output, which counts as a message."""
         with self._lock:
             self._erase()
             self._spoke_at = self._clock()
 
-    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Wait:
-        """What follows is a wait, perhaps within another one; which comes up again when this one is over."""
+    def begin(self, what: str, patience_secs: float, unit: Callable[[float], str]) -> Task:
+        """Start a task, possibly inside another one, which is shown again afterwards."""
         with self._lock:
-            self._waits.append(Wait(what, self._clock(), patience_secs, unit))
+            self._waits.append(Task(what, self._clock(), patience_secs, unit))
             if self._thread is not None and self._thread.ident is None:
                 self._thread.start()
             return self._waits[-1]
 
-    def end(self, wait: Wait, *, failed: bool) -> None:
-        """The wait is over; it says how long it took if that was long, and nothing if an error will say more."""
+    def end(self, wait: Task, *, failed: bool) -> None:
+        """End a task; print its duration if it was long and did not fail."""
         with self._lock:
             self._waits.remove(wait)
             self._erase()
@@ -123,7 +124,7 @@ class Speaker:
                 self._spoke_at = now
 
     def tick(self) -> None:
-        """Say what is due."""
+        """Print what is due."""
         with self._lock:
             if not self._waits:
                 return
@@ -161,17 +162,17 @@ class Speaker:
         except ValueError:  # it is closed
             self._stream = None
         except OSError:
-            lead_nowhere(self._stream)
+            discard_output(self._stream)
 
 
-_speaker: Speaker | None = None
+_speaker: ProgressPrinter | None = None
 
 
 @contextlib.contextmanager
 def waiting(
     what: str, *, patience_secs: float = FIRST_SECS, unit: Callable[[float], str] = "{:,.0f}".format
 ) -> Iterator[Show]:
-    """Say what takes long, while it does; the yielded function says how much of how much is done.
+    """Report progress while the block runs; call the yielded function with `(done, total)`.
 
     Nothing is said of what is over before `patience_secs` of silence, nor where no speaker is installed.
     """
@@ -193,8 +194,8 @@ def waiting(
 
 
 @contextlib.contextmanager
-def speaking(speaker: Speaker | None) -> Iterator[None]:
-    """Have a speaker say what is waited for in here; None says nothing."""
+def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
+    """Print progress by this printer while the block runs; None prints nothing."""
     global _speaker
     before, _speaker = _speaker, speaker
     try:
@@ -207,7 +208,7 @@ def speaking(speaker: Speaker | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: str, stream: TextIO | None) -> Iterator[None]:
-    """Say that a program loads JAX in here, and then whatever it waits for until it ends.
+    """Report that a program loads JAX, and print its progress from then on.
 
     `module` is the `__name__` of the file: one that is imported by another program says nothing, nor does one that is
     asked for help.
@@ -224,30 +225,30 @@ def loading(module: str, stream: TextIO | None) -> Iterator[None]:
 
 
 def speak_on(stream: TextIO | None) -> None:
-    """Say what this program waits for, from now on until it ends, in the first process of a job."""
+    """Print progress from now on, in the first process of a job."""
     global _speaker
-    _speaker = speaker_on(stream) if is_likely_first(os.environ) else None
+    _speaker = progress_printer(stream) if is_likely_first(os.environ) else None
 
 
-def speaker_on(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> Speaker | None:
-    """A speaker, or None where the environment asks for silence."""
-    return None if os.environ.get(VARIABLE) == "off" else Speaker(stream, log)
+def progress_printer(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> ProgressPrinter | None:
+    """A printer, or None if PARALLAX_PROGRESS=off."""
+    return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log)
 
 
 def be_silent() -> None:
-    """Say nothing more in this process: another one speaks for all."""
+    """Print no more progress in this process; process 0 prints it for all."""
     global _speaker
     _speaker = None
 
 
 def make_room() -> None:
-    """Take the live line off the terminal before something else is printed."""
+    """Clear the progress line before something else is printed."""
     if _speaker is not None:
         _speaker.clear()
 
 
 def is_likely_first(environment: Mapping[str, str]) -> bool:
-    """Whether nothing says that this is another process of a job than the first.
+    """Whether this is process 0 as far as the environment says.
 
     >>> is_likely_first({"SLURM_PROCID": "3"}), is_likely_first({})
     (False, True)

@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, and what is in them, for those who write them and those who only look."""
+"""Names of the files in a run's folder, and how to read metrics.jsonl."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ LARGEST_STEP = 1 << 53  # beyond it, floats no longer tell one step from the nex
 
 
 class RunFiles:
-    """Where a run keeps its config, metadata, metrics, log, checkpoints, data, traces and tokenizer.
+    """Paths of a run's config, metadata, metrics, log, checkpoints, data and traces.
 
     Raises ConfigError where `path` is a URL.
     """
@@ -38,7 +38,7 @@ class RunFiles:
 
 
 def row_of(line: str) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl says of its step; None of a line that a kill has torn, or that is none.
+    """Parse a line of metrics.jsonl; None for a line that is incomplete or invalid.
 
     >>> row_of('{"step": 3, "train/loss": 2.5}'), row_of('{"step": 3, "tra')
     ({'step': 3, 'train/loss': 2.5}, None)
@@ -51,7 +51,7 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 
 def number_of(value: Any) -> float | None:
-    """A value of such a line as a number, which may be one that is not finite; None where it is none.
+    """A value of such a line as a float, finite or not; None if it is not a number.
 
     >>> number_of(3), number_of("3"), number_of(True), number_of(10**400)
     (3.0, None, None, inf)

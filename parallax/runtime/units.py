@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format bytes, FLOPs, shares, durations and counts."""
 
 import math
 
@@ -36,7 +36,7 @@ def percent(share: float) -> str:
 
 
 def decimal(number: float, decimals: int) -> str:
-    """A number with so many decimals; one that nobody would read to its end with four digits.
+    """A number with so many decimals; four significant digits if it is very large.
 
     >>> decimal(1234.567, 1), decimal(1e300, 1)
     ('1,234.6', '1e+300')
@@ -61,7 +61,7 @@ def duration(secs: float) -> str:
 
 
 def count(number: float) -> str:
-    """A count of at most five letters, exact below ten thousand and with three digits beyond.
+    """A count in at most five characters: exact below ten thousand, three digits beyond.
 
     >>> [count(number) for number in (0.5, 2317, 54_321, 123_456, 999_999, 12_345_678)]
     ['0.5', '2,317', '54.3k', '123k', '1M', '12.3M']

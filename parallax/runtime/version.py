@@ -1,4 +1,4 @@
-"""Which code runs: what a checkpoint remembers, and a resumed run compares."""
+"""Versions of the code, which checkpoints record and resumed runs compare."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Batches on their way from the readers to the devices."""
+"""Each process's rows of a batch, and how they get to its devices."""
 
 from collections.abc import Callable
 from typing import Any

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
-from parallax.runtime.multihost import several
+from parallax.runtime.multihost.job import several
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
@@ -30,21 +30,21 @@ def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
     return batch
 
 
-class Measured(NamedTuple):
+class MeanLoss(NamedTuple):
     """`loss` is the mean over `tokens` labels, in nats; not a number where there is none."""
 
     loss: float
     tokens: int
 
 
-def measure(
+def mean_loss(
     step: Callable[[Any, Any], dict[str, jax.Array]],
     params: Any,
     reader: Reader,
     put: Callable[[Any], Any],
     batches: int,
     show: Callable[[int, int], None] = lambda done, of: None,
-) -> Measured:
+) -> MeanLoss:
     """What `step` says of the first batches of a reader; `show` is told how many of how many are done.
 
     Raises:
@@ -56,4 +56,4 @@ def measure(
         nats += float(metrics["loss"]) * float(metrics["tokens"])
         tokens += int(metrics["tokens"])
         show(index + 1, batches)
-    return Measured(nats / tokens if tokens else math.nan, tokens)
+    return MeanLoss(nats / tokens if tokens else math.nan, tokens)

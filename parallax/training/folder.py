@@ -1,7 +1,6 @@
-"""The folder of a run: its name, its lock, and the files that say what the run is."""
+"""A run's folder: its name, its lock, config.json and metadata.json."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -9,16 +8,16 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from parallax.config.settings import Settings, load_json
+from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, writing
-from parallax.runtime.files import plain, write_whole
-from parallax.runtime.multihost import is_first
+from parallax.runtime.multihost.job import is_first
 from parallax.runtime.run_files import TIME, RunFiles
 from parallax.runtime.version import VERSION, versions
 
@@ -26,21 +25,21 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunFolder(RunFiles):
-    """The folder of a run, for the run itself."""
+    """A run's folder, for the run that writes it."""
 
     _started = False  # whether this run is the latest of the starts in metadata.json
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and keep every other run out of it; the lock ends with the process."""
+        """Make the folder and lock it against other runs; the lock ends with the process."""
         if not is_first():
             # One process of a job holds the lock for all.
             yield
             return
         with writing(self.path):
-            before = {path.name for path in self.path.iterdir()} if self.path.exists() else None
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.lock, "a+", opener=plain)  # noqa: SIM115
+            before = {*files.names_in(self.path)} if files.exists(self.path) else None
+            files.make_folder(self.path)
+            lock = files.open_file(self.lock, "a+")
         with lock:
             with writing(self.path):
                 _take(lock, self.path)
@@ -50,14 +49,14 @@ class RunFolder(RunFiles):
                 self._remove_if_bare(before)
 
     def _remove_if_bare(self, before: set[str] | None) -> None:
-        """Leave nothing behind if the run was refused before it wrote anything; `before` is what was there, if any."""
+        """Remove what is new in the folder if the run was refused before it logged anything; `before` was there."""
         with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
-            names = {path.name for path in self.path.iterdir()} - (before or set())
-            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
+            names = {*files.names_in(self.path)} - (before or set())
+            if names <= {self.lock.name, self.log.name} and not (files.exists(self.log) and files.size_bytes(self.log)):
                 for name in names:
-                    (self.path / name).unlink()
+                    files.remove(self.path / name)
                 if before is None:
-                    self.path.rmdir()
+                    files.remove_empty(self.path)
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""
@@ -80,33 +79,16 @@ class RunFolder(RunFiles):
         _replace(self.metadata, {"run_name": self.path.name, "starts": [*starts, start]})
         self._started = True
 
-    @contextlib.contextmanager
-    def end_recorded(self) -> Iterator[Callable[[str], None]]:
-        """Keep with the latest start how the run ended: the word that the yielded function is given, or the error."""
-        reason = ""
-
-        def because(word: str) -> None:
-            nonlocal reason
-            reason = word
-
-        try:
-            yield because
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            # What ends the run may be a disk that takes no more: the error says so, and not this.
-            with contextlib.suppress(OSError):
-                self._write_end(reason)
-
-    def _write_end(self, reason: str) -> None:
-        if self._started and (starts := self._starts()):
-            ended = {"time": time.strftime(TIME), "reason": reason}
-            starts[-1] = {**starts[-1], "ended": ended}
-            _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
+    def write_end(self, reason: str) -> None:
+        """Record how the run ended, in the entry of its latest start."""
+        # What ends the run may be a disk that takes no more: the error says so, and not this.
+        with contextlib.suppress(OSError):
+            if self._started and (starts := self._starts()):
+                starts[-1] = {**starts[-1], "ended": {"time": time.strftime(TIME), "reason": reason}}
+                _replace(self.metadata, {"run_name": self.path.name, "starts": starts})
 
     def _starts(self) -> list[Any]:
-        """The starts so far; nothing needs them, so that a file which cannot be read begins anew."""
+        """The starts so far; empty if the file cannot be read."""
         try:
             starts = load_json(self.metadata).get("starts")
         except CheckpointError:
@@ -115,7 +97,7 @@ class RunFolder(RunFiles):
 
 
 def check_run_name(name: str) -> str:
-    """The name again; ConfigError unless it can be a folder's name on every system.
+    """Return a valid run name; ConfigError if it could not be a folder's name on every system.
 
     >>> check_run_name("quickstart-20260102-030405")
     'quickstart-20260102-030405'
@@ -130,7 +112,7 @@ def check_run_name(name: str) -> str:
 
 def _take(lock: Any, folder: Path) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        files.lock(lock, wait=False)
     except BlockingIOError:
         lock.seek(0)
         raise CheckpointError(
@@ -147,6 +129,5 @@ def _take(lock: Any, folder: Path) -> None:
 
 
 def _replace(path: Path, content: Any) -> None:
-    if not is_first():
-        return
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    if is_first():
+        files.write_whole(path, json.dumps(content, indent=2) + "\n")

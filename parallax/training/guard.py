@@ -1,4 +1,4 @@
-"""What stands between a step's gradient and the parameters: a step whose numbers are wrong changes nothing."""
+"""Skips non-finite and spiking updates."""
 
 from typing import NamedTuple
 

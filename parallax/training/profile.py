@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import jax
 
 from parallax.config.settings import Settings
-from parallax.runtime.errors import CheckpointError, writing
-from parallax.runtime.multihost import at
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, first_line, writing
+from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.training.step import TrainStep
@@ -54,7 +54,7 @@ class Profile:
     def begin(self, done: int, state: Any) -> None:
         """Trace from here on, with idle devices: `state` is that after the steps done."""
         # The step's text takes a compilation of its own, which may be longer than a step may.
-        at(f"the trace from step {done + 1}", compiling=True)
+        set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
         self._begin(done + 1)
 
@@ -73,14 +73,14 @@ class Profile:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
         with writing(self._folder.path):
-            shutil.rmtree(folder, ignore_errors=True)  # what an earlier start has traced from this step on
-            folder.mkdir(parents=True)
+            files.remove_what_can_be(folder)  # what an earlier start has traced from this step on
+            files.make_folder(folder)
             self._write_about(folder)
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
             self._steps = range(0)
-            self._say(f"steps are not traced: {str(error).splitlines()[0]}")
+            self._say(f"steps are not traced: {first_line(error)}")
             return
         self._open = contextlib.ExitStack()
         self._open.callback(jax.profiler.stop_trace)
@@ -93,7 +93,7 @@ class Profile:
         try:
             opened.close()
         except (RuntimeError, OSError) as error:
-            self._say(f"the trace is not written: {str(error).splitlines()[0]}")
+            self._say(f"the trace is not written: {first_line(error)}")
             return
         self._say(f"a trace is in {self._folder.profile}: python -m parallax.report --trace={self._folder.path}")
 
@@ -101,7 +101,7 @@ class Profile:
         data, mesh = self._settings.data, self._step.model.mesh
         with waiting("compiling the step again, for the names in its trace"):
             text = self._step.lower(data.global_batch, data.seq).compile().as_text()
-        (folder / PROGRAM).write_text(text)
+        files.write_file(folder / PROGRAM, text)
         about = {
             "run": self._folder.path.resolve().name,
             "mesh": dict(mesh.shape),
@@ -109,4 +109,4 @@ class Profile:
             "local": [device.id for device in jax.local_devices()],  # a process's trace counts its own, from 0
             "kind": mesh.devices.flat[0].device_kind,
         }
-        (folder / TRACED).write_text(json.dumps(about, indent=1) + "\n")
+        files.write_file(folder / TRACED, json.dumps(about, indent=1) + "\n")

@@ -1,23 +1,15 @@
-"""Whether a run starts or goes on, and whether its settings still fit what it did before."""
+"""Whether a run starts or resumes, and whether its settings still fit its checkpoints."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallax.checkpoint import (
-    compare_settings,
-    complete_steps,
-    examine,
-    latest_step,
-    read_manifest,
-    restore_newest,
-    set_damaged_aside,
-)
-from parallax.checkpoint.manifest import wrong_files
+from parallax.checkpoint.restore import compare_settings, restore_newest
+from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
-from parallax.runtime.multihost import is_first, wait_for_all
+from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version, version_of
 from parallax.training.folder import RunFolder
@@ -29,20 +21,7 @@ FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 TOKENIZER = "corpus.tokenizer"
 # What may change in a model: how it is computed, and context extension; no window is shorter than the run's seq.
-FREE_KEYS = (
-    "model.dtype",
-    "model.kernel",
-    "model.dropout",
-    "model.sliding_window",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.rope_factor",
-    "model.rope_original_seq",
-    "model.rope_fast_turns",
-    "model.rope_slow_turns",
-    "model.rope_temperature",
-    "model.rope_magnitude",
-)
+FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # as these begin
 
 
 def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, say: Callable[[str], None]) -> int:
@@ -86,13 +65,13 @@ def load_newest(
     step, parts, damaged = restore_newest(folder.checkpoints, wanted, settings=settings)
     for error in damaged:
         how = f"the checkpoint of step {error.step} is damaged: {error.how}"
-        aside = set_damaged_aside(folder.checkpoints, error.step) if is_first() else None
+        aside = set_aside(folder.checkpoints, error.step, "damaged") if is_first() else None
         say(f"{how}; set aside as {aside}, going on from step {step}, the one before it")
     wait_for_all("damaged checkpoints are set aside")
     return step, parts
 
 
-def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
+def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
     """The parameters of another run's newest checkpoint, onto the shardings of `wanted`.
 
     CheckpointError if it knows its ids by another tokenizer.
@@ -111,13 +90,13 @@ def params_of(source: str, wanted: Any, settings: Mapping[str, Any], say: Callab
 
 
 def import_record(folder: RunFolder, source: str) -> bytes | None:
-    """What was kept of the folder that a run's weights were imported from, for its checkpoints to carry on.
+    """The record of the folder that a run's weights were imported from, for its checkpoints to carry.
 
     It is in the run's own newest step, or in that of `source`, the run that it starts from; None if nothing was kept.
     """
     own = complete_steps(folder.checkpoints)
     checkpoints = folder.checkpoints if own or not source else _checkpoints_of(source)
-    for step in examine(checkpoints).valid:
+    for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
         if RECORD not in files:
             return None
@@ -134,8 +113,8 @@ def check_source(source: str) -> None:
         )
 
 
-def code() -> dict[str, str]:
-    """What computes a run: with another version of it the last bits of losses may be others."""
+def code_versions() -> dict[str, str]:
+    """Versions of the code that computes a run."""
     return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
 
 
@@ -145,7 +124,7 @@ def is_fixed(key: str) -> bool:
     >>> [key for key in ("model.d_ff", "model.kernel", "mesh.tp", "data.path") if is_fixed(key)]
     ['model.d_ff']
     """
-    return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and key not in FREE_KEYS)
+    return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and not key.startswith(FREE_KEYS))
 
 
 def _checkpoints_of(source: str) -> Path:

@@ -1,4 +1,4 @@
-"""A run from its config to its end, in the order in which it happens."""
+"""A training run from its config to its end, in the order in which it happens."""
 
 import contextlib
 import dataclasses
@@ -15,43 +15,41 @@ import optax
 from parallax.analysis.devices import check_fits, peak_flops
 from parallax.analysis.flops import flops_per_token, parameters_by_component
 from parallax.analysis.memory import memory
-from parallax.checkpoint import Checkpoints, check_space, complete_steps, probe_folder, tidy
+from parallax.checkpoint.save import CheckpointWriter, check_space
+from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.runtime.accelerators import unused
 from parallax.runtime.compile_cache import use_compile_cache
+from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import writing
-from parallax.runtime.multihost import (
-    at,
-    check_shared,
-    compare,
-    connect,
-    is_first,
-    log_to,
-    prepare_once,
-    several,
-    wait_for_all,
-)
+from parallax.runtime.files import check_writable, write_file
+from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import RECORD
-from parallax.sharding.mesh import make_mesh, simulate_devices
+from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import check_eval, open_split, own_rows, put_on
 from parallax.training.build import model_and_optimizer
-from parallax.training.curves import curves_of
-from parallax.training.evaluation import measure
+from parallax.training.corruption import SilentCorruptionCheck
+from parallax.training.divergence import DivergenceError, SkippedSteps
+from parallax.training.evaluation import mean_loss
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal
+from parallax.training.logger import RunLogger, metrics_writers
+from parallax.training.loop import LearningRates, TrainingLoop, parts_of, state_of
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
-from parallax.training.rates import Rates
-from parallax.training.recheck import Recheck
-from parallax.training.resume import check_source, code, import_record, load_newest, params_of, step_to_resume
+from parallax.training.resume import (
+    check_source,
+    code_versions,
+    import_record,
+    load_newest,
+    load_params,
+    step_to_resume,
+)
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
-from parallax.training.skips import DivergenceError, Skips
 from parallax.training.step import (
     TrainState,
     abstract_state,
@@ -60,7 +58,6 @@ from parallax.training.step import (
     make_train_step,
     state_shardings,
 )
-from parallax.training.steps import Steps, parts_of, state_of
 from parallax.training.summary import render
 from parallax.training.watchdog import Watchdog
 
@@ -75,7 +72,7 @@ class Outcome(NamedTuple):
     eval_loss: float | None = None
 
 
-class Parts(NamedTuple):
+class RunComponents(NamedTuple):
     """What a run is made of, once its config is known to be right."""
 
     settings: Settings
@@ -102,7 +99,7 @@ def train(
     `warnings` about the config are said, and kept in the log, before the run begins.
     """
     settings = read_settings(config)
-    if settings.mesh.simulate and not several():
+    if settings.mesh.simulate and not job.several():
         simulate_devices(settings.mesh.simulate)
     with waiting("starting the devices"):
         jax.devices()
@@ -110,43 +107,49 @@ def train(
     with (
         StopRequest(max_runtime_secs) as stop,
         folder.locked(),
-        Journal(folder, curves_of(settings, folder)) as journal,
+        RunLogger(folder, metrics_writers(settings, folder)) as logger,
     ):
-        log_to(journal.say_last)
-        check_shared(folder.path)
+        job.log_to(logger.say_last)
+        job.check_shared(folder.path)
         parts = build(settings, folder)
-        start = step_to_resume(folder, about(parts), resume, journal.say)
-        compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
-        if stop.signal and not several():
-            journal.say(f"stopped by {stop.signal} before the first step")
+        start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
+        job.compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        if stop.signal and not job.several():
+            logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)
         if start >= settings.train.steps:
-            journal.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
+            logger.say(f"nothing to do: {folder.path} is at step {start} of train.steps={settings.train.steps}")
             return Outcome("nothing to do", start)
         for warning in warnings:
-            journal.say(warning)
-        with folder.end_recorded() as because:
-            outcome = run(parts, folder, journal, stop, start)
-            because(outcome.reason)
+            logger.say(warning)
+        reason = ""
+        try:
+            outcome = run(parts, folder, logger, stop, start)
+            reason = outcome.reason
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            folder.write_end(reason)
         if outcome.reason == "stopped":
             # One that has asked for it may have an error to tell of.
-            wait_for_all("the other processes to stop")
+            job.wait_for_all("the other processes to stop")
         return outcome
 
 
-def build(settings: Settings, folder: RunFolder) -> Parts:
+def build(settings: Settings, folder: RunFolder) -> RunComponents:
     """Mesh, data, model and optimizer; all checks between sections happen here."""
     mesh = make_mesh(settings.mesh)
     use_compile_cache(settings.train.compile_cache)
-    connect(mesh)
+    job.connect(mesh)
     if settings.train.init_from and not complete_steps(folder.checkpoints):
         check_source(settings.train.init_from)
     settings = with_vocab_of_source(settings, folder.path)
     # Preparing data may take hours: all that does not depend on it is checked first. This vocab divides over any axis.
     model_and_optimizer(with_vocab(settings, VOCAB_MULTIPLE * mesh.size * settings.model.vocab_multiple), mesh)
     with waiting("preparing the data"):
-        train_data = prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
-    at("planning the run", compiling=True)
+        train_data = job.prepare_once(lambda: open_split(settings, folder, "train"), "the prepared data")
+    job.set_phase("planning the run", compiling=True)
     settings = with_vocab(settings, train_data.tokenizer.vocab)
     with waiting("planning the run"):
         model, tx = model_and_optimizer(settings, mesh)
@@ -161,63 +164,63 @@ def build(settings: Settings, folder: RunFolder) -> Parts:
     if settings.train.eval_batches:
         eval_data = open_split(settings, folder, "eval", rows)
         check_eval(eval_data, settings)
-    return Parts(settings, model, tx, train_data, eval_data)
+    return RunComponents(settings, model, tx, train_data, eval_data)
 
 
-def run(parts: Parts, folder: RunFolder, journal: Journal, stop: StopRequest, start: int) -> Outcome:
+def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:
-        prepare(parts, folder, journal)
-        at(f"step {start}, loading or making the first state", compiling=True)
-        state, start = begin(parts, folder, start, journal.say)
-        checkpoints = stack.enter_context(open_checkpoints(parts, folder, journal))
+        tidy_checkpoints(parts, folder, logger)
+        job.set_phase(f"step {start}, loading or making the first state", compiling=True)
+        state, start = begin(parts, folder, start, logger.say)
+        checkpoints = stack.enter_context(open_checkpoints(parts, folder, logger))
         with writing(folder.path):
             folder.write_config(settings)
             folder.write_metadata(mesh=model.axis_sizes, start=start)
-            if is_first():
+            if job.is_first():
                 parts.train_data.tokenizer.save(folder.path)
-        meter = introduce(parts, folder, journal, start)
-        journal.begin(start)
+        meter = introduce(parts, folder, logger, start)
+        logger.begin(start)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
-        steps = Steps(
+        loop = TrainingLoop(
             settings,
             train_step.take,
             evaluation(parts),
             stack.enter_context(open_batches(parts, start)),
             checkpoints,
-            journal,
+            logger,
             meter,
             stop,
             stack.enter_context(Watchdog(settings.train.stall_factor)),
-            Rates(settings.optimizer, settings.train.steps),
-            Skips(settings, parts.train_data, model, put_in(parts), folder, journal),
-            Recheck(state_shardings(model, parts.tx)),
-            stack.enter_context(Profile(settings, train_step, folder, journal.say)),
+            LearningRates(settings.optimizer, settings.train.steps),
+            SkippedSteps(settings, parts.train_data, model, put_batches(parts), folder, logger),
+            SilentCorruptionCheck(state_shardings(model, parts.tx)),
+            stack.enter_context(Profile(settings, train_step, folder, logger.say)),
         )
-        wait_for_all("the first step", setting="compile_secs")
-        state, done = steps.run(state, start)
+        job.wait_for_all("the first step", setting="compile_secs")
+        state, done = loop.run(state, start)
         with waiting("finishing the last save"):
             checkpoints.wait()
-        return end(parts, folder, journal, stop, state, done, steps.eval_loss)
+        return end(parts, folder, logger, stop, state, done, loop.eval_loss)
 
 
-def prepare(parts: Parts, folder: RunFolder, journal: Journal) -> None:
-    """Clear away what a kill has left among the checkpoints, and see that there is room for another."""
-    if is_first():
-        probe_folder(folder.checkpoints)
+def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
+    """Remove incomplete checkpoints, and check the free space."""
+    if job.is_first():
+        check_writable(folder.checkpoints)
         for line in tidy(folder.checkpoints):
-            journal.say(line)
+            logger.say(line)
         check_space(folder.checkpoints, abstract_state(parts.model, parts.tx))
-    wait_for_all("checkpoints are in order")
+    job.wait_for_all("checkpoints are in order")
 
 
-def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
+def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[str], None]) -> tuple[TrainState, int]:
     """The state to go on from and its step: fresh at 0, else loaded from the newest checkpoint that is whole."""
     wanted = abstract_state(parts.model, parts.tx)
     if start:
         with waiting(f"restoring step {start}"):
-            step, found = load_newest(folder, parts_of(wanted), about(parts), say)
+            step, found = load_newest(folder, parts_of(wanted), checkpoint_settings(parts), say)
         return state_of(found), step
     with waiting("compiling and making the initial state"):
         state = init_state(parts.model, parts.tx, parts.settings.train.seed)
@@ -225,34 +228,36 @@ def begin(parts: Parts, folder: RunFolder, start: int, say: Callable[[str], None
     if not source:
         return state, 0
     with waiting(f"restoring the weights of {source}"):
-        return state._replace(params=params_of(source, wanted.params, about(parts), say)), 0
+        return state._replace(params=load_params(source, wanted.params, checkpoint_settings(parts), say)), 0
 
 
-def open_checkpoints(parts: Parts, folder: RunFolder, journal: Journal) -> Checkpoints:
-    """Where the run saves; each step carries the config, the tokenizer and the data's manifest as files, too, and what
+def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
+    """The run's checkpoint writer; each step also holds the config, the tokenizer, the data's manifest, and what
     was kept of the folder that its weights were imported from."""
-    record = import_record(folder, parts.settings.train.init_from) if is_first() else None
+    record = import_record(folder, parts.settings.train.init_from) if job.is_first() else None
 
     def carry(at: Path) -> None:
         if record is not None:
-            (at / RECORD).write_bytes(record)
+            write_file(at / RECORD, record)
         parts.train_data.tokenizer.save(at)
-        (at / "config.json").write_text(json.dumps(parts.settings.to_dict(), indent=2) + "\n")
-        (at / "data.json").write_text(json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
+        write_file(at / folder.config.name, json.dumps(parts.settings.to_dict(), indent=2) + "\n")
+        write_file(at / "data.json", json.dumps(dataclasses.asdict(parts.train_data.manifest), indent=1) + "\n")
 
     config = parts.settings.checkpoint
-    return Checkpoints(folder.checkpoints, config, settings=about(parts), carry=carry, say=journal.say_besides)
+    return CheckpointWriter(
+        folder.checkpoints, config, settings=checkpoint_settings(parts), carry=carry, say=logger.say_besides
+    )
 
 
-def open_batches(parts: Parts, start: int) -> Prefetcher:
+def open_batches(parts: RunComponents, start: int) -> Prefetcher:
     """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
-    return Prefetcher(parts.train_data, put_in(parts), start, reserve=STEPS_TO_STOP if several() else 0)
+    return Prefetcher(parts.train_data, put_batches(parts), start, reserve=STEPS_TO_STOP if job.several() else 0)
 
 
 def end(
-    parts: Parts,
+    parts: RunComponents,
     folder: RunFolder,
-    journal: Journal,
+    logger: RunLogger,
     stop: StopRequest,
     state: TrainState,
     done: int,
@@ -261,31 +266,31 @@ def end(
     """Say how the run ended; a finished one writes its sample."""
     if done < parts.settings.train.steps:
         cause = stop.signal or "another process"
-        journal.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
+        logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
         return Outcome("stopped", done)
-    journal.say(f"finished: step {done} is saved in {folder.checkpoints}")
+    logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
     if eval_loss is not None:
-        journal.say(verdict(eval_loss, parts.train_data))
+        logger.say(verdict(eval_loss, parts.train_data))
     sample = parts.settings.sample
     if sample.prompt:
-        at("the sample", compiling=True)
+        job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
             text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        journal.say(f"sample of {sample.tokens} tokens:\n\n{text}")
+        logger.say(f"sample of {sample.tokens} tokens:\n\n{text}")
     return Outcome("finished", done, eval_loss)
 
 
 def verdict(eval_loss: float, data: Reader) -> str:
-    """The loss beside that of a model which knows only how frequent tokens are."""
+    """The evaluation loss beside the unigram entropy of the corpus."""
     per_byte = eval_loss / data.bytes_per_token
     return (
-        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy of the corpus "
+        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy "
         f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
     )
 
 
-def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> Meter:
-    """Print what is about to run; returns the meter that knows its size."""
+def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:
+    """Log what is about to run; returns its meter."""
     settings, model, data = parts.settings, parts.model, parts.train_data
     batch, seq = settings.data.global_batch, settings.data.seq
     with waiting("predicting the memory"):
@@ -309,18 +314,18 @@ def introduce(parts: Parts, folder: RunFolder, journal: Journal, start: int) -> 
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
-        *([] if settings.mesh.simulate else unused(jax.default_backend())),
+        *([] if settings.mesh.simulate else unused_accelerators(jax.default_backend())),
         *said_of_evaluation(parts),
         *said_of_cache(),
         "",
     ]
-    journal.say("\n".join(lines))
+    logger.say("\n".join(lines))
     return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
 
 
-def evaluation(parts: Parts) -> Callable[[Any], float] | None:
+def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
     """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
-    reader, put = parts.eval_data, put_in(parts)
+    reader, put = parts.eval_data, put_batches(parts)
     if reader is None:
         return None
     step, count = make_eval_step(parts.model), eval_count(parts)
@@ -328,17 +333,17 @@ def evaluation(parts: Parts) -> Callable[[Any], float] | None:
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return measure(step, params, reader, put, count, show).loss
+            return mean_loss(step, params, reader, put, count, show).loss
 
     return evaluate
 
 
-def eval_count(parts: Parts) -> int:
+def eval_count(parts: RunComponents) -> int:
     """Batches of an evaluation: no more than hold every window once."""
     return min(parts.settings.train.eval_batches, parts.eval_data.batches)
 
 
-def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
+def said_of_tokenizer(parts: RunComponents, start: int) -> list[str]:
     """A line where the tokenizer was taken from the run whose weights this one starts from."""
     settings, tokenizer = parts.settings, parts.train_data.tokenizer
     if start or not settings.train.init_from or settings.data.tokenizer != AUTO:
@@ -346,7 +351,7 @@ def said_of_tokenizer(parts: Parts, start: int) -> list[str]:
     return [f"the tokenizer is that of {settings.train.init_from}: {tokenizer.name}, {tokenizer.vocab:,} ids"]
 
 
-def said_of_evaluation(parts: Parts) -> list[str]:
+def said_of_evaluation(parts: RunComponents) -> list[str]:
     """A line where the evaluation is smaller than the config asks for."""
     wanted = parts.settings.train.eval_batches
     if parts.eval_data is None or eval_count(parts) == wanted:
@@ -360,12 +365,12 @@ def said_of_cache() -> list[str]:
     return [f"compiled programs are kept in {folder} (train.compile_cache)"] if folder else []
 
 
-def about(parts: Parts) -> dict[str, Any]:
+def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:
     """The settings of a checkpoint, with the fingerprints of what it learns from and the versions of the code."""
     corpus = {"fingerprint": parts.train_data.fingerprint, "tokenizer": parts.train_data.tokenizer.fingerprint}
-    return {**parts.settings.to_dict(), "corpus": corpus, "code": code()}
+    return {**parts.settings.to_dict(), "corpus": corpus, "code": code_versions()}
 
 
-def put_in(parts: Parts) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
-    """How this run's batches get to its devices."""
+def put_batches(parts: RunComponents) -> Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]:
+    """A function that sends this run's batches to its devices."""
     return put_on(parts.model.batch_sharding, (parts.settings.data.global_batch, parts.settings.data.seq))

@@ -13,7 +13,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from parallax.runtime.errors import EXIT_RESTART
-from parallax.runtime.multihost import is_first
+from parallax.runtime.multihost.job import is_first
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # where they come a second time
 STOPPING = (*ENDING, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""A thread that says where the program is when a step takes far longer than steps do."""
+"""A thread that prints stacks when a step takes far longer than usual."""
 
 import faulthandler
 import statistics

@@ -55,7 +55,9 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus,
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, monkeypatch):
     profile, places = Profile(read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), []
-    monkeypatch.setattr("parallax.training.profile.at", lambda what, *, compiling=False: places.append(compiling))
+    monkeypatch.setattr(
+        "parallax.training.profile.set_phase", lambda what, *, compiling=False: places.append(compiling)
+    )
     profile._begin = lambda first: None
     profile.begin(2, ())
     assert places == [True]

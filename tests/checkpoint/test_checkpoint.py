@@ -13,9 +13,10 @@ from checkpoint_examples import SETTINGS, abstract, make_parts, mesh_of, save_st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax.checkpoint import Checkpoints, compare_settings, latest_step, read_manifest, restore
-from parallax.checkpoint.fingerprint import Running, fingerprint, fingerprints
-from parallax.checkpoint.writer import _is_no_error_of_orbax, say_errors_once
+from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
+from parallax.checkpoint.restore import compare_settings, restore
+from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, say_errors_once
+from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError, ConfigError
 
@@ -65,7 +66,7 @@ def test_saving_a_step_twice_changes_nothing(tmp_path):
 @pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_the_save_in_flight_survives_every_way_to_end(tmp_path, ending):
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with pytest.raises(ending), Checkpoints(tmp_path, config, settings=SETTINGS) as checkpoints:
+    with pytest.raises(ending), CheckpointWriter(tmp_path, config, settings=SETTINGS) as checkpoints:
         checkpoints.save(5, make_parts(mesh_of(1, 2, 1)))
         raise ending
     assert latest_step(tmp_path) == 5
@@ -148,7 +149,7 @@ def test_a_fingerprint_is_what_its_definition_says(dtype):
     x = np.random.default_rng(0).normal(0, 20, (3, 5)).astype(jnp.dtype(dtype))
     words = [int.from_bytes(element.tobytes(), "little") for element in x.reshape(-1)]
     expected = sum(word * mixed(at) for at, word in enumerate(words)) % 2**32
-    running = Running()
+    running = RunningFingerprint()
     running.add(x[:2])
     running.add(x[2:])
     assert int(fingerprint(jnp.asarray(x))) == running.value == expected
@@ -180,7 +181,7 @@ def test_a_step_carries_what_it_is_given(tmp_path):
         (at / "tokenizer.json").write_text("{}")
 
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(tmp_path, config, settings=SETTINGS, carry=carry) as checkpoints:
+    with CheckpointWriter(tmp_path, config, settings=SETTINGS, carry=carry) as checkpoints:
         checkpoints.save(5, make_parts(mesh_of(1, 1, 1)))
     assert (tmp_path / "5" / "tokenizer.json").read_text() == "{}"
     assert read_manifest(tmp_path, 5)["files"]["tokenizer.json"]["bytes"] == 2
@@ -188,7 +189,7 @@ def test_a_step_carries_what_it_is_given(tmp_path):
 
 def test_steps_are_removed_while_the_run_goes_on(tmp_path):
     parts, config = make_parts(mesh_of(1, 1, 1)), CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(tmp_path, config, settings=SETTINGS) as checkpoints:
+    with CheckpointWriter(tmp_path, config, settings=SETTINGS) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, parts)
         while steps_in(tmp_path) != [2]:
@@ -207,7 +208,7 @@ def test_names_and_what_a_step_carries_are_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", noting)
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
     carry = lambda at: (at / "tokenizer.json").write_text("{}")  # noqa: E731
-    with Checkpoints(tmp_path, config, settings={}, carry=carry) as checkpoints:
+    with CheckpointWriter(tmp_path, config, settings={}, carry=carry) as checkpoints:
         checkpoints.save(1, {"params": {"x": jax.numpy.ones(3)}})
     step = tmp_path / "1"
     wanted = [tmp_path, step, step / "manifest.json", step / "tokenizer.json", step / "params", step / "params" / "d"]

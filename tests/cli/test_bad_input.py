@@ -43,6 +43,8 @@ def command(*arguments, capsys):
         ([BASE, "--config.train.steps=4.5"], "--config.train.steps=4.5 must be a whole number"),
         ([BASE, "--config.train.tensorboard=perhaps"], "--config.train.tensorboard=perhaps must be True or False"),
         ([BASE, "--config.mesh.tp"], "Missing value for flag --config.mesh.tp"),
+        (["lr=3"], "stray argument 'lr=3'; did you mean --config.optimizer.learning_rate=3?"),
+        (["configs/base.py"], "stray argument 'configs/base.py'; did you mean --config=configs/base.py?"),
         ([BASE, "lr=3"], "stray argument 'lr=3'; did you mean --config.optimizer.learning_rate=3?"),
         ([BASE, "config.mesh.tp=4"], "stray argument 'config.mesh.tp=4'; did you mean --config.mesh.tp=4?"),
         ([BASE, "--workdirr=x"], "unknown flag --workdirr; did you mean 'workdir'?"),

@@ -12,7 +12,7 @@ import pytest
 from run_examples import TEXT, tiny_config
 
 from configs.saved import get_config as load_config
-from parallax.checkpoint.steps import Standing
+from parallax.checkpoint.steps import CheckedSteps
 from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.sections import DataConfig, MeshConfig
 from parallax.config.settings import load_settings, read_settings
@@ -23,7 +23,7 @@ from parallax.data.vocabulary import with_tokenizer, with_vocab_of_source
 from parallax.inference.trained import Trained, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.training.folder import RunFolder
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import build, train
 
 ONE = {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1}
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         (tmp_path / name / "checkpoints" / "8").mkdir(parents=True)
         (tmp_path / name / "checkpoints" / "8" / "manifest.json").touch()
     manifest = lambda folder, step: {"settings": {"model": {"vocab": sizes[folder.parent.name]}}}  # noqa: E731
-    monkeypatch.setattr("parallax.data.vocabulary.examine", lambda folder: Standing([8], {}))
+    monkeypatch.setattr("parallax.data.vocabulary.check_steps", lambda folder: CheckedSteps([8], {}))
     monkeypatch.setattr("parallax.data.vocabulary.read_manifest", manifest)
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
     settings = read_settings(tiny_config(tmp_path, **changes))

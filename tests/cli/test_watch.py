@@ -16,8 +16,7 @@ from rich.console import Console
 
 from parallax.cli.watch.__main__ import follow, main, write_svg
 from parallax.cli.watch.plot import Points, plot
-from parallax.cli.watch.rows import Rows
-from parallax.cli.watch.run import Run
+from parallax.cli.watch.run import Metrics, WatchedRun
 from parallax.cli.watch.view import View
 from parallax.runtime.errors import CheckpointError
 
@@ -53,14 +52,14 @@ def write_run(folder, rows, *, owner=None, ended=None, steps=20):
 
 
 def test_a_finished_run_is_shown_with_all_that_it_has_written(observed_run):
-    run = Run(observed_run)
+    run = WatchedRun(observed_run)
     shown = picture(run)
     assert run.status.state == "finished" and run.step == run.steps == 8
     assert run.saved.valid == [4, 8] and not run.saved.damaged and not run.saved.unfinished
     for words in ("step 8/8", "100%", "tokens/s", "of peak", "memory", "data wait", "pp=2 dp=2 tp=2 on 8 x cpu"):
         assert words in shown, words
     assert "checkpoints  step 8, before it 4" in shown and "skipped      none" in shown
-    last = run.rows.recent[-1]
+    last = run.metrics.recent[-1]
     assert f"train loss {last['train/loss']:.4f}   eval loss {last['eval/loss']:.4f} at step 8" in shown
 
 
@@ -75,7 +74,7 @@ def test_a_finished_run_is_shown_with_all_that_it_has_written(observed_run):
     ],
 )
 def test_it_is_known_whether_a_run_goes_on_and_how_it_ended(tmp_path, how, state, why):
-    run = Run(write_run(tmp_path, [row(1), row(2), row(3)], **how))
+    run = WatchedRun(write_run(tmp_path, [row(1), row(2), row(3)], **how))
     assert run.status == (state, why)
     assert state in picture(run) and (not why or why in picture(run))
     assert (run.left_secs == 17 * 0.5) is (state == "running")
@@ -83,29 +82,29 @@ def test_it_is_known_whether_a_run_goes_on_and_how_it_ended(tmp_path, how, state
 
 def test_a_run_that_stands_still_is_told_from_one_that_is_slow(tmp_path):
     folder, late = write_run(tmp_path, [row(1), row(2)], owner=os.getpid()), time.time() + 59
-    assert Run(folder, clock=lambda: late).status.state == "running"
-    status = Run(folder, clock=lambda: late + 30).status
+    assert WatchedRun(folder, clock=lambda: late).status.state == "running"
+    status = WatchedRun(folder, clock=lambda: late + 30).status
     assert status.state == "stands still" and "a step takes 0.50 s" in status.why
     slow = write_run(tmp_path, [{**row(n), "perf/step_secs": 100.0} for n in (1, 2)], owner=os.getpid())
-    assert Run(slow, clock=lambda: late + 30).status.state == "running"
+    assert WatchedRun(slow, clock=lambda: late + 30).status.state == "running"
 
 
 def test_a_start_in_a_folder_whose_run_has_ended_is_no_ended_run(tmp_path):
     folder = write_run(tmp_path, [row(1)], owner=os.getpid(), ended="stopped")
-    assert Run(folder).status.state == "stopped"
+    assert WatchedRun(folder).status.state == "stopped"
     os.utime(folder / "lock", (time.time() + 5, time.time() + 5))
-    assert Run(folder).status.state == "running"
+    assert WatchedRun(folder).status.state == "running"
 
 
 def test_a_run_that_has_no_step_yet_is_starting(tmp_path):
     (tmp_path / "log.txt").write_text("run somewhere\n")
-    run = Run(tmp_path)
+    run = WatchedRun(tmp_path)
     assert run.status.state == "starting" and "no step is done yet" in picture(run)
 
 
 def test_lines_are_read_as_the_file_grows_and_torn_ones_wait_for_their_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = Rows(path)
+    rows = Metrics(path)
     rows.read()
     assert rows.steps == []
     path.write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr')
@@ -128,7 +127,7 @@ def test_lines_are_read_as_the_file_grows_and_torn_ones_wait_for_their_end(tmp_p
 
 
 def test_a_running_run_is_followed_through_refreshes(tmp_path):
-    run = Run(write_run(tmp_path, [row(1)], owner=os.getpid()))
+    run = WatchedRun(write_run(tmp_path, [row(1)], owner=os.getpid()))
     write_run(tmp_path, [row(1), row(2), row(3, train_skipped_steps=1.0)], ended="finished")
     run.refresh()
     assert (run.step, run.skipped, run.status.state) == (3, 1, "finished")
@@ -140,7 +139,7 @@ def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_r
     folder = tmp_path / "run" / "checkpoints"
     (folder / "12.orbax-checkpoint-tmp-3").mkdir()
     (folder / "8" / "tokenizer.json").unlink()
-    run = Run(tmp_path / "run")
+    run = WatchedRun(tmp_path / "run")
     assert (run.saved.valid, run.saved.damaged, run.saved.unfinished) == ([4], [8], [12])
     assert "step 4; a save of step 12 was not finished; damaged: 8" in picture(run, width=120)
     metadata = json.loads(run.files.metadata.read_text())
@@ -155,7 +154,7 @@ def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_r
 def test_no_line_is_wider_than_the_terminal(tmp_path, width, encoding):
     rows = [row(n, 9.0 / n, **({"eval_loss": 8.0 / n} if n % 5 == 0 else {})) for n in range(1, 18)]
     runs = [write_run(tmp_path / name, rows, ended="E: " + "long " * 60) for name in ("one", "two", "a" * 90)]
-    shown = picture(*map(Run, runs), width=width, encoding=encoding)
+    shown = picture(*map(WatchedRun, runs), width=width, encoding=encoding)
     assert max(map(len, shown.splitlines())) <= width
     beside = any("one" in line and "two" in line for line in shown.splitlines())
     assert beside is (width == 130)
@@ -189,7 +188,7 @@ def test_a_folder_without_a_run_is_refused_by_what_was_looked_for(tmp_path, ther
     write_run(tmp_path / "below", [])
     if there:
         with pytest.raises(CheckpointError, match="runs below it: below"):
-            Run(tmp_path)
+            WatchedRun(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_a_pipe_gets_one_picture_and_an_svg_needs_nothing_else(tmp_path, capsys)
 
 
 def test_a_run_that_was_followed_leaves_one_picture(tmp_path, monkeypatch):
-    runs, looks = [Run(write_run(tmp_path / "run", [row(1)], owner=os.getpid()))], iter([None, None])
+    runs, looks = [WatchedRun(write_run(tmp_path / "run", [row(1)], owner=os.getpid()))], iter([None, None])
 
     def look(secs):
         if next(looks, "ended") == "ended":

@@ -4,11 +4,11 @@ import sys
 import time
 
 import train
-from parallax.checkpoint import writer
+from parallax.checkpoint import save
 
 
 def main(stuck_at, argv):
-    write_manifest = writer.write_manifest
+    write_manifest = save.write_manifest
 
     def write_or_wait(folder, content):
         if content["step"] == stuck_at:
@@ -16,7 +16,7 @@ def main(stuck_at, argv):
             time.sleep(600)
         write_manifest(folder, content)
 
-    writer.write_manifest = write_or_wait
+    save.write_manifest = write_or_wait
     return train.main(argv)
 
 

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -16,19 +17,17 @@ import pytest
 from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, save_steps, truncate
 
 import parallax
-from parallax.checkpoint import (
-    Checkpoints,
+from parallax.checkpoint.restore import restore, restore_newest
+from parallax.checkpoint.save import CheckpointWriter, check_space
+from parallax.checkpoint.steps import (
     DamagedError,
-    check_space,
-    examine,
+    check_steps,
     latest_step,
     read_manifest,
-    restore,
-    restore_newest,
+    remove_step,
+    size_and_checksum,
     tidy,
 )
-from parallax.checkpoint import steps as steps_module
-from parallax.checkpoint.manifest import measure
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import CheckpointError
 
@@ -131,7 +130,7 @@ def test_a_flipped_bit_is_found_in_every_file_and_names_the_arrays_that_it_hits(
 def test_a_flipped_bit_of_one_array_names_that_array_alone(tmp_path):
     rng = np.random.default_rng(0)
     parts = {"params": {name: jax.numpy.asarray(rng.normal(size=(64, 64)), np.float32) for name in ("one", "two")}}
-    with Checkpoints(tmp_path, CONFIG, settings={}) as checkpoints:
+    with CheckpointWriter(tmp_path, CONFIG, settings={}) as checkpoints:
         checkpoints.save(1, parts)
     hit = set()
     for path in [p for p in (tmp_path / "1").rglob("*") if p.is_file() and p.stat().st_size > 2 * 64 * 64]:
@@ -196,13 +195,13 @@ def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
     circle, sums = folder / "2" / "params" / "_METADATA", {"bytes": 1, "crc32": 0}
     circle.unlink()
     circle.symlink_to(circle)
-    assert "its file params/_METADATA " in examine(folder).damaged[2].how
+    assert "its file params/_METADATA " in check_steps(folder).damaged[2].how
     assert restore_newest(folder, abstract(parts)).step == 1
     rewrite(folder, 2, lambda m: m.update(files={"x" * 300: sums}))
-    assert "cannot be read (File name too long)" in examine(folder).damaged[2].how
+    assert "cannot be read (File name too long)" in check_steps(folder).damaged[2].how
     rewrite(folder, 2, lambda m: m.pop("loss"))
-    assert "its manifest.json has no loss" in examine(folder).damaged[2].how
-    with Checkpoints(folder, CONFIG, settings={}):
+    assert "its manifest.json has no loss" in check_steps(folder).damaged[2].how
+    with CheckpointWriter(folder, CONFIG, settings={}):
         pass
     stat = pathlib.Path.stat
 
@@ -212,7 +211,7 @@ def test_an_odd_file_damages_its_step_and_stops_nobody(saved, monkeypatch):
         return stat(path, **how)
 
     monkeypatch.setattr(pathlib.Path, "stat", forbidden)
-    assert "its manifest.json cannot be read" in examine(folder).damaged[2].how
+    assert "its manifest.json cannot be read" in check_steps(folder).damaged[2].how
     assert restore_newest(folder, abstract(parts)).step == 1
 
 
@@ -222,7 +221,9 @@ def test_what_orbax_cannot_read_is_damage_though_its_checksum_is_right(saved, na
     path = folder / "2" / "params" / name
     path = largest_file(path) if name == "d" else path
     path.write_bytes(b"not what was saved")
-    rewrite(folder, 2, lambda m: m["files"].update({path.relative_to(folder / "2").as_posix(): measure(path)}))
+    rewrite(
+        folder, 2, lambda m: m["files"].update({path.relative_to(folder / "2").as_posix(): size_and_checksum(path)})
+    )
     with pytest.raises(DamagedError, match="step 2 in .* is damaged: it cannot be read: "):
         restore(folder, 2, abstract(parts))
     assert restore_newest(folder, abstract(parts)).step == 1
@@ -239,7 +240,7 @@ def test_an_array_of_an_absurd_shape_is_refused_before_memory_is_asked_for(saved
 
 def test_a_manifest_of_absurd_length_is_not_read(saved, monkeypatch):
     folder, _ = saved
-    monkeypatch.setattr("parallax.checkpoint.manifest.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("parallax.checkpoint.steps.LIMIT_BYTES", 1000)
     with pytest.raises(DamagedError, match=r"its manifest.json is a link or has \d+ bytes, more than 1000"):
         read_manifest(folder, 2)
 
@@ -288,11 +289,11 @@ def test_a_kill_while_a_step_is_removed_leaves_no_step(saved, monkeypatch):
         next(path.rglob("*.ocdbt")).unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps_module.shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        steps_module.remove_step(folder, 1)
+        remove_step(folder, 1)
     monkeypatch.undo()
-    assert examine(folder) == ([2], {})
+    assert check_steps(folder) == ([2], {})
     assert tidy(folder) == [f"removed what was left of step 1: {folder / '1'}"] and not (folder / "1").exists()
     assert restore_newest(folder, abstract(parts)).step == 2
 
@@ -300,8 +301,8 @@ def test_a_kill_while_a_step_is_removed_leaves_no_step(saved, monkeypatch):
 def test_a_half_copied_step_is_not_valid(saved):
     folder, _ = saved
     largest_file(folder / "2" / "rest").unlink()
-    standing = examine(folder)
-    assert standing.valid == [1] and "is missing" in standing.damaged[2].how and latest_step(folder) == 1
+    checked = check_steps(folder)
+    assert checked.valid == [1] and "is missing" in checked.damaged[2].how and latest_step(folder) == 1
 
 
 def test_a_step_that_was_renamed_is_not_believed(saved):
@@ -323,7 +324,7 @@ def test_an_unwritable_folder_is_named_before_anything_is_saved(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/parallax")):
         with pytest.raises(CheckpointError, match=f"cannot write in {folder} .*; choose another --workdir"):
-            Checkpoints(folder, CONFIG, settings={})
+            CheckpointWriter(folder, CONFIG, settings={})
 
 
 def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_path, monkeypatch):
@@ -332,9 +333,9 @@ def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("parallax.checkpoint.writer.write_manifest", full)
+    monkeypatch.setattr("parallax.checkpoint.save.write_manifest", full)
     message = r"cannot save step 2 in .*No space left.*older steps are untouched"
-    with pytest.raises(CheckpointError, match=message), Checkpoints(tmp_path, CONFIG, settings={}) as checkpoints:
+    with pytest.raises(CheckpointError, match=message), CheckpointWriter(tmp_path, CONFIG, settings={}) as checkpoints:
         checkpoints.save(2, parts)
         while True:
             checkpoints.check()
@@ -347,8 +348,11 @@ def test_a_failed_save_is_said_when_another_error_ends_the_run(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     said = []
-    monkeypatch.setattr("parallax.checkpoint.writer.write_manifest", full)
-    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, CONFIG, settings={}, say=said.append) as checkpoints:
+    monkeypatch.setattr("parallax.checkpoint.save.write_manifest", full)
+    with (
+        pytest.raises(ZeroDivisionError),
+        CheckpointWriter(tmp_path, CONFIG, settings={}, say=said.append) as checkpoints,
+    ):
         checkpoints.save(2, make_parts(mesh_of(1, 1, 1)))
         raise ZeroDivisionError
     assert len(said) == 1 and re.match("CheckpointError: cannot save step 2 in .*No space left", said[0])
@@ -371,13 +375,13 @@ def noise(mbytes):
 def test_a_disk_that_is_full_ends_the_save_and_keeps_the_step_before(small_disk):
     small = noise(1)
     with pytest.raises(CheckpointError, match="cannot save step 2 in .*older steps are untouched"):
-        with Checkpoints(small_disk, CONFIG, settings={}) as checkpoints:
+        with CheckpointWriter(small_disk, CONFIG, settings={}) as checkpoints:
             checkpoints.save(1, small)
             checkpoints.save(2, noise(4))
     assert sorted(path.name for path in small_disk.iterdir()) == ["1"]
     assert restore_newest(small_disk, abstract(small)).step == 1
     # The failed save gave its room back.
-    with Checkpoints(small_disk, CONFIG, settings={}) as checkpoints:
+    with CheckpointWriter(small_disk, CONFIG, settings={}) as checkpoints:
         checkpoints.save(3, small)
     assert latest_step(small_disk) == 3
 
@@ -387,7 +391,7 @@ def test_a_read_only_disk_is_named(small_disk):
     with pytest.raises(
         CheckpointError, match=r"cannot write in .* \(Read-only file system\); choose another --workdir"
     ):
-        Checkpoints(small_disk, CONFIG, settings={})
+        CheckpointWriter(small_disk, CONFIG, settings={})
 
 
 LIMITED = """
@@ -395,14 +399,15 @@ import resource, signal, sys, pathlib
 sys.path.insert(0, "tests")
 import conftest, numpy, jax
 from parallax.config.sections import CheckpointConfig
-from parallax.checkpoint import Checkpoints, latest_step
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.runtime.errors import exit_status
 folder = pathlib.Path(sys.argv[1])
 def act():
     bits = numpy.random.default_rng(0).integers(0, 256, (4, 1 << 20), numpy.uint8)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    with Checkpoints(folder, CheckpointConfig(every_steps=1, keep_last=2, keep_best=0), settings={}) as checkpoints:
+    config = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
+    with CheckpointWriter(folder, config, settings={}) as checkpoints:
         noise = {f"noise {number}": jax.numpy.asarray(bits) for number in range(8)}
         checkpoints.save(2, {"params": noise, "rest": noise})
 sys.exit(exit_status(act))

@@ -15,9 +15,8 @@ import time
 
 import pytest
 
-from parallax.runtime.multihost import hub as hub_module
-from parallax.runtime.multihost import wire as wire_module
-from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost import control_line
+from parallax.runtime.multihost.control_line import Hub
 from parallax.runtime.multihost.job import listen
 
 TOKEN = "a secret of the job"
@@ -162,7 +161,7 @@ def test_a_stranger_neither_stops_nor_stalls_a_job_that_is_not_complete(stranger
 
 
 def test_a_stranger_who_writes_slowly_or_not_at_all_is_sent_away(monkeypatch):
-    monkeypatch.setattr(hub_module, "STRANGER_SECS", 0.5)
+    monkeypatch.setattr(control_line, "STRANGER_SECS", 0.5)
     job = Job(2)
     first, silent, slow = job.join(0), job.connect(), job.connect()
     for byte in b'{"hello"':
@@ -186,7 +185,7 @@ def test_of_thousands_of_strangers_a_few_are_listened_to():
             HALF_OPEN.pop(0).close()
         if not each % 250:
             assert first.is_answered()
-    assert oldest.is_ended() and len(job.hub._strangers) <= hub_module.MOST_STRANGERS
+    assert oldest.is_ended() and len(job.hub._strangers) <= control_line.MOST_STRANGERS
     assert meets(job, first)
 
 
@@ -202,7 +201,7 @@ def test_only_for_want_of_open_files_is_the_oldest_stranger_hung_up(number, ends
         failed.set()
         raise OSError(number, "on purpose")
 
-    monkeypatch.setattr(hub_module, "PatientWire", fails)
+    monkeypatch.setattr(control_line, "QueuedMessageSocket", fails)
     job.connect()
     assert failed.wait(ANSWER_SECS)
     if ends:
@@ -316,7 +315,7 @@ def test_a_process_that_talks_nonsense_is_lost_and_the_others_hear_it(said):
 
 
 def test_a_process_that_reads_nothing_stalls_nobody_and_is_lost(monkeypatch):
-    monkeypatch.setattr(wire_module, "UNREAD_BYTES", 1 << 16)
+    monkeypatch.setattr(control_line, "UNREAD_BYTES", 1 << 16)
     job = Job(2)
     first, second = job.join(0), job.join(1)
     assert second.read_until("all")

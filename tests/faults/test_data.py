@@ -18,12 +18,12 @@ from data_examples import TEXTS, prepare_texts, prepared_reader
 from run_examples import tiny_config
 
 import train as command_line
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.data import shard
 from parallax.data.manifest import read_manifest
 from parallax.data.tokenizer import Bytes
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.training.journal import Journal, read_metrics
+from parallax.training.logger import RunLogger, read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -167,7 +167,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_ends_it_with_status_5_and_what_wa
     prepared, tmp_path, monkeypatch
 ):
     config, folder = prepared
-    record = Journal.record
+    record = RunLogger.record
 
     def record_and_cut(self, step, values):
         record(self, step, values)
@@ -175,7 +175,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_ends_it_with_status_5_and_what_wa
             for file in folder.glob("*.ids"):
                 os.truncate(file, 10)
 
-    monkeypatch.setattr(Journal, "record", record_and_cut)
+    monkeypatch.setattr(RunLogger, "record", record_and_cut)
     with pytest.raises(DataError, match=r"shard .*\.ids was cut short while it was read") as error:
         train(config, tmp_path / "run")
     assert error.value.exit_status == 5 and latest_step(tmp_path / "run" / "checkpoints") >= 2

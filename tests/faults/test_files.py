@@ -22,9 +22,10 @@ from rich.console import Console
 from run_examples import as_flags, tiny_config
 
 import train as command_line
-from parallax.checkpoint import Checkpoints, complete_steps, latest_step
+from parallax.checkpoint.save import CheckpointWriter
+from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli.watch.__main__ import write_svg
-from parallax.cli.watch.run import Run
+from parallax.cli.watch.run import WatchedRun
 from parallax.cli.watch.view import View
 from parallax.config.settings import load_settings
 from parallax.data import Reader, sources, stream
@@ -33,8 +34,8 @@ from parallax.data.sources import open_source
 from parallax.data.tokenizer import load
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
-from parallax.runtime.files import object_of
-from parallax.training.journal import Journal, Lines, read_metrics
+from parallax.runtime.files import AppendFile, object_of
+from parallax.training.logger import RunLogger, read_metrics
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
@@ -48,14 +49,14 @@ DEEP = '{"a": ' * 100_000
 
 def at_step(monkeypatch, step, act):
     """Call `act` when a step was recorded."""
-    record = Journal.record
+    record = RunLogger.record
 
     def record_and_act(self, at, values):
         record(self, at, values)
         if at == step:
             act()
 
-    monkeypatch.setattr(Journal, "record", record_and_act)
+    monkeypatch.setattr(RunLogger, "record", record_and_act)
 
 
 @pytest.fixture
@@ -139,29 +140,29 @@ def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, mon
 def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
     from parallax.training import run as run_module
 
-    measure, config = run_module.measure, tiny_config(corpus, **{"checkpoint.every_steps": 0})
+    measure, config = run_module.mean_loss, tiny_config(corpus, **{"checkpoint.every_steps": 0})
 
     def fails(*_):
         raise DataError("shard x cannot be read")
 
-    monkeypatch.setattr(run_module, "measure", fails)
+    monkeypatch.setattr(run_module, "mean_loss", fails)
     with pytest.raises(DataError, match="shard x cannot be read"):
         train(config, tmp_path)
-    monkeypatch.setattr(run_module, "measure", measure)
+    monkeypatch.setattr(run_module, "mean_loss", measure)
     assert latest_step(tmp_path / "checkpoints") == 4
     assert_saved_and_goes_on(config, tmp_path, least=4)
 
 
 def full_once(monkeypatch, failing):
     """A disk that keeps no line any more once there is something in `failing`."""
-    write = Lines.write
+    write = AppendFile.write
 
     def fails(self, text):
         if failing:
             raise CheckpointError(f"cannot write in {self._folder} (No space left on device)")
         write(self, text)
 
-    monkeypatch.setattr(Lines, "write", fails)
+    monkeypatch.setattr(AppendFile, "write", fails)
 
 
 def unreadable_from(monkeypatch, batch):
@@ -190,7 +191,7 @@ def test_where_the_log_fails_with_the_data_the_data_is_named(what, corpus, tmp_p
             failing.append(1)
             raise DataError("shard x.ids cannot be read")
 
-        monkeypatch.setattr("parallax.training.run.measure", measure)
+        monkeypatch.setattr("parallax.training.run.mean_loss", measure)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus), tmp_path)
     assert "CheckpointError: cannot write in" in capsys.readouterr().out
@@ -205,7 +206,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
         failing.append(1)
         raise CheckpointError("cannot save step 5")
 
-    monkeypatch.setattr(Checkpoints, "wait", fails)
+    monkeypatch.setattr(CheckpointWriter, "wait", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -213,7 +214,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
 
 def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, tmp_path, monkeypatch):
     unreadable_from(monkeypatch, 3)
-    monkeypatch.setattr("parallax.training.steps.not_finite", lambda params: ["embedding"])
+    monkeypatch.setattr("parallax.training.loop.not_finite", lambda params: ["embedding"])
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "DivergenceError: after step 3 parameters are not finite: embedding" in (tmp_path / "log.txt").read_text()
@@ -222,8 +223,7 @@ def test_where_parameters_are_not_finite_and_data_is_lost_both_are_said(corpus, 
 
 def agreed_after(monkeypatch, steps):
     """One of several processes, as far as its steps know; all agree to stop so many steps after its last."""
-    for module in ("run", "steps"):
-        monkeypatch.setattr(f"parallax.training.{module}.several", lambda: True)
+    monkeypatch.setattr("parallax.runtime.multihost.job.several", lambda: True)
     asked, taken = [], []
 
     def after(self, step):
@@ -276,7 +276,7 @@ def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data
     def fails(*_, **__):
         raise CheckpointError("cannot save step 5")
 
-    monkeypatch.setattr(Checkpoints, "save", fails)
+    monkeypatch.setattr(CheckpointWriter, "save", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -310,13 +310,13 @@ def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how,
 
 
 def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
     def go_away(*_):
         shutil.rmtree(tmp_path / "run")
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(writer, "write_manifest", go_away)
+    monkeypatch.setattr(save, "write_manifest", go_away)
     with pytest.raises(CheckpointError, match=r"cannot save step 4 in .*No such file|removed or renamed"):
         train(tiny_config(corpus), tmp_path / "run")
 
@@ -518,7 +518,7 @@ def test_a_lock_and_a_log_of_a_received_run_that_are_no_plain_files_are_refused_
 def test_a_pipe_in_place_of_a_file_that_is_read_is_not_waited_for(name, received):
     (received / name).unlink()
     os.mkfifo(received / name)
-    assert Run(received).status.state
+    assert WatchedRun(received).status.state
     if name in ("config.json", "tokenizer.json"):
         with pytest.raises((CheckpointError, DataError), match=rf"{name} cannot be read: {name} is no plain file"):
             load_settings(received)
@@ -561,13 +561,13 @@ def test_no_character_of_a_received_run_steers_the_terminal_and_its_picture_is_x
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     (folder / "log.txt").write_text(f"last{STEERING}@font-face {{ x\n", newline="")
     (folder / "checkpoints").mkdir()
-    shown, elements = watched(run := Run(folder), svg=tmp_path / "a.svg")
+    shown, elements = watched(run := WatchedRun(folder), svg=tmp_path / "a.svg")
     assert not [one for one in shown if not one.isprintable() and one != "\n"]
     assert f"why{SHOWN}]]>&<script>" in run.status.why and len(run.status.why) < 10_000
     assert SHOWN in run.mesh and SHOWN in run.devices
     assert len(elements) > 20 and not [one for one in elements if one.tag.endswith("script")]
     (folder / "metadata.json").unlink()
-    assert Run(folder).last_words() == "@font-face { x"  # what comes behind the carriage return is a line
+    assert WatchedRun(folder).last_words() == "@font-face { x"  # what comes behind the carriage return is a line
 
 
 @pytest.mark.parametrize("text", [STEERING, "a name\u00a0of two", "👩\u200d🚀 日本"], ids=["steers", "space", "emoji"])
@@ -619,7 +619,7 @@ def test_odd_numbers_in_metrics_are_shown_and_not_raised(key, value, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"train": {{"steps": {value}}}}}')
     start = f'{{"start": {value}, "mesh": {{"pp": {value}}}, "devices": {value}, "ended": {{"time": {value}}}}}'
     (tmp_path / "metadata.json").write_text(f'{{"starts": [{start}]}}')
-    run = Run(tmp_path)
+    run = WatchedRun(tmp_path)
     shown, _ = watched(run, svg=tmp_path / "a.svg")
     assert max(map(len, shown.splitlines())) <= 150
     assert ("3 values of metrics.jsonl are no finite numbers" in shown) is (value in COUNTED and key in PLAIN)
@@ -641,7 +641,7 @@ def test_a_step_that_goes_back_or_is_there_twice_is_drawn(tmp_path):
     steps = [1, 2, 3, 2, 2, -5, 10**15, 10**40, 4]
     rows = [json.dumps({"step": step, "train/loss": 1.0 * number}) for number, step in enumerate(steps)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    shown, _ = watched(Run(tmp_path), svg=tmp_path / "a.svg")
+    shown, _ = watched(WatchedRun(tmp_path), svg=tmp_path / "a.svg")
     assert "step 4" in shown and "1 lines of metrics.jsonl" in shown
 
 

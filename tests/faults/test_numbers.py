@@ -14,19 +14,19 @@ from checkpoint_examples import largest_file
 from run_examples import stop_at, tiny_config
 from tiny import build, make_batch, optimizer_config, params_of
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
 from parallax.config.sections import GuardConfig
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.training import run as run_module
-from parallax.training.diagnosis import make_diagnosis, not_finite
+from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
+from parallax.training.divergence import make_diagnosis, not_finite
 from parallax.training.guard import init_guard, judge
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
+from parallax.training.loop import TrainingLoop
 from parallax.training.optimizer import make_optimizer
-from parallax.training.recheck import CorruptionError, Recheck
 from parallax.training.run import DivergenceError, train
 from parallax.training.step import init_state, make_train_step, state_shardings
-from parallax.training.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NOTHING = dict(max_skipped_steps=3, spike_z=0.0, spike_signal="loss", spike_window_steps=4)
@@ -48,7 +48,7 @@ def with_gradients(monkeypatch, change):
 
     def changed(self, params, batch, noise=None):
         metrics, grads = loss_and_grad(self, params, batch, noise)
-        return metrics, change(noise[1], grads)
+        return metrics, grads if noise is None else change(noise[1], grads)  # no step: what it takes is planned
 
     monkeypatch.setattr(ShardedModel, "loss_and_grad", changed)
 
@@ -121,7 +121,7 @@ def diverged(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("diverged")
     with pytest.MonkeyPatch.context() as patch:
         with_gradients(patch, not_a_number)
-        patch.setattr("parallax.training.skips.at", lambda what, **how: PLACES.append((what, how)))
+        patch.setattr("parallax.training.divergence.set_phase", lambda what, **how: PLACES.append((what, how)))
         with pytest.raises(DivergenceError) as error:
             train(tiny_config(corpus, **BAD, **{"checkpoint.keep_last": 9}), folder)
     return folder, error.value
@@ -239,7 +239,7 @@ def test_parameters_that_are_not_finite_are_never_saved(corpus):
     params = jax.tree.map(jnp.copy, initial.params)
     assert not not_finite(params)
     params["head"]["norm"]["scale"] = params["head"]["norm"]["scale"].at[2].set(jnp.inf)
-    steps = Steps.__new__(Steps)  # it comes as far as the check
+    steps = TrainingLoop.__new__(TrainingLoop)  # it comes as far as the check
     with pytest.raises(DivergenceError, match=r"after step 7 parameters are not finite: head.norm.scale; they are not"):
         steps._save(7, initial._replace(params=params), None)
 
@@ -370,7 +370,9 @@ def flip(array, device, bit=3):
 @pytest.mark.parametrize("bit", [0, 31])
 def test_a_flipped_bit_of_one_copy_is_found_and_named(bit):
     model, initial, step = tiny_step((2, 2, 2))
-    recheck = Recheck(state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts)))
+    recheck = SilentCorruptionCheck(
+        state_shardings(model, make_optimizer(optimizer_config(warmup_steps=2), 20, model.layouts))
+    )
     recheck.compare_copies(recheck.bits(initial), 0)
     params = jax.tree.map(lambda x: x, initial.params)
     params["head"]["norm"]["scale"] = flip(params["head"]["norm"]["scale"], device=5, bit=bit)

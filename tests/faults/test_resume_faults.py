@@ -17,10 +17,10 @@ from checkpoint_examples import fill, flip, largest_file, truncate
 from run_examples import as_flags, tiny_config
 
 import train as command_line
-from parallax.checkpoint import latest_step, read_manifest
+from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.runtime.errors import CheckpointError
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal, read_metrics
+from parallax.training.logger import RunLogger, read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -131,7 +131,7 @@ def test_a_config_of_other_shapes_is_refused_field_by_field(corpus, at_six):
 
 
 def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
-    monkeypatch.setattr("parallax.training.run.code", lambda: {"parallax": "9.9.9+edited"})
+    monkeypatch.setattr("parallax.training.run.code_versions", lambda: {"parallax": "9.9.9+edited"})
     changes = {"optimizer.learning_rate": 1e-3, "mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b"}
     # A run that is done says so after the list.
     assert go_on(corpus, at_six, **changes, **{"train.steps": 6}).reason == "nothing to do"
@@ -148,13 +148,13 @@ def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
 def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path, monkeypatch):
     from parallax.training import run as run_module
 
-    about = run_module.about
+    about = run_module.checkpoint_settings
 
     def with_another(parts):
         settings = about(parts)
         return settings | {"corpus": settings["corpus"] | {"tokenizer": "f00"}}
 
-    monkeypatch.setattr(run_module, "about", with_another)
+    monkeypatch.setattr(run_module, "checkpoint_settings", with_another)
     with pytest.raises(
         CheckpointError, match="with another model or other data: corpus.tokenizer='.*' there, 'f00' here"
     ):
@@ -172,16 +172,16 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stoppe
 
 
 def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_there(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
-    write_manifest = writer.write_manifest
+    write_manifest = save.write_manifest
 
     def full_at_4(folder, content):
         if content["step"] == 4:
             raise OSError(28, "No space left on device")
         write_manifest(folder, content)
 
-    monkeypatch.setattr(writer, "write_manifest", full_at_4)
+    monkeypatch.setattr(save, "write_manifest", full_at_4)
     with pytest.raises(CheckpointError, match="cannot save step 4 in .*No space left") as error:
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
@@ -190,9 +190,9 @@ def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_the
 
 def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, monkeypatch):
     """The disk takes the last of step 4 no sooner than step 5 is over."""
-    from parallax.checkpoint import writer
+    from parallax.checkpoint import save
 
-    later, write_manifest, record = threading.Event(), writer.write_manifest, Journal.record
+    later, write_manifest, record = threading.Event(), save.write_manifest, RunLogger.record
 
     def slow(folder, content):
         if content["step"] == 4:
@@ -205,8 +205,8 @@ def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, mo
             assert latest_step(tmp_path / "checkpoints") == 2
             later.set()
 
-    monkeypatch.setattr(writer, "write_manifest", slow)
-    monkeypatch.setattr(Journal, "record", record_and_go_on)
+    monkeypatch.setattr(save, "write_manifest", slow)
+    monkeypatch.setattr(RunLogger, "record", record_and_go_on)
     assert go_on(corpus, tmp_path).reason == "finished"
     assert_same_run(tmp_path, never_stopped)
 
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_status_3_and_it_goes_on_when_the
 ):
     """The first to meet it is no save, but a line of the log or of the metrics."""
     subprocess.run(["mount", "-o", "remount,size=24m", small_disk], check=True)  # room for each checkpoint of the run
-    record = Journal.record
+    record = RunLogger.record
 
     def record_and_fill(self, step, values):
         record(self, step, values)
@@ -226,7 +226,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_status_3_and_it_goes_on_when_the
                 time.sleep(0.01)
             fill(small_disk / first)
 
-    monkeypatch.setattr(Journal, "record", record_and_fill)
+    monkeypatch.setattr(RunLogger, "record", record_and_fill)
     full = (
         rf"^cannot write in {small_disk} \(No space left on device\); what is saved stays; make room, and the same .*$"
     )

@@ -16,16 +16,16 @@ import safetensors.numpy
 from checkpoint_examples import flip, largest_file, truncate
 from run_examples import tiny_config
 
-from parallax.checkpoint import Checkpoints, read_manifest
-from parallax.checkpoint.manifest import flatten
-from parallax.checkpoint.stored import Stored
+from parallax.checkpoint.arrays import ArrayReader, flatten
+from parallax.checkpoint.save import CheckpointWriter
+from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
 from parallax.config.sections import CheckpointConfig
 from parallax.interop.safetensors import NAMES, Tensor, read_header, read_pieces, read_tensor, write
 from parallax.interop.shards import read_shards, write_shards
 from parallax.runtime.errors import CheckpointError
+from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
-from parallax.training.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -48,7 +48,7 @@ def exported(trained, tmp_path):
 def params_of(folder, step):
     arrays = read_manifest(folder / "checkpoints", step)["arrays"]["params"]
     at = folder / "checkpoints" / str(step) / "params"
-    return {name: Stored(at, name, about).read(...) for name, about in arrays.items()}
+    return {name: ArrayReader(at, name, about).read(...) for name, about in arrays.items()}
 
 
 def tensors_of(path):
@@ -91,7 +91,7 @@ def test_an_import_has_the_bits_of_the_export_and_a_run_starts_from_it(
     ]
     assert marks[0] == marks[1]
     begun = []
-    monkeypatch.setattr(Steps, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
+    monkeypatch.setattr(TrainingLoop, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
     train(tiny_config(corpus, **{"train.init_from": str(workdir)}), tmp_path / "on")
     ((state, start),) = begun
     assert start == 0 and not any(x.any() for x in jax.tree.leaves(jax.device_get(state.opt_state)))
@@ -148,30 +148,30 @@ def test_the_library_of_the_format_reads_what_is_written_and_writes_what_is_read
 def test_bfloat16_of_a_checkpoint_is_stored_and_read_bit_for_bit(tmp_path):
     x = np.random.default_rng(0).integers(0, 1 << 16, (4, 8), np.uint16).view(ml_dtypes.bfloat16)
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(tmp_path, config, settings={}) as checkpoints:
+    with CheckpointWriter(tmp_path, config, settings={}) as checkpoints:
         checkpoints.save(1, {"params": {"x": jax.numpy.asarray(x)}})
     about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
-    stored = Stored(tmp_path / "1" / "params", "x", about)
+    stored = ArrayReader(tmp_path / "1" / "params", "x", about)
     write(tmp_path / "file", {"x": stored}, lambda name: stored.pieces())
     assert tensors_of(tmp_path / "file")["x"].tobytes() == x.tobytes()
 
 
 def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.checkpoint.stored.PIECE_BYTES", 4096)
+    monkeypatch.setattr("parallax.checkpoint.arrays.PIECE_BYTES", 4096)
     x = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
-    with Checkpoints(tmp_path, config, settings={}) as checkpoints:
+    with CheckpointWriter(tmp_path, config, settings={}) as checkpoints:
         checkpoints.save(1, {"params": {"x": jax.numpy.asarray(x)}})
     about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
-    pieces = list(Stored(tmp_path / "1" / "params", "x", about).pieces())
+    pieces = list(ArrayReader(tmp_path / "1" / "params", "x", about).pieces())
     assert len(pieces) == 64 and max(piece.nbytes for piece in pieces) == 4096
 
 
 EXPORT = """
 import pathlib, re, sys
-from parallax.checkpoint import stored
+from parallax.checkpoint import arrays
 from parallax.interop.move import export_params
-stored.CACHE_BYTES = 1 << 26
+arrays.CACHE_BYTES = 1 << 26
 # Of this process alone: getrusage begins with the memory of the one that started it.
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
 before = peak()
@@ -187,7 +187,7 @@ def test_an_export_of_640_mib_takes_the_memory_of_its_cache_and_a_few_pieces(tmp
     params = {f"array_{n}": jax.numpy.asarray(rng.normal(size=(64, 1 << 18)).astype(np.float32)) for n in range(10)}
     config = CheckpointConfig(every_steps=1, keep_last=1, keep_best=0)
     carry = lambda at: [(at / name).write_text("{}") for name in ("config.json", "tokenizer.json")]  # noqa: E731
-    with Checkpoints(tmp_path / "run" / "checkpoints", config, settings={}, carry=carry) as checkpoints:
+    with CheckpointWriter(tmp_path / "run" / "checkpoints", config, settings={}, carry=carry) as checkpoints:
         checkpoints.save(1, {"params": params})
     command = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -16,9 +16,9 @@ from run_examples import tiny_config
 from test_convert import params_of
 
 from configs.saved import get_config as load_config
-from parallax.checkpoint import complete_steps
-from parallax.checkpoint.manifest import flatten
-from parallax.cli.convert import main, parse, settings_of
+from parallax.checkpoint.arrays import flatten
+from parallax.checkpoint.steps import complete_steps
+from parallax.cli.convert import main, parse
 from parallax.cli.generate import main as generate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import train_bpe
@@ -27,8 +27,8 @@ from parallax.interop.folders import RECORD, Step
 from parallax.interop.huggingface import _record
 from parallax.model.rope import rope_of
 from parallax.runtime.errors import CheckpointError, ConfigError
+from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
-from parallax.training.steps import Steps
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -184,7 +184,7 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path, monkey
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
     begun = []
-    monkeypatch.setattr(Steps, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
+    monkeypatch.setattr(TrainingLoop, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
     train(tuned, tmp_path / "on")
     ((state, start),) = begun
     there = params_of(tmp_path / "run", 0)
@@ -341,7 +341,7 @@ def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused
 )
 def test_settings_that_the_folder_has_or_nobody_knows_are_refused(tmp_path, flags, message):
     with pytest.raises(ConfigError) as error:
-        settings_of(parse(["from-hf", "theirs", "--workdir", "run", *flags]).settings, tmp_path)
+        read_settings(parse(["from-hf", "theirs", "--workdir", "run", *flags]).settings, tmp_path)
     assert message in str(error.value)
 
 
@@ -516,9 +516,9 @@ def test_texts_beside_the_model_keep_their_line_ends(tmp_path):
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 CONVERT = """
 import re, sys
-from parallax.checkpoint import stored
+from parallax.checkpoint import arrays
 from parallax.cli.convert import main
-stored.CACHE_BYTES = 1 << 26
+arrays.CACHE_BYTES = 1 << 26
 import jax; jax.devices()
 # Of this process alone: getrusage begins with the memory of the one that started it.
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10

@@ -11,14 +11,14 @@ from run_examples import tiny_config
 
 import parallax as px
 from configs.saved import get_config as load_config
-from parallax.checkpoint import complete_steps
+from parallax.checkpoint.steps import complete_steps
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load, train_bpe
 from parallax.model.rope import rope_of
+from parallax.training.loop import TrainingLoop, parts_of
 from parallax.training.run import train
-from parallax.training.steps import Steps, parts_of
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -156,7 +156,7 @@ def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
         all_steps.checkpoints.save(steps, parts_of(state))
         return state, steps
 
-    monkeypatch.setattr(Steps, "run", run)
+    monkeypatch.setattr(TrainingLoop, "run", run)
     config = load_config(str(folder / "run" / "config.json"))
     config.data = tiny_config(corpus).data
     config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from test_runs import RUN_ERROR, initial, losses_of_run, losses_on_one_device
 from tiny import build, make_batch, mesh_of, optimizer_config
 
-from parallax.checkpoint import Checkpoints, restore
+from parallax.checkpoint.restore import restore
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import AXES, CheckpointConfig
 from parallax.pipeline.arrangement import Arrangement
 from parallax.sharding.collectives import as_varying
@@ -106,7 +107,9 @@ def test_what_one_schedule_trained_another_takes_up_bit_for_bit(tmp_path, mesh, 
     model, tx = parts_of(mesh, **changes)
     state, step = init_state(model, tx, seed=0), make_train_step(model, tx, seed=0)
     state, _ = step(state, jax.device_put(make_batch(rows=16), model.batch_sharding))
-    with Checkpoints(tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings={}) as checkpoints:
+    with CheckpointWriter(
+        tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings={}
+    ) as checkpoints:
         checkpoints.save(1, {"state": state._asdict()})
     other, other_tx = parts_of((2, 2, 2), schedule="gpipe", layers=changes["layers"])
     wanted = abstract_state(other, other_tx)

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import ConfigError, LostError
-from parallax.runtime.multihost import Place, gloo, read_place
+from parallax.runtime.multihost import gloo
 from parallax.runtime.multihost import job as job_module
-from parallax.runtime.multihost.cluster import started_by_scheduler
-from parallax.runtime.multihost.hub import Hub
-from parallax.runtime.multihost.job import listen
-from parallax.runtime.multihost.peers import Peers, end_now
+from parallax.runtime.multihost.address import ProcessAddress, read_address
+from parallax.runtime.multihost.control_line import ControlLine, Hub, end_now
+from parallax.runtime.multihost.job import listen, started_by_scheduler
 from parallax.training.watchdog import Watchdog
 
 PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num-processes": "4", "distributed.process-id": "3"}
@@ -33,11 +32,11 @@ PLACE = {"distributed.coordinator": "10.0.0.2:8476", "distributed.num-processes"
 
 
 def test_a_place_comes_from_flags_or_else_from_the_environment():
-    assert read_place(PLACE, {}) == Place("10.0.0.2", 8476, 4, 3, "")
+    assert read_address(PLACE, {}) == ProcessAddress("10.0.0.2", 8476, 4, 3, "")
     own = {"PARALLAX_COORDINATOR": "localhost:1", "PARALLAX_NUM_PROCESSES": "2", "PARALLAX_PROCESS_ID": "0"}
-    assert read_place({}, own) == Place("localhost", 1, 2, 0, "") and read_place({}, own).is_loopback
-    assert read_place(PLACE | {"distributed.process-id": None}, own).process == 0
-    assert read_place({name: None for name in PLACE}, {}) is None
+    assert read_address({}, own) == ProcessAddress("localhost", 1, 2, 0, "") and read_address({}, own).is_loopback
+    assert read_address(PLACE | {"distributed.process-id": None}, own).process == 0
+    assert read_address({name: None for name in PLACE}, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
 )
 def test_places_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
-        read_place(PLACE | changes, {})
+        read_address(PLACE | changes, {})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
 @given(st.text(max_size=30))
 def test_any_text_is_an_address_or_an_error_of_ours(text):
     try:
-        place = read_place(PLACE | {"distributed.coordinator": text}, {})
+        place = read_address(PLACE | {"distributed.coordinator": text}, {})
         assert place.host and 0 < place.port < 65536
     except ConfigError as error:
         assert repr(text) in str(error)
@@ -170,12 +169,12 @@ JOINED = []
 def all_leave(monkeypatch):
     """Nobody is left to be lost, which would end the process of the tests once the patches are undone."""
     yield
-    at_once(*(functools.partial(peers.leave, 0, "") for peers in JOINED))
+    at_once(*(functools.partial(line.leave, 0, "") for line in JOINED))
     JOINED.clear()
 
 
 class Meeting:
-    """A hub, and peers that join it from threads of this process."""
+    """A hub, and lines that join it from threads of this process."""
 
     def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0, clock_secs=60.0, clock=time.time):
         self.processes, self.start_secs, self.silence_secs = processes, start_secs, silence_secs
@@ -187,9 +186,9 @@ class Meeting:
     def join(self, rank, **changes):
         hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
         limits = {"start_secs": self.start_secs, "silence_secs": self.silence_secs}
-        peers = Peers(self.address, hello, hub=None if rank else self.hub, **limits)
-        JOINED.append(peers)
-        return peers
+        line = ControlLine(self.address, hello, hub=None if rank else self.hub, **limits)
+        JOINED.append(line)
+        return line
 
     def join_all(self, *ranks, **changes):
         return at_once(*(functools.partial(self.join, rank, **changes) for rank in ranks))
@@ -217,9 +216,9 @@ def at_once(*acts):
 def ended(monkeypatch):
     """Instead of ending, a process notes its status."""
     statuses = []
-    monkeypatch.setattr("parallax.runtime.multihost.peers.end_now", statuses.append)
-    monkeypatch.setattr("parallax.runtime.multihost.peers.end_within", lambda secs, status: None)
-    monkeypatch.setattr("parallax.runtime.multihost.peers.GRACE_SECS", 0.1)
+    monkeypatch.setattr("parallax.runtime.multihost.control_line.end_now", statuses.append)
+    monkeypatch.setattr("parallax.runtime.multihost.control_line.end_within", lambda secs, status: None)
+    monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 0.1)
     return statuses
 
 
@@ -234,8 +233,8 @@ def test_all_hear_the_values_of_the_first_and_each_difference():
     first, second, third = Meeting(3).join_all(0, 1, 2)
     values = [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 0, "more": True}]
     meet = [
-        functools.partial(peers.meet, "config", value, 20, "distributed.wait_secs")
-        for peers, value in zip((first, second, third), values)
+        functools.partial(line.meet, "config", value, 20, "distributed.wait_secs")
+        for line, value in zip((first, second, third), values)
     ]
     answers = at_once(*meet)
     assert all(answer["values"] == values[0] for answer in answers)
@@ -247,7 +246,7 @@ def test_differences_are_refused_with_both_values(monkeypatch):
         def meet(self, *_):
             return {"differences": [["mesh.tp", 2, 3, 4]], "more": 7}
 
-    monkeypatch.setattr(job_module, "_peers", Differing())
+    monkeypatch.setattr(job_module, "_line", Differing())
     monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 1, 1, 1))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
     with pytest.raises(ConfigError, match=expected):
@@ -292,7 +291,7 @@ def test_a_stranger_who_talks_nonsense_does_no_harm():
                 stranger.sendall(nonsense)
             except OSError:
                 continue
-    assert isinstance(meeting.join(0), Peers)
+    assert isinstance(meeting.join(0), ControlLine)
 
 
 # ---- ending
@@ -300,8 +299,8 @@ def test_a_stranger_who_talks_nonsense_does_no_harm():
 
 def test_a_lost_process_ends_the_others_with_75(ended, capsys):
     first, second, third = Meeting(3).join_all(0, 1, 2)
-    for peers in (first, second, third):
-        peers.at("step 7", 20, "distributed.wait_secs")
+    for line in (first, second, third):
+        line.set_phase("step 7", 20, "distributed.wait_secs")
     second._wire.socket.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}
@@ -325,7 +324,7 @@ def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
     """Its hub stands still, and answers nothing, as where its host has vanished."""
     meeting = Meeting(2, silence_secs=1.0)
     _, second = meeting.join_all(0, 1)
-    second.at("step 7", 20, "distributed.wait_secs")
+    second.set_phase("step 7", 20, "distributed.wait_secs")
     time.sleep(2)
     assert ended == []
     meeting.hub._look_at_the_clock = lambda: time.sleep(20)
@@ -336,11 +335,11 @@ def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
 
 def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
     first, second = Meeting(2).join_all(0, 1)
-    for peers in (first, second):
-        peers.at("step 3", 1.5, "distributed.wait_secs")
+    for line in (first, second):
+        line.set_phase("step 3", 1.5, "distributed.wait_secs")
     meet = functools.partial(first.meet, "the folder", {}, 20, "distributed.wait_secs")
     begun = time.monotonic()
-    second.at("a slow disk", 20, "distributed.wait_secs")
+    second.set_phase("a slow disk", 20, "distributed.wait_secs")
     at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
     assert ended == []
     wait_until(lambda: len(ended) >= 2)
@@ -353,7 +352,7 @@ def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
     meeting = Meeting(2)
     _, second = meeting.join_all(0, 1)
     meeting.hub._places = lambda: time.sleep(3) or {}
-    second.at("step 3", 0.5, "distributed.wait_secs")
+    second.set_phase("step 3", 0.5, "distributed.wait_secs")
     wait_until(lambda: len(ended) >= 2)
     assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
@@ -372,8 +371,8 @@ def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expec
 
 def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
     first, second = Meeting(2).join_all(0, 1)
-    second.at("reading a slow disk", 100, "distributed.wait_secs")
-    first.at("step 3", 0.5, "distributed.wait_secs")
+    second.set_phase("reading a slow disk", 100, "distributed.wait_secs")
+    first.set_phase("step 3", 0.5, "distributed.wait_secs")
     wait_until(lambda: len(ended) >= 2)
     said = capsys.readouterr().err
     assert (
@@ -383,7 +382,7 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
 
 
 def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
-    monkeypatch.setattr("parallax.runtime.multihost.peers.GRACE_SECS", 5.0)
+    monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 5.0)
     first, second = Meeting(2).join_all(0, 1)
     second._end = lambda *_: time.sleep(1) or second._wire.socket.shutdown(socket.SHUT_RDWR)
     begun = time.monotonic()
@@ -402,7 +401,7 @@ def test_who_has_said_goodbye_waits_for_nobody(ended, monkeypatch):
     """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
     first, _ = Meeting(2).join_all(0, 1)
     statuses = []
-    monkeypatch.setattr(job_module, "_peers", first)
+    monkeypatch.setattr(job_module, "_line", first)
     monkeypatch.setattr(job_module, "wait_for_all", lambda what: pytest.fail("it waits"))
     monkeypatch.setattr(job_module, "end_now", lambda status: statuses.append(status) or sys.exit(status))
     with pytest.raises(SystemExit):
@@ -430,15 +429,13 @@ def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatc
 
 STALLED = """
 import socket, sys, threading
-from parallax.runtime.multihost import peers
-from parallax.runtime.multihost.cluster import started_by_scheduler
-from parallax.runtime.multihost.hub import Hub
+from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.job import listen
-peers.LAST_WORDS_SECS = 0.5
+control_line.LAST_WORDS_SECS = 0.5
 listener = listen("127.0.0.1", 0, 1)
 address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
-Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
-first = peers.Peers(address, hello, start_secs=20, silence_secs=20)
+control_line.Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
+first = control_line.ControlLine(address, hello, start_secs=20, silence_secs=20)
 first.log_with(lambda text: threading.Event().wait())
 first._wire.socket.shutdown(socket.SHUT_RDWR)
 threading.Event().wait(60)

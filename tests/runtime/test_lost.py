@@ -8,9 +8,8 @@ from jax.errors import JaxRuntimeError
 
 from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import CheckpointError, exit_status
-from parallax.runtime.multihost import connect
 from parallax.runtime.multihost import job as job_module
-from parallax.runtime.multihost.lost import lost_process
+from parallax.runtime.multihost.job import connect, lost_process
 from parallax.sharding.mesh import mesh_of
 
 # The first was seen here; the others are put together of what jaxlib, and for GPUs NCCL, hold as texts.
@@ -62,7 +61,7 @@ class Alone:
     def leave(self, status, why):
         self.said.append((status, why))
 
-    def at(self, what, secs, setting):
+    def set_phase(self, what, secs, setting):
         self.said.append((what, setting))
 
     def meet(self, what, values, secs, setting):
@@ -72,7 +71,7 @@ class Alone:
 @pytest.fixture
 def line(monkeypatch):
     line = Alone()
-    monkeypatch.setattr(job_module, "_peers", line)
+    monkeypatch.setattr(job_module, "_line", line)
     monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 7200, 1, 1))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     return line
@@ -111,7 +110,7 @@ def test_what_the_runtime_says_of_other_things_stays_an_error(line, error):
 
 
 def test_a_process_alone_has_lost_nobody(monkeypatch):
-    monkeypatch.setattr(job_module, "_peers", None)
+    monkeypatch.setattr(job_module, "_line", None)
     with pytest.raises(JaxRuntimeError):
         fail(JaxRuntimeError(LOST[0]))()
 

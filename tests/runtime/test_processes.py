@@ -14,9 +14,9 @@ import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
 from run_examples import tiny_config
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
@@ -678,7 +678,7 @@ def check_trains_on(arguments, chips, slices):
 
 def check_fits_on(arguments, chips, slices):
     """The settings of a command line are those of a model that can be cut over so many devices."""
-    from test_configs import AXES, AbstractMesh, AxisType, model_of, resolve_sizes, with_vocab
+    from test_configs import AbstractMesh, AxisType, model_of, resolve_sizes, with_vocab
 
     from parallax.cli.command import read_command
 

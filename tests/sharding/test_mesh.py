@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallax.config.sections import AXES, MeshConfig
+from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.mesh import factorisations, make_mesh, place_devices, resolve_sizes, simulate_devices
+from parallax.sharding.mesh import factorisations, make_mesh, place_devices, resolve_sizes
 
 
 def config(pp=1, dp=1, tp=1, simulate=0, replica=1):

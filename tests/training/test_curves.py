@@ -12,9 +12,8 @@ from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
-from parallax.training.curves import Wandb, curves_of
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal, read_metrics
+from parallax.training.logger import RunLogger, Wandb, metrics_writers, read_metrics
 
 
 def test_tensorboard_has_every_number_of_every_step(observed_run):
@@ -68,11 +67,11 @@ def run_with(service, folder, monkeypatch, steps, error=None):
     monkeypatch.setitem(sys.modules, "wandb", service)
     settings = read_settings(tiny_config(folder, **{"train.wandb": "planets"}))
     folder = RunFolder(folder)
-    with contextlib.suppress(ZeroDivisionError), Journal(folder, curves_of(settings, folder)) as journal:
-        journal.begin(steps[0] - 1)
+    with contextlib.suppress(ZeroDivisionError), RunLogger(folder, metrics_writers(settings, folder)) as logger:
+        logger.begin(steps[0] - 1)
         for step in steps:
             values = {"train/loss": 1.0 / step, "skipped/reason": "spike", "skipped/windows": [1, 2]}
-            journal.record(step, values | {"train/grad_norm": math.nan})
+            logger.record(step, values | {"train/grad_norm": math.nan})
         if error is not None:
             raise error
     return folder.log.read_text()
@@ -103,7 +102,7 @@ def test_a_service_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch):
 
     service, stuck = Service(), threading.Event()
     service.finish = lambda exit_code: stuck.wait(30)
-    monkeypatch.setattr("parallax.training.curves.WANDB_SECS", 0.1)
+    monkeypatch.setattr("parallax.training.logger.WANDB_SECS", 0.1)
     assert "wandb has not taken all numbers within 0.1 s" in run_with(service, tmp_path, monkeypatch, [1])
     stuck.set()
 
@@ -119,14 +118,14 @@ def test_a_missing_package_is_named_with_how_to_get_it(tmp_path, monkeypatch, ch
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError) as error:
-        curves_of(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path))
+        metrics_writers(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path))
     assert words in str(error.value)
 
 
 def test_other_processes_than_the_first_draw_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.training.curves.is_first", lambda: False)
+    monkeypatch.setattr("parallax.training.logger.is_first", lambda: False)
     changes = {"train.wandb": "planets", "train.tensorboard": True}
-    assert curves_of(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path)) == []
+    assert metrics_writers(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path)) == []
 
 
 def test_wandb_itself_takes_the_numbers_offline(tmp_path, monkeypatch):

@@ -15,18 +15,18 @@ import pytest
 from run_examples import stop_at, tiny_config, write_corpus
 
 from configs.saved import get_config as load_config
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError
-from parallax.runtime.progress import Speaker, speaking, waiting
+from parallax.runtime.progress import ProgressPrinter, printing_progress, waiting
+from parallax.training.divergence import SkippedSteps
 from parallax.training.folder import RunFolder
-from parallax.training.journal import Journal, drop_after, read_metrics
+from parallax.training.logger import RunLogger, drop_after, read_metrics
+from parallax.training.loop import DispatchedStep, TrainingLoop
 from parallax.training.meter import Meter
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
-from parallax.training.skips import Skips
-from parallax.training.steps import Ended, Steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -169,10 +169,10 @@ def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as console, Journal(RunFolder(tmp_path)) as journal:
+    with os.fdopen(write, "w") as console, RunLogger(RunFolder(tmp_path)) as logger:
         monkeypatch.setattr(sys, "stdout", console)
-        journal.say("step 1")
-        journal.say("step 2")
+        logger.say("step 1")
+        logger.say("step 2")
     date, *lines = (tmp_path / "log.txt").read_text().splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date)
     assert [re.fullmatch(r"\d\d:\d\d:\d\d (.*)", line)[1] for line in lines] == ["step 1", "step 2"]
@@ -181,13 +181,13 @@ def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
 def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeypatch, capsys):
     times = iter(["2026-11-22 23:59:58", "2026-11-22 23:59:59", "2026-11-23 00:00:00", "2026-11-23 00:00:01"])
     monkeypatch.setattr(
-        "parallax.training.journal.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S")
+        "parallax.training.logger.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S")
     )
-    with pytest.raises(ZeroDivisionError), Journal(RunFolder(tmp_path)) as journal:
-        journal.begin(0)
-        journal.say("run here\n\na table")
-        journal.say("step 1")
-        journal.say_last("step 2")
+    with pytest.raises(ZeroDivisionError), RunLogger(RunFolder(tmp_path)) as logger:
+        logger.begin(0)
+        logger.say("run here\n\na table")
+        logger.say("step 1")
+        logger.say_last("step 2")
         _ = 1 / 0
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [lines[0][:10], *lines[1:5]] == ["2026-11-22", "23:59:58 run here", "", "a table", "23:59:59 step 1"]
@@ -200,9 +200,9 @@ def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeyp
 
 
 def test_the_console_has_the_date_too_where_the_log_had_a_line_before_it(tmp_path, capsys):
-    with Journal(RunFolder(tmp_path)) as journal:
-        journal.say_last("a line for the log alone")
-        journal.say("step 1")
+    with RunLogger(RunFolder(tmp_path)) as logger:
+        logger.say_last("a line for the log alone")
+        logger.say("step 1")
     date, line = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+", date) and line.endswith(" step 1")
     assert (tmp_path / "log.txt").read_text().splitlines()[0] == date
@@ -313,7 +313,7 @@ class Stub:
         return lambda *_, **__: None
 
 
-class NoSkips(Skips):
+class NoSkips(SkippedSteps):
     def __init__(self):
         pass
 
@@ -340,7 +340,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but
     stub, batches = Stub(), Stub()
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None, 1)
-    steps = Steps(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
+    steps = TrainingLoop(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
     steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
@@ -352,9 +352,11 @@ def take_steps(settings, step, say=lambda line: None):
     """The steps of `settings` by a function of (state, batch), without a model; lines go to `say`."""
     stub, batches = Stub(), Stub()
     batches.get = lambda at: (None, 0.0)
-    journal = SimpleNamespace(record=lambda *_: None, say=say)
+    logger = SimpleNamespace(record=lambda *_: None, say=say)
     meter = Meter(settings.train.steps, 1, 1.0, None, 1)
-    steps = Steps(settings, step, None, batches, Stub(), journal, meter, stub, stub, np.zeros(99), NoSkips(), stub)
+    steps = TrainingLoop(
+        settings, step, None, batches, Stub(), logger, meter, stub, stub, np.zeros(99), NoSkips(), stub
+    )
     steps._save = lambda *_: None
     steps.run(SimpleNamespace(params={}), 0)
 
@@ -362,7 +364,7 @@ def take_steps(settings, step, say=lambda line: None):
 def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus, monkeypatch):
     changes = {"train.steps": 9, "train.log_every_steps": 100, "train.eval_every_steps": 0, "checkpoint.every_steps": 0}
     lines, now = [], iter(np.arange(0.0, 1e6, 12.0))  # a look at the clock each 12 s
-    monkeypatch.setattr("parallax.training.steps.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("parallax.training.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
     step = lambda state, batch: (state, {**COUNTS, "loss": np.float32(1)})  # noqa: E731
     take_steps(read_settings(tiny_config(corpus, **changes)), step, lines.append)
     assert [line.split()[1] for line in lines] == ["1/9", "4/9", "7/9", "9/9"]
@@ -370,7 +372,7 @@ def test_the_first_step_is_logged_and_one_after_half_a_minute_of_silence(corpus,
 
 def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
     now, out = [0.0], io.StringIO()
-    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
+    speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
 
     def step(state, batch):
         for _ in range(12 if now[0] == 0 else 0):
@@ -378,7 +380,7 @@ def test_the_compilation_of_the_step_is_said_while_it_goes_on(corpus):
             speaker.tick()
         return state, {**COUNTS, "loss": np.float32(1)}
 
-    with speaking(speaker):
+    with printing_progress(speaker):
         take_steps(read_settings(tiny_config(corpus, **{"train.steps": 3, "train.eval_every_steps": 0})), step)
     assert out.getvalue().splitlines() == [
         "compiling the training step: 1s so far",
@@ -395,10 +397,10 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
         with waiting(what, patience_secs=0):
             progress._speaker.tick()
 
-    with Journal(RunFolder(tmp_path)) as journal:
+    with RunLogger(RunFolder(tmp_path)) as logger:
         wait("preparing the data")
         assert (tmp_path / "log.txt").read_text() == ""  # a run that is refused now leaves nothing behind
-        journal.say("run")
+        logger.say("run")
         wait("compiling the training step")
     lines = ["preparing the data ...", "run", "compiling the training step ..."]
     kept, printed = (tmp_path / "log.txt").read_text().splitlines(), capsys.readouterr().out.splitlines()
@@ -408,10 +410,10 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
 
 
 def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("parallax.training.journal.is_first", lambda: False)
+    monkeypatch.setattr("parallax.training.logger.is_first", lambda: False)
     now, out = [0.0], io.StringIO()
-    speaker = Speaker(out, clock=lambda: now[0], ticking=False)
-    with speaking(speaker), Journal(RunFolder(tmp_path)), waiting("compiling"):
+    speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
+    with printing_progress(speaker), RunLogger(RunFolder(tmp_path)), waiting("compiling"):
         now[0] += 100
         speaker.tick()
     assert out.getvalue() == capsys.readouterr().out == ""
@@ -494,10 +496,10 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
 
     batches.get = batch
     skips.note = lambda at, _: (at == at_step["it is skipped, which takes words"] and time.sleep(STEP_SECS)) or {}
-    journal = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
+    logger = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
     meter, recheck = Meter(last, 1, 1.0, None, 1), SimpleNamespace(take=twice)
-    others = journal, meter, Stub(), Stub(), SlowRates(device), skips, recheck
-    steps = Steps(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
+    others = logger, meter, Stub(), Stub(), SlowRates(device), skips, recheck
+    steps = TrainingLoop(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
     steps._evaluates_after = lambda done: done == at_step["an evaluation follows"]
     steps._saves_after = lambda done: False
     steps.run(SimpleNamespace(params={}, step=START), START)
@@ -511,9 +513,8 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     stub = Stub()
     meter = Meter(4, 1, 1.0, None, 1)
-    settings = read_settings(tiny_config(corpus))
-    steps = Steps(
-        settings,
+    steps = TrainingLoop(
+        read_settings(tiny_config(corpus)),
         stub,
         None,
         stub,
@@ -527,7 +528,7 @@ def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
         stub,
     )
     metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
-    ended = Ended(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
+    ended = DispatchedStep(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
     assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
         f"train/{k}": v for k, v in metrics.items()
     }

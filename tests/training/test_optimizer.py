@@ -10,8 +10,9 @@ import pytest
 from checkpoint_examples import SETTINGS
 from tiny import build, optimizer_config, params_of
 
-from parallax.checkpoint import Checkpoints, restore
-from parallax.checkpoint.manifest import describe, flatten
+from parallax.checkpoint.arrays import flatten, shape_and_dtype
+from parallax.checkpoint.restore import restore
+from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
@@ -338,7 +339,7 @@ def as_runs_were_begun(config, model):
 def test_states_have_the_names_and_shapes_of_older_checkpoints(optimizer, attention):
     model, config = optimizer_model(attention), optimizer_config(name=optimizer, warmup_steps=0)
     old, new = (
-        {name: describe(leaf) for name, leaf in flatten(jax.eval_shape(tx.init, model.shapes)).items()}
+        {name: shape_and_dtype(leaf) for name, leaf in flatten(jax.eval_shape(tx.init, model.shapes)).items()}
         for tx in (as_runs_were_begun(config, model), make_optimizer(config, 10, model.layouts))
     )
     assert new == old
@@ -352,7 +353,9 @@ def test_a_run_that_an_older_muon_began_goes_on_from_the_same_bits_with_the_righ
     step = make_train_step(model, make_optimizer(config, 10, model.layouts), seed=0)
     like, grads = abstract_state(model, step.tx), random_leaves(model, 0.1, seed=0)
     _, state = jax.jit(old.update)(grads, first_state(model, old, params), params)
-    with Checkpoints(tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings=SETTINGS) as saved:
+    with CheckpointWriter(
+        tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=0), settings=SETTINGS
+    ) as saved:
         saved.save(1, {"rest": {"opt_state": state}})
     found = restore(tmp_path, 1, {"rest": {"opt_state": like.opt_state}})["rest"]["opt_state"]
     for name, leaf in flatten(state).items():

@@ -11,7 +11,7 @@ from configs.base import get_config
 from parallax.cli.command import read_command, read_line
 from parallax.config.settings import WIDTH, default_settings, differences, load_settings, read_settings
 from parallax.runtime.errors import ConfigError
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.optimizer import learning_rate
 from parallax.training.run import train
 
@@ -45,8 +45,7 @@ def test_a_warm_up_of_the_file_is_cut_where_the_command_line_takes_fewer_steps()
     settings, (warning,) = read(QUICKSTART, "--config.train.steps=20")
     assert (settings.train.steps, settings.optimizer.warmup_steps) == (20, 2)
     learning_rate(settings.optimizer, settings.train.steps)
-    assert warning.startswith("warning: optimizer.warmup_steps=20 of ") and "quickstart.py is not below" in warning
-    assert "--config.train.steps=20; this run warms up for 2, or as --config.optimizer.warmup_steps says" in warning
+    assert warning == "warning: optimizer.warmup_steps=20 is not below train.steps=20; this run takes 2"
     assert read(QUICKSTART, "--config.train.steps", "1")[0].optimizer.warmup_steps == 0
     assert read(QUICKSTART, "--config.train.steps=21") == (read(QUICKSTART, "--config.train.steps=21")[0], ())
     assert read(QUICKSTART, "--config.train.steps=21")[0].optimizer.warmup_steps == 20
@@ -87,7 +86,7 @@ def test_steps_to_trace_of_the_file_are_cut_too(written, left, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings, warnings = read(f"--config={tmp_path / 'config.json'}", "--config.train.steps=20")
     assert settings.train.profile_steps == left and len(warnings) == (written != left)
-    assert not warnings or f"train.profile_steps='{written}' of " in warnings[0]
+    assert not warnings or f"train.profile_steps='{written}' goes beyond" in warnings[0]
     with pytest.raises(ConfigError, match="ends at step 52, but train.steps=20; use steps of the run"):
         read(QUICKSTART, "--config.train.steps=20", "--config.train.profile_steps=50:52")
 
@@ -102,7 +101,7 @@ def test_other_commands_say_it_on_stderr(capsys):
     settings, _ = read_command(["plan", QUICKSTART, "--config.train.steps=20"], {})
     captured = capsys.readouterr()
     assert settings.optimizer.warmup_steps == 2 and not captured.out
-    assert captured.err.startswith("warning: optimizer.warmup_steps=20 of ") and captured.err.count("\n") == 1
+    assert captured.err.startswith("warning: optimizer.warmup_steps=20 is ") and captured.err.count("\n") == 1
 
 
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
@@ -126,5 +125,9 @@ def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monk
     assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
     assert [row["train/learning_rate"] for row in whole] == [row["train/learning_rate"] for row in parts]
     log = (tmp_path / "parts" / "log.txt").read_text()
-    assert log.count("warning: optimizer.warmup_steps=100 of") == 1 == log.count("warning: train.profile_steps='50:52'")
+    assert (
+        log.count("warning: optimizer.warmup_steps=100 is not")
+        == 1
+        == log.count("warning: train.profile_steps='50:52'")
+    )
     assert "what differs from configs/base.py (all settings are in" in log and "changed settings" not in log

@@ -9,7 +9,7 @@ import time
 import pytest
 from run_examples import stop_at, tiny_config
 
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.training.run import begin, train
 from parallax.training.signals import StopRequest
 

@@ -14,10 +14,10 @@ import pytest
 from run_examples import as_flags, tiny_config, write_corpus
 
 import train as command_line
-from parallax.checkpoint import latest_step
+from parallax.checkpoint.steps import latest_step
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
-from parallax.training.journal import read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
@@ -236,7 +236,7 @@ def test_a_closed_terminal_changes_no_status(what, status):
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
 def test_a_stream_that_was_closed_before_the_start_changes_no_status(closed):
-    failing = "import sys; from parallax import errors\ndef act(): raise errors.CheckpointError\n"
+    failing = "import sys; from parallax.runtime import errors\ndef act(): raise errors.CheckpointError\n"
     program = failing + "sys.exit(errors.exit_status(act))"
     assert subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], cwd=ROOT).returncode == 3
 

@@ -24,16 +24,17 @@ with loading(__name__, sys.stderr):
     from parallax.cli.firstrun.page import page, page_without_devices, warnings
     from parallax.cli.firstrun.work import WARM_UP, FirstRun, Found
     from parallax.config.settings import Settings, read_settings
+    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.runtime.files import write_whole
-    from parallax.runtime.multihost import FLAGS as PLACE_FLAGS
-    from parallax.runtime.multihost import is_first, join, leave, read_place, reporting, several
-    from parallax.sharding.mesh import simulate_devices
+    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
+    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.job import is_first, join, leave, reporting, several
 
 FLAGS = {
     "steps": Flag(f"steps to take; the first {WARM_UP} are left out of the times", 12),
     "out": Flag("the file to write", "first-run.md"),
-    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in PLACE_FLAGS.items()},
+    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()},
 }
 
 
@@ -65,7 +66,7 @@ def act(argv: Sequence[str]) -> None:
     line = read_line([argv[0], *own, *argv[1:]], FLAGS)
     check_flags(line)
     settings, out = read_settings(line.config), Path(line.values["out"])
-    join(read_place(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
     if settings.mesh.simulate and not several():
         simulate_devices(settings.mesh.simulate)
     about = {"Versions": machine.software(), "Flags": machine.flags()}

@@ -19,7 +19,7 @@ from parallax.analysis.topology import Place
 from parallax.cli.firstrun.choose import planned_memory
 from parallax.config.settings import Settings
 from parallax.runtime.errors import ConfigError
-from parallax.runtime.multihost import at, connect, several
+from parallax.runtime.multihost.job import connect, set_phase, several
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes
 from parallax.sharding.compiler import compiler_options
@@ -120,7 +120,7 @@ class FirstRun:
     def _do(self, number: int, name: str, act: Callable[[], None]) -> bool:
         self.found.phases[number] = Phase(name, "running")
         self.save()
-        at(f"{name} of the first run", compiling=True)
+        set_phase(f"{name} of the first run", compiling=True)
         begun = time.perf_counter()
         try:
             act()

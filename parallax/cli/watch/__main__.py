@@ -19,9 +19,10 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.live import Live
 
 from parallax.cli.arguments import Parser, local_path
-from parallax.cli.watch.run import Run
+from parallax.cli.watch.run import WatchedRun
 from parallax.cli.watch.view import View
 from parallax.runtime.errors import ConfigError, check_whole, exit_status
+from parallax.runtime.files import write_file
 
 FRESH_SECS = 1.0  # between two looks at the files
 SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # it names no font of another site
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def watch(flags: argparse.Namespace) -> None:
     """Draw the runs, once or until they have ended."""
-    runs = [Run(path) for path in flags.workdir]
+    runs = [WatchedRun(path) for path in flags.workdir]
     console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
         console.print(View(runs))
@@ -45,7 +46,7 @@ def watch(flags: argparse.Namespace) -> None:
         write_svg(runs, console.width, flags.svg)
 
 
-def follow(runs: Sequence[Run], console: Console) -> None:
+def follow(runs: Sequence[WatchedRun], console: Console) -> None:
     """Draw again and again on a screen of its own; the last picture stays on the terminal."""
     try:
         with Live(View(runs), console=console, screen=True, auto_refresh=False) as live:
@@ -59,13 +60,13 @@ def follow(runs: Sequence[Run], console: Console) -> None:
     console.print(View(runs))
 
 
-def write_svg(runs: Sequence[Run], width: int, path: Path) -> None:
+def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
     """Write the last picture alone, none of those before it."""
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(View(runs))
     svg = console.export_svg(title="python -m parallax.watch", code_format=SVG)
     try:
-        path.write_text(svg, encoding="utf-8")
+        write_file(path, svg)
     except OSError as error:
         raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
 

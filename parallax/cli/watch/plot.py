@@ -1,4 +1,4 @@
-"""A curve in a terminal: dots of braille, or stars where there is no Unicode."""
+"""A curve in a terminal, as dots of braille or, without Unicode, stars; `rich`, which draws the rest, has no plots."""
 
 import math
 import statistics

@@ -1,5 +1,6 @@
-"""What the files of a run say of it: its numbers so far, whether it goes on, and what it has saved."""
+"""A run as its files show it: metrics so far, status and checkpoints."""
 
+import math
 import os
 import re
 import socket
@@ -11,17 +12,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallax.checkpoint.steps import examine, unfinished_steps
-from parallax.cli.watch.rows import Rows, is_finite
+from parallax.checkpoint.steps import check_steps, unfinished_saves
+from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, printable
-from parallax.runtime.files import plain, read_object
-from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of
+from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of, row_of
 
 RECENT = 20  # steps that speeds are of
 QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
 QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # characters of a text to show
 LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
+KEPT = 200  # whole rows; of older ones only what is drawn
+SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
+NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -33,7 +36,7 @@ class Status(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the run has ended."""
         return self.state in ("finished", "stopped", "failed", "gone")
 
 
@@ -57,8 +60,63 @@ class Saved(NamedTuple):
     error: str = ""
 
 
+class Metrics:
+    """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
+
+    A loss that is no number is None. A line counts when it ends; lines that are none are counted in `torn`, and what
+    stands where a finite number or null would, in `odd`.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._forget()
+
+    def read(self) -> None:
+        """Read on; from the beginning if the file is another one, or shorter: a run that goes on cuts its own."""
+        try:
+            file = files.open_file(self._path)
+        except OSError:
+            self._forget()
+            return
+        with file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._inode or about.st_size < self._offset:
+                self._forget()
+                self._inode = about.st_ino
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            self._add(row_of(line))
+
+    def _forget(self) -> None:
+        self.steps: list[int] = []
+        self.losses: list[float | None] = []
+        self.eval_steps: list[int] = []
+        self.eval_losses: list[float] = []
+        self.recent: list[dict[str, Any]] = []
+        self.torn = self.odd = 0
+        self._inode, self._offset = 0, 0
+
+    def _add(self, row: dict[str, Any] | None) -> None:
+        if row is None:
+            self.torn += 1
+            return
+        self.steps.append(row["step"])
+        self.losses.append(number_of(row.get("train/loss")))
+        held_out = number_of(row.get("eval/loss"))
+        if held_out is not None:
+            self.eval_steps.append(row["step"])
+            self.eval_losses.append(held_out)
+        values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
+        self.odd += sum(not is_finite(value) for value in values)
+        self.recent.append(row)
+        if len(self.recent) > 2 * KEPT:
+            del self.recent[:-KEPT]
+
+
 @dataclass
-class Run:
+class WatchedRun:
     """A run, as its folder shows it; `refresh` reads what is new. Nothing is written, and nothing is locked.
 
     Raises:
@@ -67,7 +125,7 @@ class Run:
 
     path: Path
     clock: Callable[[], float] = time.time
-    rows: Rows = field(init=False)
+    metrics: Metrics = field(init=False)
     settings: dict[str, Any] = field(init=False, default_factory=dict)
     starts: list[dict[str, Any]] = field(init=False, default_factory=list)
     saved: Saved = field(init=False, default=Saved([], [], []))
@@ -75,13 +133,13 @@ class Run:
 
     def __post_init__(self):
         self.files = RunFiles(self.path)
-        self.rows = Rows(self.files.metrics)
+        self.metrics = Metrics(self.files.metrics)
         self._check()
         self.refresh()
 
     def refresh(self) -> None:
         """Read what the run has written since."""
-        self.rows.read()
+        self.metrics.read()
         self.settings = _json(self.files.config) or self.settings
         starts = _json(self.files.metadata).get("starts")
         self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
@@ -95,7 +153,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps done."""
-        return self.rows.steps[-1] if self.rows.steps else self._first_step - 1
+        return self.metrics.steps[-1] if self.metrics.steps else self._first_step - 1
 
     @property
     def steps(self) -> int | None:
@@ -106,8 +164,8 @@ class Run:
     @property
     def speed(self) -> Speed | None:
         """None before a step has been taken that did not compile."""
-        recent = self.rows.recent[-RECENT:]
-        if len(self.rows.recent) > 1:
+        recent = self.metrics.recent[-RECENT:]
+        if len(self.metrics.recent) > 1:
             recent = [row for row in recent if row["step"] != self._first_step] or recent
         secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
         if not secs:
@@ -118,7 +176,7 @@ class Run:
 
     @property
     def left_secs(self) -> float | None:
-        """Until the last step, at the speed of the latest; evaluations and saves are not in it."""
+        """Seconds to the last step at the current speed, without evaluations and saves."""
         if self.steps is None or self.speed is None or self.status.over:
             return None
         left = max(self.steps - self.step, 0) * self.speed.step_secs
@@ -143,14 +201,14 @@ class Run:
         if alive is False:
             return Status("gone", self.last_words() or "it has left no word in its log")
         quiet, secs = self.quiet_secs, self.speed.step_secs if self.speed else 0.0
-        if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.rows.steps:
+        if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
             return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
-        return Status("running" if self.rows.steps else "starting")
+        return Status("running" if self.metrics.steps else "starting")
 
     def last_words(self) -> str:
         """The last line of the log that says anything."""
         try:
-            with open(self.files.log, "rb", opener=plain) as log:
+            with files.open_file(self.files.log) as log:
                 log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
                 lines = log.read().decode("utf-8", "replace").splitlines()
         except OSError:
@@ -183,14 +241,14 @@ class Run:
         return keys.get(key) if isinstance(keys, dict) else None
 
     def _last(self, key: str) -> float | None:
-        return next(iter(_numbers(reversed(self.rows.recent), key)), None)
+        return next(iter(_numbers(reversed(self.metrics.recent), key)), None)
 
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
-        if any(file.is_file() for file in wanted):
+        if any(map(files.is_file, wanted)):
             return
-        how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
-        below = sorted(found.parent.name for found in self.path.glob(f"*/{self.files.config.name}"))
+        how = "it has none of" if files.is_folder(self.path) else "it does not exist; wanted are"
+        below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
         advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
         names = ", ".join(file.name for file in wanted)
         raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {how} {names}{advice}")
@@ -198,14 +256,16 @@ class Run:
     def _look_at_checkpoints(self) -> None:
         folder = self.files.checkpoints
         try:
-            seen = tuple(sorted((at.name, at.stat().st_mtime_ns) for at in folder.iterdir()))
+            seen = tuple((name, files.modified_ns(folder / name)) for name in files.names_in(folder))
         except OSError:
             seen = ()
         if seen == self._looked:  # manifests are long: they are read again only when something has changed
             return
         try:
-            standing = examine(folder)
-            self.saved = Saved(sorted(standing.valid), sorted(standing.damaged), sorted(unfinished_steps(folder)))
+            checked = check_steps(folder)
+            self.saved = Saved(
+                sorted(checked.valid), sorted(checked.damaged), [step for step, _ in unfinished_saves(folder)]
+            )
         except CheckpointError as error:
             self.saved = Saved([], [], [], one_line(str(error)))
         self._looked = seen
@@ -217,7 +277,7 @@ class Run:
     def _owner_is_alive(self) -> bool | None:
         """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
         try:
-            with open(self.files.lock, encoding="utf-8", opener=plain) as lock:
+            with files.open_file(self.files.lock, "r", encoding="utf-8") as lock:
                 owner = OWNER.match(lock.read(LONGEST_LINE))
         except (OSError, ValueError):
             return None
@@ -244,13 +304,19 @@ def _ended(reason: str) -> Status:
     return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a value of a line is a number that can be drawn."""
+    number = number_of(value)
+    return number is not None and math.isfinite(number)
+
+
 def one_line(text: str) -> str:
-    """What somebody else has written, as a line to show: no character steers the terminal, and it has an end."""
+    """Text from a file as one printable line of limited length."""
     return printable(text[:LONGEST_LINE], keep="")
 
 
 def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """Those that are finite; what else a file says is left out."""
+    """The finite values of a key."""
     return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
 
 
@@ -261,14 +327,14 @@ def _median(rows: list[dict[str, Any]], key: str) -> float | None:
 
 def _time_of(file: Path) -> float:
     try:
-        return file.stat().st_mtime
+        return files.modified_ns(file) / 1e9
     except OSError:
         return 0.0
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """An object, empty where there is none yet."""
+    """A file's JSON object, empty if there is none yet."""
     try:
-        return read_object(file, odd_numbers=True)
+        return files.read_object(file, odd_numbers=True)
     except (OSError, ValueError):
         return {}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.cli.watch.plot import Plot, Points, plot
-from parallax.cli.watch.run import Run, Saved, Status
+from parallax.cli.watch.run import Saved, Status, WatchedRun
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
 LEAST_WIDTH = 58  # of a frame beside another
@@ -26,7 +26,7 @@ BAD = "bold red"
 class View:
     """All runs, as rich draws them."""
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(self, runs: Sequence[WatchedRun]):
         self.runs = runs
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -45,7 +45,7 @@ class View:
         yield grid
 
 
-def frame(run: Run, *, width: int, rows: int, unicode: bool) -> Panel:
+def frame(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> Panel:
     """Everything of one run, in so many columns and with so many rows for its plot."""
     status = run.status
     style = STATE_STYLES.get(status.state, BAD)
@@ -59,10 +59,10 @@ def frame(run: Run, *, width: int, rows: int, unicode: bool) -> Panel:
     return Panel(Group(*parts), title=title, title_align="left", border_style=SOFT, box=box.ROUNDED, safe_box=True)
 
 
-def progress(run: Run, status: Status) -> RenderableType:
+def progress(run: WatchedRun, status: Status) -> RenderableType:
     """How far the run has come, and how long it will take."""
     of = f"/{run.steps:,}" if run.steps else ""
-    left = "" if run.left_secs is None or not run.rows.steps else f"left {duration(run.left_secs)}"
+    left = "" if run.left_secs is None or not run.metrics.steps else f"left {duration(run.left_secs)}"
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
@@ -75,15 +75,15 @@ def progress(run: Run, status: Status) -> RenderableType:
     return table
 
 
-def losses(run: Run) -> Text:
+def losses(run: WatchedRun) -> Text:
     """The latest loss of training and of evaluation."""
-    rows, line = run.rows, Text(no_wrap=True, overflow="ellipsis")
-    if rows.steps:
-        loss = rows.losses[-1]
+    metrics, line = run.metrics, Text(no_wrap=True, overflow="ellipsis")
+    if metrics.steps:
+        loss = metrics.losses[-1]
         line.append("train loss ", style=TRAIN).append(_loss(loss), style="bold")
-    if rows.eval_steps:
-        line.append("   eval loss ", style=EVAL).append(_loss(rows.eval_losses[-1]), style="bold")
-        line.append(f" at step {rows.eval_steps[-1]:,}", style=SOFT)
+    if metrics.eval_steps:
+        line.append("   eval loss ", style=EVAL).append(_loss(metrics.eval_losses[-1]), style="bold")
+        line.append(f" at step {metrics.eval_steps[-1]:,}", style=SOFT)
     return line
 
 
@@ -91,9 +91,12 @@ def _loss(loss: float | None) -> str:
     return "not finite" if loss is None or not math.isfinite(loss) else decimal(loss, 4)
 
 
-def curves(run: Run, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
+def curves(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
     """Both losses by step, with the ends of both axes."""
-    train, held_out = Points(run.rows.steps, run.rows.losses), Points(run.rows.eval_steps, run.rows.eval_losses)
+    train, held_out = (
+        Points(run.metrics.steps, run.metrics.losses),
+        Points(run.metrics.eval_steps, run.metrics.eval_losses),
+    )
     wide = max(width - 8, 4)
     drawn = plot(train, held_out, width=wide, height=rows, unicode=unicode)
     if drawn is None:
@@ -115,17 +118,17 @@ def _line(drawn: Plot, row: int, unicode: bool) -> Text:
     return line.append_text(cells)
 
 
-def facts(run: Run, status: Status) -> RenderableType:
+def facts(run: WatchedRun, status: Status) -> RenderableType:
     """Speed, memory, checkpoints and skipped steps, a name and a value a line."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style=SOFT, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows_of(run, status):
+    for name, value in facts_of(run, status):
         table.add_row(name, value)
     return table
 
 
-def rows_of(run: Run, status: Status) -> Iterator[tuple[str, Text]]:
+def facts_of(run: WatchedRun, status: Status) -> Iterator[tuple[str, Text]]:
     """Names and values."""
     speed = run.speed
     if speed is not None:
@@ -136,10 +139,10 @@ def rows_of(run: Run, status: Status) -> Iterator[tuple[str, Text]]:
         yield "data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else "")
     yield "checkpoints", saved_text(run.saved, status)
     yield "skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else "")
-    if run.rows.torn:
-        yield "unreadable", Text(f"{run.rows.torn:,} lines of metrics.jsonl", style="yellow")
-    if run.rows.odd:
-        yield "odd", Text(f"{run.rows.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
+    if run.metrics.torn:
+        yield "unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow")
+    if run.metrics.odd:
+        yield "odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
     started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     if run.mesh:
         yield "mesh", Text(f"{run.mesh} on {run.devices}{started}")

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import secrets
 import socket
 import threading
@@ -15,26 +16,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError
-from parallax.runtime.files import write_whole
-from parallax.runtime.multihost.cluster import has_tpu, started_by_scheduler
+from parallax.runtime import files
+from parallax.runtime.devices import ROOT, TPU_FILES, simulate_devices
+from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
+from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
+from parallax.runtime.multihost.control_line import (
+    LAST_WORDS_SECS,
+    ControlLine,
+    Hub,
+    end_now,
+    end_within,
+    nothing_in_the_way,
+    say_last,
+)
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
-from parallax.runtime.multihost.hub import Hub
-from parallax.runtime.multihost.lost import lost_process
-from parallax.runtime.multihost.peers import LAST_WORDS_SECS, Peers, end_now, end_within, nothing_in_the_way, say_last
-from parallax.runtime.multihost.place import VARIABLES, Place
 from parallax.runtime.progress import waiting
-from parallax.sharding.mesh import simulate_devices
 
 # JAX's own limits come after ours, which say more: they end a process only where ours could not.
 BEHIND_SECS = 15
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
+# JAX's own limits come after ours, which say more: they end a process only where ours could not.
+BEHIND_SECS = 15
+# What the runtime says where another process is gone, or does not come: Gloo, JAX's coordination service, NCCL.
+STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls from one process to another
+OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+# Searched for in the first line alone: what follows are names of operations, and "optimization_barrier" is one.
+SAYINGS = re.compile(
+    r"\bgloo .*\bfailed"
+    r"|coordination ?service|GetKeyValue|heartbeats?\b|\bbarrier (timed out|failed)|shutdown barrier"
+    # Of NCCL's errors those of its network, not of a device, nor of what it was asked for.
+    r"|nccl.*(remote process|network error|system error|remote ?error|abort|timed? ?out)",
+    re.IGNORECASE,
+)
 
-_peers: Peers | None = None
+_line: ControlLine | None = None
 _config: DistributedConfig | None = None
 
 
@@ -45,10 +65,10 @@ def is_first() -> bool:
 
 def several() -> bool:
     """Whether this process is one of several."""
-    return _peers is not None
+    return _line is not None
 
 
-def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> None:
+def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate: int) -> None:
     """Become one of the processes of a job: at a given place, or where JAX itself finds a cluster.
 
     `simulate` is a number of CPU devices to simulate in all processes together, 0 for none.
@@ -57,37 +77,36 @@ def join(place: Place | None, config: DistributedConfig, *, simulate: int) -> No
         ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
         LostError: not all processes are there in time.
     """
-    global _peers, _config
+    global _line, _config
     _config = config
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", True)
-    processes = place.processes if place is not None else started_by_scheduler(os.environ)
+    processes = address.processes if address is not None else started_by_scheduler(os.environ)
     if processes > 1 and needs_detour():
         avoid_reduce_scatter()
     if simulate:
         simulate_devices(simulate, processes)
-    if place is not None and processes > 1:
-        _peers = _meet_at(place, config)
+    if address is not None and processes > 1:
+        _line = _meet_at(address, config)
         with _ending_after(config.start_secs):
             _initialize(
                 config,
-                coordinator_address=place.address,
-                num_processes=place.processes,
-                process_id=place.process,
-                coordinator_bind_address=f"127.0.0.1:{place.port}" if place.is_loopback else None,
+                coordinator_address=address.coordinator,
+                num_processes=address.processes,
+                process_id=address.process,
+                coordinator_bind_address=f"127.0.0.1:{address.port}" if address.is_loopback else None,
                 # It would take a device for each process from the scheduler in which a launcher happens to run.
                 cluster_detection_method="deactivate",
             )
-    elif place is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
-        _peers = _meet_by_jax(config)
-    at("starting the devices", compiling=True)
+    elif address is None and (processes > 1 or (not simulate and has_tpu(os.environ))):
+        _line = _meet_by_jax(config)
+    set_phase("starting the devices", compiling=True)
 
 
-def at(what: str, *, compiling: bool = False) -> None:
+def set_phase(what: str, *, compiling: bool = False) -> None:
     """Say where this process is; with several, it may be there for distributed.wait_secs, or compile_secs."""
-    if _peers is not None:
-        setting = "compile_secs" if compiling else "wait_secs"
-        _peers.at(what, getattr(_config, setting), f"distributed.{setting}")
+    if _line is not None:
+        _line.set_phase(what, *_limit("compile_secs" if compiling else "wait_secs"))
 
 
 def connect(mesh: Mesh) -> None:
@@ -96,10 +115,10 @@ def connect(mesh: Mesh) -> None:
     Gloo connects a group of devices when it first sends, and waits half a minute for a process that is not there yet;
     a group that is connected has the limit of its collectives.
     """
-    if _peers is None:
+    if _line is None:
         return
     wait_for_all("the first collective", setting="compile_secs")
-    at("connecting the devices", compiling=True)
+    set_phase("connecting the devices", compiling=True)
     if mesh.devices.flat[0].platform != "cpu":
         return
     multihost_utils.sync_global_devices("the first collective")  # between the processes, as checkpoints have it
@@ -111,23 +130,23 @@ def connect(mesh: Mesh) -> None:
 
 def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
     """Go on when every process has come as far as `what`."""
-    if _peers is not None:
+    if _line is not None:
         with waiting(f"waiting for the other processes to reach {what!r}"):
-            _peers.meet(what, {}, getattr(_config, setting), f"distributed.{setting}")
+            _line.meet(what, {}, *_limit(setting))
 
 
 def agree(what: str, text: str) -> str:
     """The first process's text, in all of them."""
-    if _peers is None:
+    if _line is None:
         return text
-    return _peers.meet(what, {"text": text}, _config.wait_secs, "distributed.wait_secs")["values"]["text"]
+    return _line.meet(what, {"text": text}, *_limit("wait_secs"))["values"]["text"]
 
 
 def compare(what: str, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless all processes have the same values, which JSON can hold; it shows those that differ."""
-    if _peers is None:
+    if _line is None:
         return
-    answer = _peers.meet(what, values, _config.wait_secs, "distributed.wait_secs")
+    answer = _line.meet(what, values, *_limit("wait_secs"))
     if answer["differences"]:
         named = "; ".join(
             f"{key} is {first!r} in process 0, {other!r} in process {rank}"
@@ -139,22 +158,22 @@ def compare(what: str, values: Mapping[str, Any]) -> None:
 
 def check_shared(folder: Path) -> None:
     """Raise ConfigError unless all processes see one and the same folder, which process 0 has made."""
-    if _peers is None:
+    if _line is None:
         return
     word = agree("a word in a folder", secrets.token_hex(8))
     mark = folder / f".seen-by-all-{word}"  # another job may look at the folder, too
     if is_first():
-        write_whole(mark, word)
+        files.write_whole(mark, word)
     wait_for_all("the run folder")
     try:
-        found = "there" if mark.read_text() == word else f"another file: {mark}"
+        found = "there" if files.read_bytes(mark) == word.encode() else f"another file: {mark}"
     except OSError as error:
         found = f"{os.strerror(error.errno)}: {mark}"
     try:
         compare("the run folder, which all hosts must share", {"the file of process 0": found})
     finally:
         if is_first():
-            mark.unlink()
+            files.remove(mark)
 
 
 def is_shared(folder: Path) -> bool:
@@ -168,10 +187,10 @@ def is_shared(folder: Path) -> bool:
 
 def prepare_once(act: Callable[[], Any], what: str) -> Any:
     """Let process 0 do something first, and the others once it is done, who then find its results."""
-    if _peers is None:
+    if _line is None:
         return act()
     if is_first():
-        _peers.at(what, _config.prepare_secs, "distributed.prepare_secs")
+        _line.set_phase(what, *_limit("prepare_secs"))
         result = act()
         wait_for_all(what, setting="prepare_secs")
         return result
@@ -181,8 +200,8 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
 
 def log_to(log: Callable[[str], None]) -> None:
     """Where process 0 writes why it ended, besides stderr."""
-    if _peers is not None and is_first():
-        _peers.log_with(log)
+    if _line is not None and is_first():
+        _line.log_with(log)
 
 
 @contextlib.contextmanager
@@ -192,10 +211,10 @@ def reporting() -> Iterator[None]:
         with _naming_the_lost():
             yield
     except BaseException as error:
-        if _peers is not None:
+        if _line is not None:
             if not isinstance(error, ConfigError | KeyboardInterrupt):
-                _peers.wait_for_word()
-            _peers.leave(getattr(error, "exit_status", 1), f"{type(error).__name__}: {error}")
+                _line.wait_for_word()
+            _line.leave(getattr(error, "exit_status", 1), f"{type(error).__name__}: {error}")
         raise
 
 
@@ -204,20 +223,20 @@ def leave(command: Callable[[], int]) -> int:
     try:
         status = command()
     except Exception:
-        if _peers is None:
+        if _line is None:
             raise
         with nothing_in_the_way():
             traceback.print_exc()
         status = 1
-    if _peers is None:
+    if _line is None:
         return status
-    if status or _peers.is_leaving:
+    if status or _line.is_leaving:
         end_now(status)
     wait_for_all("the end of the run")
-    _peers.leave(0, "")
+    _line.leave(0, "")
     try:
         jax.distributed.shutdown()
-    except jax.errors.JaxRuntimeError:
+    except JaxRuntimeError:
         end_now(status)  # who is lost now has nothing left to do
     return status
 
@@ -231,7 +250,7 @@ def _naming_the_lost() -> Iterator[None]:
         said = lost_process(error) if jax.distributed.is_initialized() else None
         if said is None or isinstance(error, LostError):
             raise
-        where = f"; this process was at {_peers.doing!r}" if _peers is not None else ""
+        where = f"; this process was at {_line.doing!r}" if _line is not None else ""
         raise LostError(
             f"another process is gone, or does not come: {said}{where}; "
             "start the same command again to go on from the last checkpoint"
@@ -241,22 +260,22 @@ def _naming_the_lost() -> Iterator[None]:
 # ---- meeting
 
 
-def _meet_at(place: Place, config: DistributedConfig) -> Peers:
+def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
     """Meet on the coordinator's own port, which is free again when JAX wants it."""
     hub = None
-    if place.process == 0:
+    if address.process == 0:
         try:
-            listener = listen("127.0.0.1" if place.is_loopback else "", place.port, place.processes)
+            listener = listen("127.0.0.1" if address.is_loopback else "", address.port, address.processes)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on port {place.port} for distributed.coordinator={place.address} "
+                f"cannot listen on port {address.port} for distributed.coordinator={address.coordinator} "
                 f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
             ) from None
-        hub = _hub(listener, place.processes, place.token, config)
-    return _line((place.host, place.port), place.process, place.processes, place.token, config, hub)
+        hub = _hub(listener, address.processes, address.token, config)
+    return _connect(address, config, hub)
 
 
-def _meet_by_jax(config: DistributedConfig) -> Peers | None:
+def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
     """Meet where process 0 says over JAX's collectives, which are there first; None where this process is alone."""
     with _ending_after(config.start_secs):
         _initialize(config)
@@ -271,7 +290,7 @@ def _meet_by_jax(config: DistributedConfig) -> Peers | None:
         text = f"{token} {host} {port}".ljust(128).encode("ascii")
         codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _line((host, int(port)), jax.process_index(), processes, token, config, hub)
+    return _connect(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, hub)
 
 
 def listen(host: str, port: int, processes: int) -> socket.socket:
@@ -287,11 +306,15 @@ def _hub(listener: socket.socket, processes: int, token: str, config: Distribute
     return Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
 
 
-def _line(
-    address: tuple[str, int], rank: int, processes: int, token: str, config: DistributedConfig, hub: Hub | None
-) -> Peers:
-    hello = {"hello": rank, "of": processes, "token": token, "host": socket.gethostname()}
-    return Peers(address, hello, start_secs=config.start_secs, silence_secs=config.heartbeat_secs, hub=hub)
+def _connect(address: ProcessAddress, config: DistributedConfig, hub: Hub | None) -> ControlLine:
+    hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
+    limits = {"start_secs": config.start_secs, "silence_secs": config.heartbeat_secs}
+    return ControlLine((address.host, address.port), hello, hub=hub, **limits)
+
+
+def _limit(setting: str) -> tuple[int, str]:
+    """How long this process may wait, and the setting that says so."""
+    return getattr(_config, setting), f"distributed.{setting}"
 
 
 def _own_address() -> str:
@@ -304,21 +327,21 @@ def _own_address() -> str:
             return "127.0.0.1"
 
 
-def _initialize(config: DistributedConfig, **place: Any) -> None:
+def _initialize(config: DistributedConfig, **address: Any) -> None:
     """Let JAX connect the processes; its own limits lie behind ours, for it aborts."""
     try:
         jax.distributed.initialize(
-            **place,
+            **address,
             initialization_timeout=config.start_secs + BEHIND_SECS,
             heartbeat_timeout_seconds=config.heartbeat_secs + BEHIND_SECS,
             shutdown_timeout_seconds=BEHIND_SECS,
         )
     except ValueError as error:
         raise ConfigError(
-            f"JAX cannot tell which process of the job this is ({_first_line(error)}); set {', '.join(VARIABLES)}"
+            f"JAX cannot tell which process of the job this is ({first_line(error)}); set {', '.join(VARIABLES)}"
         ) from error
     except RuntimeError as error:
-        raise LostError(f"JAX could not connect the processes: {_first_line(error)}") from error
+        raise LostError(f"JAX could not connect the processes: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -344,10 +367,6 @@ def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
     jax.jit(add)(one_each).block_until_ready()
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def _started_too_late(secs: float) -> None:
     end_within(LAST_WORDS_SECS, EXIT_RESTART)
     with nothing_in_the_way():
@@ -356,3 +375,53 @@ def _started_too_late(secs: float) -> None:
             "are all of them running? Start the same command again"
         )
     end_now(EXIT_RESTART)
+
+
+# ---- what the runtime and the environment say
+
+
+def lost_process(error: BaseException) -> str | None:
+    """What the runtime says of a lost process, in an error or in what that came of; None where it does not.
+
+    >>> lost_process(JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234"))
+    'UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234'
+    """
+    for each in _with_causes(error):
+        if not isinstance(each, JaxRuntimeError):
+            continue
+        said = (str(each).splitlines() or [""])[0]
+        if said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS)):
+            return said
+    return None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    return iter(chain)
+
+
+def started_by_scheduler(environment: Mapping[str, str]) -> int:
+    """The processes that SLURM or Open MPI has started, of which this is one; 1 where neither has.
+
+    >>> started_by_scheduler({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[1-4]"})
+    4
+    """
+    schedulers = {
+        "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_STEP_NODELIST"),  # without a step, this is the batch script alone
+        "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
+    }
+    for count, needed in schedulers.items():
+        if all(name in environment for name in (count, *needed)):
+            return int(environment[count])
+    return 1
+
+
+def has_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether this host has TPU chips, and may be one of a pod's."""
+    wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
+    chips = any(files.exists(ROOT / name) for name in TPU_FILES)
+    return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)

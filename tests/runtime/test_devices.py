@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parallax.runtime.accelerators import gpus, leave_out_absent_tpu, tpus, unused
+from parallax.runtime.devices import gpu_files, leave_out_absent_tpu, tpu_signs, unused_accelerators
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -66,17 +66,17 @@ def test_libtpu_is_left_out_only_where_nothing_says_that_there_is_a_chip(
 def test_an_accelerator_that_jax_has_not_found_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     root = machine(tmp_path, "dev/nvidia0", "dev/nvidiactl", **TPU, **NONE)
-    assert gpus(root) == [f"{root}/dev/nvidia0", f"{root}/dev/nvidiactl"]
-    assert tpus({}, root) == [f"{root}/sys/bus/pci/devices/chip"]
-    gpu, tpu = unused("cpu", root)
+    assert gpu_files(root) == [f"{root}/dev/nvidia0", f"{root}/dev/nvidiactl"]
+    assert tpu_signs({}, root) == [f"{root}/sys/bus/pci/devices/chip"]
+    gpu, tpu = unused_accelerators("cpu", root)
     assert gpu.startswith(f"warning: this machine has a GPU ({root}/dev/nvidia0), but JAX runs on its CPU; ")
     assert tpu.startswith(f"warning: this machine has a TPU ({root}/sys/bus/pci/devices/chip), but JAX runs on its CPU")
-    assert unused("gpu", root) == [] == unused("cpu", tmp_path / "empty")
+    assert unused_accelerators("gpu", root) == [] == unused_accelerators("cpu", tmp_path / "empty")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert unused("cpu", root) == []
+    assert unused_accelerators("cpu", root) == []
 
 
-@pytest.mark.skipif(gpus() != [] or tpus() != [], reason="is about machines without accelerators")
+@pytest.mark.skipif(gpu_files() != [] or tpu_signs() != [], reason="is about machines without accelerators")
 def test_a_command_that_runs_on_the_cpu_says_nothing_of_tpus(tmp_path):
     """Where libtpu is not installed, it has nothing to say in any case."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_PLATFORMS")}

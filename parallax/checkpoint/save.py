@@ -1,11 +1,9 @@
-"""Saving in the background, and keeping the last few steps and the best few."""
+"""Saving steps in the background, and keeping the last few and the best few."""
 
 import contextlib
 import functools
 import logging
-import shutil
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,24 @@ import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
+from parallax.checkpoint.arrays import flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.manifest import describe, flatten, read_manifest, sync, write_manifest
 from parallax.checkpoint.steps import (
-    PROBE,
+    check_steps,
     complete_steps,
-    examine,
+    read_manifest,
     remove_step,
     remove_unfinished,
+    unfinished_saves,
+    write_manifest,
 )
 from parallax.config.sections import CheckpointConfig
-from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, first_line
 from parallax.runtime.units import in_bytes
 
 
-class Checkpoints:
+class CheckpointWriter:
     """Writes the checkpoints of one run into a folder.
 
     Use it as a context: leaving it waits for the save in flight, whatever the reason to leave.
@@ -52,15 +53,15 @@ class Checkpoints:
         self._settings, self._carry, self._say = settings, carry, say
         self._in_flight: dict[str, Any] = {}
         say_errors_once()
-        probe_folder(self._folder)
-        self._losses = {step: read_manifest(self._folder, step)["loss"] for step in examine(self._folder).valid}
+        files.check_writable(self._folder)
+        self._losses = {step: read_manifest(self._folder, step)["loss"] for step in check_steps(self._folder).valid}
         # Orbax would remove a step as any folder, from whichever end: here it keeps all.
         options = ocp.CheckpointManagerOptions(
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "CheckpointWriter":
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -80,7 +81,7 @@ class Checkpoints:
         if step in complete_steps(self._folder):
             return
         flat = {part: flatten(tree) for part, tree in parts.items()}
-        arrays = {part: described(tree) for part, tree in flat.items()}
+        arrays = {part: describe_arrays(tree) for part, tree in flat.items()}
         self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
         items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
         with self._saving(step):
@@ -105,7 +106,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 if step not in complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
-                sync(self._folder)
+                files.sync(self._folder)
         self._in_flight = {}
         self._losses[step] = loss
         if jax.process_index() == 0:
@@ -114,7 +115,7 @@ class Checkpoints:
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
         if jax.process_index() == 0:
-            (unfinished,) = self._folder.glob(f"{self._in_flight['step']}.orbax-checkpoint-tmp*")
+            (unfinished,) = (at for step, at in unfinished_saves(self._folder) if step == self._in_flight["step"])
             self._carry(unfinished)
             write_manifest(unfinished, self._in_flight)
 
@@ -141,10 +142,8 @@ class Checkpoints:
             self._in_flight = {}
             if jax.process_index() == 0:
                 remove_unfinished(self._folder, step)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(
-                f"cannot save step {step} in {self._folder}: {reason}; older steps are untouched"
-            ) from error
+            how = f"cannot save step {step} in {self._folder}: {first_line(error)}"
+            raise CheckpointError(f"{how}; older steps are untouched") from error
 
 
 @functools.cache  # once in a process: somebody else may put hooks above ours
@@ -171,25 +170,16 @@ def _unraisable(before: Callable[[Any], None], about: Any) -> None:
         before(about)
 
 
-def described(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Shape, dtype and fingerprint of arrays, as a manifest lists them."""
     marks = fingerprints(arrays)
-    return {name: {**describe(array), "fingerprint": marks[name]} for name, array in arrays.items()}
-
-
-def probe_folder(folder: Path) -> None:
-    """Make the folder, and prove that files can be written, renamed and removed in it."""
-    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("x")
-        probe.rename(probe.with_suffix(".renamed")).unlink()
+    return {name: {**shape_and_dtype(array), "fingerprint": marks[name]} for name, array in arrays.items()}
 
 
 def check_space(folder: Path, parts: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the disk of a folder has no room for one more checkpoint of these trees."""
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
-    free = shutil.disk_usage(folder).free
+    free = files.free_bytes(folder)
     if free < needed:
         raise CheckpointError(
             f"a checkpoint has {in_bytes(needed)}, but the disk of {folder} has {in_bytes(free)} free; "

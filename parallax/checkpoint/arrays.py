@@ -1,14 +1,14 @@
-"""Arrays of a checkpoint read piece by piece on the host, past orbax: a piece is in memory, and a cache of chunks."""
+"""Arrays of a checkpoint: by name, and read and written on the host, piece by piece."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore
 
-from parallax.checkpoint.fingerprint import Running
-from parallax.checkpoint.manifest import describe
+from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.runtime.errors import CheckpointError
 
 PIECE_BYTES = 1 << 26
@@ -16,18 +16,32 @@ PIECE_BYTES = 1 << 26
 CACHE_BYTES = 1 << 29
 
 
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by name: a checkpoint is a flat dict, whatever containers the trees are made of.
+
+    >>> flatten({"mlp": {"gate": 1, "up": (2, 3)}})
+    {'mlp.gate': 1, 'mlp.up.0': 2, 'mlp.up.1': 3}
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def shape_and_dtype(array: Any) -> dict[str, Any]:
+    """Shape and dtype as JSON holds them."""
+    return {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+
 def new_cache() -> tensorstore.Context:
     """A cache for arrays that are open together; what is opened later with the same one may not be what is on disk."""
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
 
-class Stored:
+class ArrayReader:
     """One array of a part of a step, as orbax has written it; rows are along the first dim."""
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
-        kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
         context = new_cache() if cache is None else cache
-        self._array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context, open=True).result()
+        self._array = tensorstore.open(_zarr(folder, name), context=context, open=True).result()
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype
         if self._array.shape != self.shape or str(self.dtype) != about["dtype"]:
@@ -60,24 +74,23 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
-    running = Running()
+    running = RunningFingerprint()
     try:
-        for piece in Stored(folder, name, about).pieces():
+        for piece in ArrayReader(folder, name, about).pieces():
             running.add(piece)
     except (ValueError, OSError):  # tensorstore raises these for all that is wrong with its files
         return False
     return running.value == about["fingerprint"]
 
 
-class Written:
+class ArrayWriter:
     """One array of a part that is written piece by piece, as orbax would have written it."""
 
     def __init__(self, folder: Path, name: str, about: Any):
-        kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
         metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about)), "order": "C"}
-        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        spec = _zarr(folder, name) | {"metadata": metadata}
         self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
-        self._running, self._about = Running(), about
+        self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
     def write(self, index: tuple[Any, ...], piece: np.ndarray) -> None:
@@ -87,7 +100,13 @@ class Written:
 
     def described(self) -> dict[str, Any]:
         """Shape, dtype and fingerprint, as a manifest lists them."""
-        return {**describe(self._about), "fingerprint": self._running.value}
+        return {**shape_and_dtype(self._about), "fingerprint": self._running.value}
+
+
+def _zarr(folder: Path, name: str) -> dict[str, Any]:
+    """Where orbax has an array, as tensorstore wants it."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{folder.resolve()}/", "path": f"{name}/"}
+    return {"driver": "zarr", "kvstore": kvstore}
 
 
 def _chunk(about: Any) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a laun
 LOOPBACK = ("localhost", "127.0.0.1")
 
 
-class Place(NamedTuple):
-    """A process among those of its job, which meet at `host`:`port`."""
+class ProcessAddress(NamedTuple):
+    """Which process of a job this is, and where its processes meet: at `host`:`port`."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     token: str
 
     @property
-    def address(self) -> str:
+    def coordinator(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -37,7 +37,7 @@ class Place(NamedTuple):
         return self.host in LOOPBACK
 
 
-def read_place(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Place | None:
+def read_address(flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> ProcessAddress | None:
     """What the flags say, or else the environment; None where neither says anything.
 
     Raises:
@@ -62,7 +62,7 @@ def read_place(flags: Mapping[str, str | None], environment: Mapping[str, str] =
     if process >= processes:
         name, value = written["distributed.process-id"]
         raise ConfigError(f"{name}={value} is none of {processes} processes; use 0 to {processes - 1}")
-    return Place(host, port, processes, process, environment.get(TOKEN, ""))
+    return ProcessAddress(host, port, processes, process, environment.get(TOKEN, ""))
 
 
 def _address(name: str, value: str) -> tuple[str, int]:

@@ -1,6 +1,7 @@
-"""The steps of a run: dispatch one, report the one before, and pause to evaluate and save."""
+"""The loop of a run: dispatch a step, report the one before, and pause to evaluate and save."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -9,29 +10,47 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from parallax.checkpoint import Checkpoints
+from parallax.checkpoint.save import CheckpointWriter
+from parallax.config.sections import OptimizerConfig
 from parallax.config.settings import Settings
 from parallax.data import Prefetcher
 from parallax.runtime.errors import DataError, ParallaxError
-from parallax.runtime.multihost import at, several
+from parallax.runtime.multihost import job
 from parallax.runtime.progress import FIRST_SECS, waiting
-from parallax.training.diagnosis import not_finite
-from parallax.training.journal import Journal
+from parallax.training.corruption import SilentCorruptionCheck
+from parallax.training.divergence import DivergenceError, SkippedSteps, not_finite
+from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
+from parallax.training.optimizer import learning_rate
 from parallax.training.profile import Profile
-from parallax.training.rates import Rates
-from parallax.training.recheck import Recheck
 from parallax.training.signals import StopRequest
-from parallax.training.skips import DivergenceError, Skips
 from parallax.training.step import TrainState
 from parallax.training.watchdog import Watchdog
 
+RATES_BLOCK = 1024  # updates whose learning rates are computed together
 PATIENCE_SECS = 10.0  # steps are expected to take a while
 SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
 
 
-class Ended(NamedTuple):
+class LearningRates:
+    """`rates[n]` is the rate of update n, counted from 0. Computed a block at a time: the devices are busy, and a run
+    may have more steps than fit into a list."""
+
+    def __init__(self, config: OptimizerConfig, steps: int):
+        self._schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
+        self._block = functools.lru_cache(maxsize=2)(self._compute)
+
+    def __getitem__(self, update: int) -> float:
+        return float(self._block(update // RATES_BLOCK)[update % RATES_BLOCK])
+
+    def _compute(self, block: int) -> np.ndarray:
+        return np.asarray(self._schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK)))
+
+
+class DispatchedStep(NamedTuple):
     """A step whose metrics are still on the devices; `when` it ended, by the meter's clock."""
 
     step: int
@@ -41,21 +60,21 @@ class Ended(NamedTuple):
 
 
 @dataclass
-class Steps:
-    """What the steps of a run need besides their state."""
+class TrainingLoop:
+    """Takes the steps of a run; the fields are what that needs besides their state."""
 
     settings: Settings
     train_step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any], float] | None
     batches: Prefetcher
-    checkpoints: Checkpoints
-    journal: Journal
+    checkpoints: CheckpointWriter
+    logger: RunLogger
     meter: Meter
     stop: StopRequest
     watchdog: Watchdog
-    rates: Rates
-    skips: Skips
-    recheck: Recheck
+    rates: LearningRates
+    skips: SkippedSteps
+    corruption_check: SilentCorruptionCheck
     profile: Profile = field(default_factory=Profile)
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
@@ -76,7 +95,7 @@ class Steps:
         except ParallaxError as error:
             if self.data_error is None or isinstance(error, DataError):
                 raise
-            self.journal.say_besides(f"{type(error).__name__}: {error}")
+            self.logger.say_besides(f"{type(error).__name__}: {error}")
         else:
             if self.data_error is None:
                 return state, done
@@ -89,7 +108,7 @@ class Steps:
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
         for done in range(start + 1, self.settings.train.steps + 1):
-            at(f"step {done}", compiling=done == self.first)
+            job.set_phase(f"step {done}", compiling=done == self.first)
             self.watchdog.begin(done, compiles=done == self.first)
             try:
                 with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
@@ -101,7 +120,7 @@ class Steps:
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
-            before, pending = pending, Ended(done, metrics, self.meter.ending(metrics), waited)
+            before, pending = pending, DispatchedStep(done, metrics, self.meter.ending(metrics), waited)
             if before is not None:
                 self._report(before, self._read(before, first=before.step == self.first))
             self.checkpoints.check()
@@ -125,19 +144,17 @@ class Steps:
         steps that cannot be saved, the error comes first, and the last checkpoint stays.
         """
         error = self.batches.failure_before(self.settings.train.steps)
-        if self.data_error is None and several() and isinstance(error, DataError):
+        if self.data_error is None and job.several() and isinstance(error, DataError):
             self.data_error = error
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")
 
-    def _save_before_the_error(
-        self, done: int, state: TrainState, pending: Ended | None = None, start: int | None = None
-    ) -> None:
+    def _save_before_the_error(self, done: int, state: TrainState, pending: DispatchedStep | None, start: int) -> None:
         """Save what is done when data cannot be read any more, and report the step that is `pending`.
 
         With several processes the others do not know of the error, and no save would come about.
         """
-        if several() or done == start:
+        if job.several() or done == start:
             return
         with self._besides():
             if pending is not None:
@@ -152,7 +169,7 @@ class Steps:
 
     def _finish_save(self, done: int) -> None:
         self.checkpoints.wait()
-        self.journal.say(f"step {done} is saved; with the data back, the same command goes on from there")
+        self.logger.say(f"step {done} is saved; with the data back, the same command goes on from there")
 
     @contextlib.contextmanager
     def _besides(self) -> Iterator[None]:
@@ -160,7 +177,7 @@ class Steps:
         try:
             yield
         except ParallaxError as error:
-            self.journal.say_besides(f"{type(error).__name__}: {error}")
+            self.logger.say_besides(f"{type(error).__name__}: {error}")
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
@@ -168,7 +185,7 @@ class Steps:
         what = "compiling the training step" if compiles else f"taking step {done}"
         with waiting(what, patience_secs=FIRST_SECS if compiles else PATIENCE_SECS):
             if interval and done % interval == 0:
-                return self.recheck.take(self.train_step, state, batch, done)
+                return self.corruption_check.take(self.train_step, state, batch, done)
             return self.train_step(state, batch)
 
     def _evaluates_after(self, done: int) -> bool:
@@ -184,7 +201,7 @@ class Steps:
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
-    def _pause(self, ended: Ended, state: TrainState, *, first: bool, stopping: bool) -> None:
+    def _pause(self, ended: DispatchedStep, state: TrainState, *, first: bool, stopping: bool) -> None:
         """Finish a step's report, then evaluate, save and trace as is due; who is stopping saves at once."""
         values = self._read(ended, first=first)
         self.watchdog.pause()
@@ -196,7 +213,7 @@ class Steps:
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
         self.owed_evaluation = evaluates and self.owed
         if evaluates and not stopping and not self.owed:
-            at(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
+            job.set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
             except DataError:
@@ -218,11 +235,11 @@ class Steps:
                 f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
                 "untouched; try a lower optimizer.learning_rate or a larger optimizer.eps"
             )
-        at(f"saving step {step}")
+        job.set_phase(f"saving step {step}")
         with waiting(f"saving step {step}"):
             self.checkpoints.save(step, parts_of(state), loss=loss)
 
-    def _read(self, ended: Ended, *, first: bool) -> dict[str, Any]:
+    def _read(self, ended: DispatchedStep, *, first: bool) -> dict[str, Any]:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
             metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
@@ -237,7 +254,7 @@ class Steps:
             values["train/z_loss"] = metrics["z_loss"]
         values |= self.skips.note(ended.step, metrics)
         if self.skips.too_many(metrics):
-            self.journal.record(ended.step, values)
+            self.logger.record(ended.step, values)
             self.skips.stop(ended.step, metrics, self.params)
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
@@ -248,15 +265,15 @@ class Steps:
                 "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
             )
 
-    def _report(self, ended: Ended, values: dict[str, float]) -> None:
-        self.journal.record(ended.step, values)
+    def _report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
+        self.logger.record(ended.step, values)
         ends = ended.step in (self.first, self.settings.train.steps)
         due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
         if ends or due or "eval/loss" in values:
-            self.journal.say(self.meter.line(ended.step, values))
+            self.logger.say(self.meter.line(ended.step, values))
             self.said_at = time.monotonic()
         if "eval/loss" in values:
-            self.journal.say(self.meter.eval_line(ended.step, values["eval/loss"]))
+            self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"]))
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

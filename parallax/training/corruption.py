@@ -1,4 +1,4 @@
-"""Faulty hardware computes without complaint: a step is taken twice and compared, and copies with each other."""
+"""Finds silent data corruption: a step is taken twice and compared, and replicas with each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.sharding.collectives import as_varying
 from parallax.training.step import TrainState
 
 SHOWN = 4
-NamedBits = dict[str, np.ndarray]  # by name of an array, uint32 [pp, dp, tp]: of each device's piece
+NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
 ADVICE = "the hardware may be faulty: nothing was saved; go on from the last checkpoint, without that machine"
 
 
@@ -29,7 +30,7 @@ class CorruptionError(ParallaxError):
 
 
 @dataclass
-class Recheck:
+class SilentCorruptionCheck:
     """`shardings` are those of a state. Between the two times the state waits in the hosts' memory, each device's copy
     by itself; the devices need no more than for one step."""
 
@@ -41,7 +42,7 @@ class Recheck:
         after, metrics = train_step(state, batch)
         first = self.bits(after) | _bits_of(metrics)
         del after, state
-        state = jax.tree.map(_give_back, held, self.shardings, is_leaf=lambda leaf: isinstance(leaf, Waiting))
+        state = jax.tree.map(_give_back, held, self.shardings, is_leaf=lambda leaf: isinstance(leaf, HostCopy))
         state, metrics = train_step(state, batch)
         second = self.bits(state) | _bits_of(metrics)
         self._compare(first, second, step)
@@ -75,8 +76,7 @@ class Recheck:
 
     @cached_property
     def _names(self) -> list[str]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self.shardings)
-        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        return list(flatten(self.shardings))
 
     @cached_property
     def _mesh(self) -> jax.sharding.Mesh:
@@ -86,7 +86,7 @@ class Recheck:
     def _measure(self) -> Callable[[TrainState], Array]:
         def local(state):
             pieces = [as_varying(fingerprint(leaf)) for leaf in jax.tree.leaves(state)]
-            return jnp.stack(pieces)[None, None, None]
+            return jnp.stack(pieces)[(None,) * self._mesh.devices.ndim]
 
         specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
         mapped = jax.shard_map(
@@ -110,7 +110,7 @@ class Recheck:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class HostCopy:
     """An array's pieces in the memory of this host, each device's own."""
 
     shape: tuple[int, ...]
@@ -121,14 +121,14 @@ def _bits_of(metrics: dict[str, Array]) -> NamedBits:
     return {f"metric {name}": np.asarray(value).view(np.uint32) for name, value in metrics.items()}
 
 
-def _hold(array: Array) -> Waiting:
+def _hold(array: Array) -> HostCopy:
     # Copied: on CPU a view of the device's buffer would see what the step writes there.
-    return Waiting(array.shape, [(shard.device, np.array(shard.data)) for shard in array.addressable_shards])
+    return HostCopy(array.shape, [(shard.device, np.array(shard.data)) for shard in array.addressable_shards])
 
 
-def _give_back(waiting: Waiting, sharding: NamedSharding) -> Array:
-    pieces = [jax.device_put(piece, device) for device, piece in waiting.pieces]
-    return jax.make_array_from_single_device_arrays(waiting.shape, sharding, pieces)
+def _give_back(copy: HostCopy, sharding: NamedSharding) -> Array:
+    pieces = [jax.device_put(piece, device) for device, piece in copy.pieces]
+    return jax.make_array_from_single_device_arrays(copy.shape, sharding, pieces)
 
 
 def _used(spec: P) -> set[str]:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto any mesh, and knowing that it is what was saved."""
+"""Loading a checkpoint onto any mesh, with its integrity checked."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -10,25 +10,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from parallax.checkpoint.fingerprint import differing, fingerprints
-from parallax.checkpoint.manifest import (
-    DamagedError,
-    compare_arrays,
-    compare_settings,
-    files_of,
-    flatten,
-    read_manifest,
-    shortened,
-    wrong_files,
-)
-from parallax.checkpoint.steps import complete_steps
-from parallax.checkpoint.stored import damaged_arrays
-from parallax.runtime.errors import CheckpointError, tell
+from parallax.checkpoint.arrays import damaged_arrays, flatten
+from parallax.checkpoint.fingerprint import fingerprints
+from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, shortened, wrong_files
+from parallax.runtime.errors import CheckpointError, first_line, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
 
 
-class Loaded(NamedTuple):
+class Restored(NamedTuple):
     """Trees of arrays, the step that they are of, and newer steps that were damaged."""
 
     step: int
@@ -36,9 +26,32 @@ class Loaded(NamedTuple):
     damaged: list[DamagedError]
 
 
+def compare_arrays(stored: Mapping[str, Any], wanted: Mapping[str, Any], part: str) -> list[str]:
+    """Say what differs between the arrays of a manifest and the wanted ones."""
+    there = {name: f"{array['dtype']}{array['shape']}" for name, array in stored.items()}
+    here = {name: f"{array.dtype}{list(array.shape)}" for name, array in wanted.items()}
+    return [
+        f"{part} {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    ]
+
+
+def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, each with the stored and the wanted value.
+
+    >>> compare_settings({"model": {"layers": 4, "heads": 8}}, {"model": {"layers": 6, "heads": 8}})
+    {'model.layers': (4, 6)}
+    """
+    flat_stored, flat_wanted = flatten(stored), flatten(wanted)
+    keys = sorted({*flat_stored, *flat_wanted})
+    pairs = {key: (flat_stored.get(key), flat_wanted.get(key)) for key in keys}
+    return {key: (there, here) for key, (there, here) in pairs.items() if there != here}
+
+
 def restore_newest(
     folder: Path, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None, before: int | None = None
-) -> Loaded:
+) -> Restored:
     """`restore` the newest step that is whole, passing over damaged ones, and over all from `before` on.
 
     Raises:
@@ -49,7 +62,7 @@ def restore_newest(
         if before is not None and step >= before:
             continue
         try:
-            return Loaded(step, restore(folder, step, parts, settings=settings), damaged)
+            return Restored(step, restore(folder, step, parts, settings=settings), damaged)
         except DamagedError as error:
             damaged.append(error)
     if not damaged:
@@ -79,8 +92,8 @@ def restore(
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
     loaded = _load(folder, step, parts)
     for part, tree in loaded.items():
-        written = {name: about["fingerprint"] for name, about in manifest["arrays"][part].items()}
-        wrong = differing(fingerprints(flatten(tree)), written)
+        arrays = manifest["arrays"][part]
+        wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
         if wrong:
             raise DamagedError(folder, step, _not_as_saved([f"{part} {name}" for name in wrong]))
     return loaded
@@ -120,7 +133,7 @@ def _load(folder: Path, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
     except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
-        how = (str(error).strip() or type(error).__name__).splitlines()[0]
+        how = first_line(error)
         if jax.process_count() > 1:
             # Others may have read it: none goes on to another step alone.
             raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error

@@ -1,0 +1,262 @@
+"""Logging of a run: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases; in process 0 only."""
+
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallax.config.settings import Settings
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, ConfigError, first_line, how_to_install, tell, writing
+from parallax.runtime.multihost.job import is_first
+from parallax.runtime.progress import make_room, printing_progress, progress_printer
+from parallax.runtime.run_files import RunFiles, row_of
+
+DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
+WANDB_SECS = 60  # for the service to answer, when a run begins and when it ends
+
+
+class MetricsWriter(Protocol):
+    """Another destination for metrics, besides metrics.jsonl."""
+
+    def begin(self, step: int, say: Callable[[str], None]) -> None:
+        """Make ready for numbers after `step`; `say` hears what goes wrong and does not end the run."""
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Write a step's numbers and texts."""
+
+    def close(self, *, failed: bool) -> None:
+        """End the writer."""
+
+
+class RunLogger:
+    """Lines for people and numbers for programs. Use it as a context: while it is open it says what is waited for, too;
+    leaving it closes its files."""
+
+    def __init__(self, folder: RunFiles, writers: Sequence[MetricsWriter] = ()):
+        self._speaks = is_first()
+        self._metrics_path = folder.metrics
+        self._log = files.AppendFile(folder.log) if self._speaks else None
+        self._metrics: Any = None
+        self._writers = writers
+        self._waits: list[str] | None = []  # lines for log.txt, until there is more to say than what is waited for
+        self._speaking = printing_progress(progress_printer(sys.stdout, self._keep_wait) if self._speaks else None)
+        self._days: dict[str, str] = {}  # of the last line in the log and on the console
+
+    def __enter__(self) -> "RunLogger":
+        self._speaking.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        self._speaking.__exit__(None, None, None)
+        if error is not None and self._metrics is not None:
+            with contextlib.suppress(CheckpointError):
+                self._keep(self._timed(f"{kind.__name__}: {error}"))
+        for writer in self._writers:
+            with contextlib.suppress(Exception):  # others' code: what it raises hides no error of the run
+                writer.close(failed=error is not None)
+        for file in (self._log, self._metrics):
+            if file is not None:
+                # Lines were flushed as they came: what is left is what an error has told of.
+                with contextlib.suppress(OSError):
+                    file.close()
+
+    def say(self, text: str) -> None:
+        """Print, and write to log.txt; a closed console does not end the run."""
+        if self._speaks:
+            make_room()
+            waits, self._waits = self._waits or [], None
+            now = time.localtime()
+            try:
+                self._keep("\n".join([*waits, self._timed(text, now)]))
+            finally:
+                tell(self._timed(text, now, "console"), sys.stdout)
+
+    def say_besides(self, text: str) -> None:
+        """Report, from any process, a second error while the first one ends the run; a full disk is ignored."""
+        if not self._speaks:
+            return tell(text, sys.stderr)
+        with contextlib.suppress(CheckpointError):
+            self.say(text)
+
+    def say_last(self, text: str) -> None:
+        """Write to log.txt only, from any thread, why the run ends; a full disk is ignored."""
+        if self._speaks and not self._log.closed:
+            with contextlib.suppress(CheckpointError):
+                self._keep(self._timed(text))
+
+    def _keep_wait(self, text: str) -> None:
+        """Log a progress message, but not before the first other line: a refused run leaves an empty log."""
+        if self._waits is not None:
+            self._waits.append(self._timed(text))
+        else:
+            self.say_last(text)
+
+    def _keep(self, text: str) -> None:
+        self._log.write(text + "\n")  # in one piece: another thread may write, too
+
+    def _timed(self, text: str, now: time.struct_time | None = None, where: str = "log") -> str:
+        """The text after the time of day; the date comes above the first line of each day."""
+        now = now or time.localtime()
+        day, before = time.strftime(DATE, now), self._days.get(where)
+        self._days[where] = day
+        return ("" if day == before else f"{day}\n") + f"{time.strftime(CLOCK, now)} {text}"
+
+    def begin(self, step: int) -> None:
+        """Make ready for numbers after `step`: what an earlier run wrote beyond it will be computed again."""
+        if self._speaks:
+            with writing(self._metrics_path.parent, files.WHEN_FULL):
+                drop_after(self._metrics_path, step)
+            self._metrics = files.AppendFile(self._metrics_path)
+            for writer in self._writers:
+                with writing(self._metrics_path.parent, files.WHEN_FULL):
+                    writer.begin(step, self.say)
+
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, and a step of each writer; JSON has no NaN: a number that is not finite is null."""
+        if self._speaks:
+            self._metrics.write(json.dumps({"step": step, **{k: _written(v) for k, v in values.items()}}) + "\n")
+            for writer in self._writers:
+                with writing(self._metrics_path.parent, files.WHEN_FULL):
+                    writer.write(step, values)
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
+    if files.exists(path):
+        kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
+        files.write_whole(path, "".join(line + "\n" for line in kept))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl, none where there is no such file; a torn last line is left out."""
+    return [row for line in _lines(path) if (row := row_of(line)) is not None]
+
+
+def _lines(path: Path) -> list[str]:
+    if not files.exists(path):
+        return []
+    with files.open_file(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.read().splitlines()
+
+
+def _written(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]:
+    """The writers that the settings ask for, in process 0; ConfigError if a package is missing."""
+    if not is_first():
+        return []
+    found: list[MetricsWriter] = []
+    if settings.train.tensorboard:
+        found.append(TensorBoard(folder))
+    if settings.train.wandb:
+        found.append(Wandb(settings.train.wandb, folder, settings.to_dict()))
+    return found
+
+
+class TensorBoard:
+    """TensorBoard events in the run's folder; events after the resumed step are purged."""
+
+    def __init__(self, folder: RunFiles):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                f"train.tensorboard=True needs the package tensorboardX: {how_to_install('tensorboard')}"
+            ) from None
+        self._open, self._folder, self._events = SummaryWriter, folder.tensorboard, None
+
+    def begin(self, step: int, say: Callable[[str], None]) -> None:
+        self._events = self._open(str(self._folder), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._events.add_scalar(name, value, step)
+            if isinstance(value, str):
+                self._events.add_text(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        if self._events is not None:
+            self._events.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, the same one when the run goes on. Where the service fails, the run goes on without.
+
+    Steps are the run's own: what is computed again after a resume is drawn at its step.
+    """
+
+    def __init__(self, project: str, folder: RunFiles, settings: dict[str, Any]):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"train.wandb={project!r} needs the package wandb: {how_to_install('wandb')}, or leave it empty"
+            ) from None
+        self._wandb, self._project, self._folder, self._settings = wandb, project, folder, settings
+        self._run: Any = None
+        self._say: Callable[[str], None] = print
+
+    def begin(self, step: int, say: Callable[[str], None]) -> None:
+        self._say = say
+        own = self._own_id()
+        with self._going_on_without():
+            self._run = self._wandb.init(
+                project=self._project,
+                id=own,
+                name=self._folder.path.resolve().name,
+                dir=str(self._folder.path),
+                config=self._settings,
+                resume="allow",
+                # The console stays ours: signals and closed pipes are handled there.
+                settings=self._wandb.Settings(console="off", init_timeout=WANDB_SECS),
+            )
+            self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        if self._run is not None:
+            with self._going_on_without():
+                self._run.log({"step": step, **{k: v for k, v in values.items() if isinstance(v, int | float | str)}})
+
+    def close(self, *, failed: bool) -> None:
+        if self._run is None:
+            return
+        ending = threading.Thread(target=self._finish, args=(failed,), name="wandb", daemon=True)
+        ending.start()
+        ending.join(WANDB_SECS)
+        if ending.is_alive():
+            self._say(f"wandb has not taken all numbers within {WANDB_SECS} s; the run ends without")
+
+    def _finish(self, failed: bool) -> None:
+        with self._going_on_without():
+            self._run.finish(exit_code=int(failed))
+
+    def _own_id(self) -> str:
+        """That of the project's run in this folder; a new one where there is none yet."""
+        file = self._folder.wandb
+        try:
+            known = files.read_object(file)
+        except (OSError, ValueError):
+            known = {}
+        if known.get("project") != self._project or not isinstance(known.get("id"), str):
+            known = {"project": self._project, "id": uuid.uuid4().hex[:12]}
+            with writing(self._folder.path):
+                files.write_whole(file, json.dumps(known) + "\n")
+        return known["id"]
+
+    @contextlib.contextmanager
+    def _going_on_without(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            self._say(f"wandb failed, the run goes on without it: {first_line(error)}")
