@@ -56,11 +56,11 @@ def tpu_devices(topology: str) -> list[Any]:
     """The devices of a TPU slice that is not here; ConfigError where there is no such slice, or no compiler for it."""
     from parallax.analysis.topology import devices_of, read_topology, why_not, without_chips
 
-    place = read_topology(topology)
-    if reason := why_not(place):
+    topology = read_topology(topology)
+    if reason := why_not(topology):
         raise ConfigError(reason)
     without_chips([f"--topology={topology}"])
-    return devices_of(place)
+    return devices_of(topology)
 
 
 def run_benchmark(main: Callable[[], None]) -> NoReturn:

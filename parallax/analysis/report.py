@@ -49,7 +49,7 @@ from parallax.training.build import step_of
 from parallax.training.step import TrainStep, abstract_state
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
+LEFT_OUT = ("mesh", "timeline", "text", "modules")  # of what the compiler made: not for JSON
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,7 +165,7 @@ def report(
             made = read_compiled(program, model.mesh, shares)
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
-                computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
+                computed = tuple(secs_by_module(made, chip(kind).clock_hz))
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),

@@ -78,8 +78,8 @@ def compared(found: Found) -> Iterator[str]:
     )
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"
-    if found.place is not None:
-        yield "\n".join(["", "```", heading("the step", found.settings, found.place), "```"])
+    if found.topology is not None:
+        yield "\n".join(["", "```", heading("the step", found.settings, found.topology), "```"])
 
 
 def phases(found: Found) -> Iterator[str]:
@@ -105,7 +105,7 @@ def warnings(found: Found) -> Iterator[str]:
     """What somebody who reads the file should look at first."""
     yield from _numbers(found)
     held = found.held and found.held.peak
-    real = found.place is None or not found.place.shared
+    real = found.topology is None or not found.topology.shared
     measured = found.most_bytes or found.compiled_bytes
     if measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
         yield f"memory is {ratio(measured, held)} of what was planned: further off than {percent(MEMORY_WITHIN)}"
