@@ -9,8 +9,8 @@ from parallax.analysis.plan import heading
 from parallax.cli.firstrun.work import WARM_UP, Found, seconds
 from parallax.runtime.units import in_bytes, percent
 
-# How far what is measured may lie from what was planned before it is worth a line: memory as it is held to on
-# simulated devices, time as analytic plans lie from compiled ones (docs/plan.md).
+# How far what is measured may lie from what was planned before it is worth a line: as analytic plans lie from compiled
+# ones (docs/plan.md). Neither is planned for simulated devices.
 MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
 LOSS_WITHIN = 0.1  # of ln(vocab), before anything is learned
 UNEVEN = 1.5  # the slowest step over the median
@@ -107,7 +107,7 @@ def warnings(found: Found) -> Iterator[str]:
     held = found.held and found.held.peak
     real = found.topology is None or not found.topology.shared
     measured = found.most_bytes or found.compiled_bytes
-    if measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
+    if real and measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
         yield f"memory is {ratio(measured, held)} of what was planned: further off than {percent(MEMORY_WITHIN)}"
     if found.most_bytes and found.limit_bytes and found.most_bytes > 0.9 * found.limit_bytes:
         yield f"a device held {in_bytes(found.most_bytes)} of the {in_bytes(found.limit_bytes)} that it may"
