@@ -43,7 +43,7 @@ class Plan:
         return self.estimate.peak_bytes
 
     @property
-    def memory_table(self) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """The peak's bytes by component."""
         return self.estimate.components
 

@@ -10,7 +10,7 @@ from run_examples import as_flags, write_corpus
 import train
 from parallax.analysis import devices
 from parallax.analysis.compiled import read_compiled
-from parallax.analysis.memory import memory
+from parallax.analysis.memory import Memory, memory
 from parallax.analysis.report import GIVEN
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as plan_command
@@ -114,7 +114,7 @@ def commands(monkeypatch, tmp_path):
 def table_of(printed, head):
     """Component to bytes as printed, of the table below the line that begins with `head`; what is 0 is left out."""
     lines = printed[printed.index(head) :].splitlines()[1:]
-    names = {name.replace("_", " ") for name in memory.__annotations__["return"]._fields}
+    names = {name.replace("_", " ") for name in Memory._fields}
     rows = (line.split() for line in lines)
     found = {}
     for words in rows:
