@@ -32,9 +32,9 @@ PASSES = "FBW"
 
 
 class Share(NamedTuple):
-    """Of a conditional's second branch, which does the work: the share of turns in which it runs.
+    """How often a conditional takes its second branch, which does the work, as a share of its executions.
 
-    `own` is that of an average rank; `lockstep` that of the rank for which the others wait.
+    `own` is the share of an average rank; `lockstep` that of the rank for which the others wait.
     """
 
     own: float
@@ -51,14 +51,14 @@ def attention_share(shapes: Any) -> float:
 
 
 def costs_of(remat: str, attention: float) -> Costs:
-    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more, or
-    of one that makes again attention alone, its share of the parameters."""
+    """Times of passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention alone costs
+    its share of the parameters."""
     again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel) -> Shares:
-    """The shares of a model's step, its passes priced by what it recomputes."""
+    """Branch shares of a model's step; its remat policy sets the costs of passes."""
     return shares_of(model.schedule, costs_of(model.pipeline.remat, attention_share(model.shapes)))
 
 
@@ -255,7 +255,7 @@ class Reader:
         return BranchEvent(_two(share.own), _two(share.lockstep), sides)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
-        """A fusion: compute, and perhaps a collective, or the first, a middle or the last piece of one."""
+        """A fusion: compute, and possibly a collective or a piece of one."""
         inside = list(self._inside(one))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveDone":
@@ -327,7 +327,7 @@ class Reader:
         )
 
     def _origin(self, piece: Instruction, outer: Instruction, computation: Computation) -> tuple[str, str]:
-        """Name and line of who asked; merged collectives have lost theirs, and the first operand knows."""
+        """Operation name and source line; merged collectives have none, and take those of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
         known = (one for one in (piece, outer, *operands) if one is not None and one.op_name)
         one = next(known, piece)
@@ -578,10 +578,12 @@ def compiled_flops(text: str, shares: Shares | None = None) -> CompiledFlops:
     dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
     """
     module = parse(text)
-    return CompiledFlops(*(Products(module, shares or {}, update).of(module.entry, False) for update in (False, True)))
+    return CompiledFlops(
+        *(ProductFlops(module, shares or {}, update).of(module.entry, False) for update in (False, True))
+    )
 
 
-class Products:
+class ProductFlops:
     """Adds FLOPs up, those of the update or the others, each computation once."""
 
     def __init__(self, module: Module, shares: Shares, update: bool):

@@ -1,4 +1,4 @@
-"""The devices that are here: what they do a second, from data sheets or measured, and how much memory they have."""
+"""The devices of this machine: FLOP/s and bandwidths, from data sheets or measured, and memory."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Parameters, and FLOPs: of the model, as traced for each device, and what only this way of running it needs."""
+"""Parameters and FLOPs: of the model, and of the traced step on each device."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
 
 
 def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[str, int]:
-    """The same of a program that was traced, apart for "forward", "backward" and "recompute"."""
+    """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         flops = product_flops(equation)
@@ -97,7 +97,7 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[s
 
 
 def product_flops(equation: JaxprEqn) -> int | None:
-    """FLOPs of one equation's matrix products; None where it has some that nobody can count."""
+    """FLOPs of one equation's matrix products; None where they cannot be counted."""
     name = equation.primitive.name
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
@@ -171,7 +171,7 @@ def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int
 
 
 def _countable(model: ShardedModel) -> ShardedModel:
-    """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
+    """The model with countable attention: on an abstract mesh, cuDNN's kernels are traced as calls with known FLOPs."""
     if model.model.kernel != "cudnn":
         return model
     return model.replace(mesh=abstract_mesh(model.axis_sizes))

@@ -25,7 +25,7 @@ SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interle
 
 
 class Choice(NamedTuple):
-    """One layout: what of a config a sweep varies."""
+    """One layout: the settings that a sweep varies."""
 
     pp: int
     dp: int

@@ -1,4 +1,4 @@
-"""A plan as a value: what a step holds and how long it takes on chips that are not there; and plans side by side."""
+"""Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -279,14 +279,14 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
 
 
 def largest_line(found: Estimate) -> str:
-    """What is largest, and what goes on beside the work."""
+    """The largest component, and the messages that hide."""
     name, size = max(found.components.items(), key=lambda item: item[1])
     hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
     return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
 def compiled_lines(made: Outcome, topology: Topology) -> Iterator[str]:
-    """The compiler's word."""
+    """What the compiler says of a step."""
     if made.refused:
         yield f"does not fit: the compiler says {made.refused}"
         return
@@ -337,7 +337,7 @@ def _figures(made: Outcome) -> tuple[str, str, str, str]:
 
 
 def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
-    """Of what was compiled the fastest layout, and the flags that make it of the config's own."""
+    """The fastest of the compiled layouts, and the flags that turn the config into it."""
     timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
     if not timed:
         return
@@ -347,7 +347,7 @@ def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
 
 
 def passed_over_line(search: Sweep) -> str:
-    """What became of the layouts that are not in the table."""
+    """How many layouts were priced, and why others were not."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
 

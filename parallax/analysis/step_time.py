@@ -1,4 +1,6 @@
-"""How long a step takes and what it holds, from its traced program: nothing is compiled, no device is needed.
+"""How long a step takes: estimated from its traced program, to rank layouts, or read from a compiled one, to decide.
+
+The estimate needs no compiler and no device:
 
     step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
 
@@ -60,7 +62,7 @@ TABLES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
-class Product(NamedTuple):
+class OpCost(NamedTuple):
     """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step."""
 
     flops: int
@@ -73,10 +75,10 @@ class Product(NamedTuple):
         return max(self.flops / rate, self.bytes / bandwidth)
 
 
-class Traced(NamedTuple):
+class TracedWork(NamedTuple):
     """What one device does in a step, before any chip is named."""
 
-    products: list[Product]
+    products: list[OpCost]
     sent: list[Sent]
     model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
 
@@ -126,24 +128,24 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
 
 
 def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
-    """The same of a model that was built, of settings that were placed."""
-    return estimate(settings, topology, predicted_memory(model, settings), trace(model, settings))
+    """`predict` for a model that was built, with settings that were placed."""
+    return estimate(settings, topology, predicted_memory(model, settings), traced_work(model, settings))
 
 
-def trace(model: ShardedModel, settings: Settings) -> Traced:
+def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
     found = walk(program, at=first, count=_product)
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
-    return Traced(
+    return TracedWork(
         [product._replace(count=count) for product, count in found.items()],
         program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
     )
 
 
-def estimate(settings: Settings, topology: Topology, held: Memory, traced: Traced) -> Estimate:
+def estimate(settings: Settings, topology: Topology, held: Memory, traced: TracedWork) -> Estimate:
     """The step of a traced program on these chips."""
     rate = topology.matmul_rate(settings.model.dtype)
     timed = [(p.direction, p.count * p.secs(rate, topology.chip.hbm_bandwidth)) for p in traced.products]
@@ -215,13 +217,13 @@ def hidden_secs(work: float, sent: float) -> float:
 
 
 def exposed_parts(sent: Iterable[Message], hidden: float) -> list[Message]:
-    """Of each message the seconds in which nothing else is done, where so many of what can hide do hide."""
+    """The messages with their exposed seconds, where `hidden` seconds of those that can hide do."""
     hiding = sum(message.secs for message in sent if message.hides)
     return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
 
 def by_axes(sent: Iterable[Message]) -> dict[str, float]:
-    """Their seconds, added up."""
+    """Seconds of messages by axes."""
     found: dict[str, float] = {}
     for message in sent:
         found[message.axes] = found.get(message.axes, 0) + message.secs
@@ -263,7 +265,7 @@ def _product(equation: JaxprEqn, origin: Origin) -> Counter:
         return Counter()
     moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    return Counter({Product(product_flops(equation) or 0, moved, origin.direction, 0): 1})
+    return Counter({OpCost(product_flops(equation) or 0, moved, origin.direction, 0): 1})
 
 
 class StepTime(NamedTuple):
@@ -319,20 +321,20 @@ def step_time(
 
 
 def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
-    """At least so long a kernel takes: FLOPs at peak, or operands and results once through memory."""
+    """The least time of a kernel: FLOPs at peak, or operands and results once through memory."""
     moved = kernel.operand_bytes + kernel.result_bytes
     return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
 
 
 class Clock:
-    """Runs through a timeline as a device does, and tells where its time goes."""
+    """Simulates a timeline, and adds up where its time goes."""
 
     def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
         self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
+        """Seconds by "compute", "pallas" and axes waited for; all links are free at the start."""
         spent: Counter = Counter()
         free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done

@@ -1,6 +1,6 @@
-"""What a layout takes at least, in microseconds of thought: a sweep passes over layouts that cannot be among the best.
+"""The search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
 
-Never more than what `analytic` finds, as a test holds; far less where that is not known without a trace.
+A bound is never above the estimate of step_time.py, as a test holds, and often far below it.
 """
 
 import hashlib
@@ -20,7 +20,15 @@ from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameter
 from parallax.analysis.layouts import Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
-from parallax.analysis.step_time import Estimate, Outcome, compile_step, estimate, hidden_secs, lockstep_bubble, trace
+from parallax.analysis.step_time import (
+    Estimate,
+    Outcome,
+    compile_step,
+    estimate,
+    hidden_secs,
+    lockstep_bubble,
+    traced_work,
+)
 from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
 from parallax.pipeline.sharded_model import ShardedModel
@@ -37,7 +45,7 @@ DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything 
 
 
 class Bound(NamedTuple):
-    """What a layout takes at least."""
+    """Lower bounds of a layout's time and memory."""
 
     secs: float
     peak_bytes: float
@@ -81,7 +89,7 @@ class Bounds:
         return self.flops - FLOPS_PER_WEIGHT * kernels
 
     def _made_again(self, choice: Choice) -> float:
-        """Parameters of the products that are run once more for each token if layers are recomputed."""
+        """Parameters of the products that remat runs once more for each token."""
         mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
         if choice.remat not in mlp:
             return 0.0
@@ -176,7 +184,7 @@ class Cache:
             raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
 
     def get(self, key: str) -> Any | None:
-        """What was put there, None where nothing was or where the file is damaged."""
+        """The value of a key; None where there is none, or where the file is damaged."""
         try:
             entry = read_object(self._path(key), odd_numbers=True)
             return entry["value"] if entry["digest"] == digest(entry["value"]) else None
@@ -184,7 +192,7 @@ class Cache:
             return None
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value that JSON can hold."""
+        """Store a value that JSON can hold."""
         # Written aside and renamed: whoever reads, and whoever is interrupted, leaves whole files alone.
         aside = self._path(key).with_suffix(f".{os.getpid()}.tmp")
         aside.write_text(json.dumps({"digest": digest(value), "value": value}))
@@ -204,7 +212,7 @@ def digest(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a prediction depends on, and a hash of our own source."""
+    """Versions of the packages that a prediction depends on, and a hash of our own source."""
     sources = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*.py")):
         sources.update(path.read_bytes())
@@ -290,9 +298,9 @@ class Sweep:
 
 
 def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -> Topology:
-    """The topology, with this machine's devices as they were measured when the cache first had them.
+    """The topology; for this machine's devices, with the speeds that were measured when the cache first had them.
 
-    A new measurement differs a little, and nothing that was found before would be found again.
+    A new measurement differs a little, and so would all keys of the cache.
     """
     if not topology.shared:
         return topology
@@ -317,13 +325,13 @@ def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str
         return None
     held = predicted_memory(model, settings)
     fits = held.peak <= topology.chip.usable_bytes
-    made = estimate(settings, topology, held, trace(model, settings)) if fits else None
+    made = estimate(settings, topology, held, traced_work(model, settings)) if fits else None
     cache.put(key, {"peak_bytes": held.peak, "estimate": made})
     return {"peak_bytes": held.peak, "estimate": made}
 
 
 def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:
-    """The hash of all that a prediction follows from."""
+    """The hash of everything that a prediction depends on."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
     return digest([{name: sections[name] for name in SECTIONS}, data, topology, known])
@@ -386,7 +394,7 @@ def _point(row: PricedLayout, marked: bool, own: bool, frame: Frame) -> str:
 
 
 def _key(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:
-    """Numbers on the points of the front, and what they stand for."""
+    """Numbers on the points of the front, and a line for each."""
     for number, row in enumerate(on_front, 1):
         x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
         ink = INK if _kind(row.choice) in LIGHT else PAPER
@@ -415,7 +423,7 @@ def _kind(choice: Choice) -> str:
 
 
 def _name(choice: Choice) -> str:
-    """A layout in few letters.
+    """A layout in short.
 
     >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
     '4·8·2 M=16 one_f_one_b remat layer zero1'

@@ -62,7 +62,7 @@ class Topology(NamedTuple):
         return links * self.chip.ici_bandwidth
 
     def spread(self, sizes: Mapping[str, int], axes: Sequence[str]) -> float:
-        """How much more an all-to-all along these axes loads links than a gather: see report.links.route."""
+        """How much more an all-to-all along these axes loads links than a gather: see `route`."""
         if not self.is_tpu:
             return 1.0
         laid, members = self._laid(sizes), math.prod(sizes[axis] for axis in axes)
@@ -126,14 +126,14 @@ def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
 
 
 def why_not(topology: Topology) -> str:
-    """Why nothing can be compiled here for chips that are not here; "" where it can."""
+    """Why nothing can be compiled for chips that are not here; "" where it can."""
     if not topology.is_tpu:
         return f"nothing is compiled for {topology.name}: only TPU slices can be compiled for without their devices"
     return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
 
 
 def devices_of(topology: Topology) -> list[Any]:
-    """The devices of a TPU slice, of the compiler's imagination; ConfigError where it knows no such slice."""
+    """The devices of a TPU slice, as the compiler describes them; ConfigError where it knows no such slice."""
     options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices
@@ -143,10 +143,10 @@ def devices_of(topology: Topology) -> list[Any]:
 
 
 def without_chips(argv: Sequence[str]) -> None:
-    """What a process says before its first array if its command line names a topology: chips that are not here.
+    """Set up a process whose command line names a topology, before its first array: to compile without the chips.
 
-    Nobody on the network is asked for them, and another process may compile at the same time. What is compiled for, the
-    topology says; but libtpu complains unless this machine claims to be a host of some.
+    libtpu asks no metadata server, and lets another process compile at the same time. It needs some accelerator type,
+    though the topology says what is compiled for.
     """
     if any(argument.startswith("--topology") for argument in argv):
         os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -168,7 +168,7 @@ class Walk:
         return outs
 
     def _apart(self, run: Callable[[], list[Value]]) -> tuple[Counter, list[Value]]:
-        """What a run counts, not added to the total, and what it returns."""
+        """The counts of a run, without adding them to the total, and its outputs."""
         before, self.total = self.total, Counter()
         outs = run()
         counted, self.total = self.total, before
@@ -269,7 +269,7 @@ def _known(const: Any) -> Value:
 
 
 def _counts(array: Any) -> bool:
-    """Whether an array, or what is known of it, is small and of whole numbers or truths."""
+    """Whether an array is small and of integers or booleans."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or math.prod(array.shape) > LARGEST_KNOWN:
         return False
@@ -277,7 +277,7 @@ def _counts(array: Any) -> bool:
 
 
 class Steering:
-    """Of many programs; what was found is kept."""
+    """Which values decide what a program runs. Results are cached."""
 
     def __init__(self):
         self._found: dict = {}
@@ -312,7 +312,7 @@ class Steering:
         return set(range(len(equation.invars))) if wanted else set()
 
     def _of_loop(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
-        """What a turn reads of the turn before is wanted of that one, too."""
+        """What an iteration reads of the one before is wanted of that one, too."""
         scan = loop(equation)
         while True:
             read = self.inputs(scan.body.jaxpr, wanted)
@@ -323,7 +323,7 @@ class Steering:
 
 
 class Gradients:
-    """Of many programs, whatever sides of branches they take; what was found is kept.
+    """Which values are made from gradients, whichever branches run. Results are cached.
 
     A step's forward pass reads no gradient of the same step: what does is backward, if no scope says otherwise.
     """
@@ -380,8 +380,8 @@ def operands(numbers: Set[int]) -> Set[int]:
 
 
 def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:
-    """A mesh of these sizes that has no devices: enough to trace on. `simulated`: what is traced, and what it holds, is
-    as on simulated devices, not as on accelerators."""
+    """A mesh of these sizes without devices, enough to trace on. `simulated`: the program is traced as for simulated
+    devices, not as for accelerators."""
     device = AbstractDevice("cpu", None, "cpu") if simulated else None
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)

@@ -21,7 +21,7 @@ from parallax.analysis.devices import local_topology
 from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
-from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, trace
+from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, traced_work
 from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
@@ -74,7 +74,7 @@ def held_of(settings):
 
 @functools.cache
 def traced_of(settings):
-    return trace(build(settings, PAIR), settings)
+    return traced_work(build(settings, PAIR), settings)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def few():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
-        patch.setattr(sweep_module, "trace", lambda model, settings: traced_of(settings))
+        patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))
         yield
 
 
@@ -138,7 +138,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
             data_parallel_policy=policy,
         )
         eight = read_topology("v5e:2x4")
-        sent = messages(trace(build(settings, eight), settings).sent, eight, settings)
+        sent = messages(traced_work(build(settings, eight), settings).sent, eight, settings)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)
@@ -250,7 +250,7 @@ def test_flash_attention_on_gpus_is_priced_without_one():
     scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
     assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
     settings = tiny(**LONG, model_kernel="cudnn")
-    products = trace(build(settings, read_topology("H100:2")), settings).products
+    products = traced_work(build(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
 
@@ -378,7 +378,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp
             raise KeyboardInterrupt
         return traced_of(settings)
 
-    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     with pytest.raises(KeyboardInterrupt):
         search.run()
@@ -387,7 +387,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp
     search.run()
     assert search.rows == found.rows and search.passed == found.passed
     assert len(traced) == len(found.rows) + 1  # the interrupted one twice
-    monkeypatch.setattr(sweep_module, "trace", None)
+    monkeypatch.setattr(sweep_module, "traced_work", None)
     again = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     again.run()
     assert again.rows == found.rows
@@ -595,7 +595,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
             raise KeyboardInterrupt
         return traced_of(settings)
 
-    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()

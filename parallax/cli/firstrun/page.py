@@ -17,7 +17,7 @@ UNEVEN = 1.5  # the slowest step over the median
 
 
 def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
-    """All of it; `machine` is sections of names and values."""
+    """The whole file; `machine` is sections of names and values."""
     kind = machine["Devices"]["devices"]
     lines = [f"# First run on {kind}", "", f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict(found)}"]
     for title, rows in (("Planned and measured", compared(found)), ("Phases", phases(found)), ("Steps", steps(found))):
@@ -32,7 +32,7 @@ def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def page_without_devices(command: str, error: str, machine: Mapping[str, Mapping[str, str]]) -> str:
-    """Of a machine whose devices JAX does not find."""
+    """The file where JAX finds no devices."""
     lines = ["# First run: JAX has no devices", "", f"`{command}`", "", "```", error, "```"]
     for title, facts in machine.items():
         lines += ["", f"## {title}", "", *table(["", ""], facts.items())]

@@ -1,4 +1,4 @@
-"""What a first run does, phase by phase; what a phase finds is kept where the next one fails."""
+"""The phases of a first run. What a phase finds is kept if a later one fails."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass
 class Found:
-    """All that is known so far; None is what is not. Bytes are those of a device, seconds those of a step."""
+    """All results so far; None where there is none yet. Bytes are those of a device, seconds those of a step."""
 
     settings: Settings
     command: str
