@@ -1,4 +1,4 @@
-"""The layouts that a sweep looks at: mesh, microbatches, schedule, and remat and the sharding policy."""
+"""The layouts that a sweep tries: mesh, microbatches, schedule, remat and the sharding policy."""
 
 import dataclasses
 import shlex
