@@ -83,8 +83,8 @@ GPUS = {
 def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
     topologies, billions = GPUS[name]
     header = importlib.import_module(f"configs.{name}").__doc__
-    for at, topology in enumerate(topologies):
-        topology = read_topology(topology)
+    for at, written in enumerate(topologies):
+        topology = read_topology(written)
         settings = placed(read_settings(get_config(name)), topology)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
         model = build_on(settings, topology)
