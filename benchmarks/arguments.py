@@ -52,15 +52,15 @@ def config_of(name: str) -> Any:
     return config
 
 
-def tpu_devices(topology: str) -> list[Any]:
+def tpu_devices(name: str) -> list[Any]:
     """The devices of a TPU slice that is not here; ConfigError where there is no such slice, or no compiler for it."""
     from parallax.analysis.topology import devices_of, read_topology, why_not, without_chips
 
-    place = read_topology(topology)
-    if reason := why_not(place):
+    topology = read_topology(name)
+    if reason := why_not(topology):
         raise ConfigError(reason)
-    without_chips([f"--topology={topology}"])
-    return devices_of(place)
+    without_chips([f"--topology={name}"])
+    return devices_of(topology)
 
 
 def run_benchmark(main: Callable[[], None]) -> NoReturn:

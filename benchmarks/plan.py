@@ -36,16 +36,16 @@ def main() -> None:
     import parallax as px
 
     px.simulate_devices(DEVICES)
-    from parallax.analysis.devices import local_place
+    from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import Choice
     from parallax.analysis.step_time import predict
 
     settings, choices = work(args.config), [Choice(*layout) for layout in LAYOUTS[: args.layouts]]
-    place = local_place(settings.model.dtype)
-    chip = place.chip
+    topology = local_topology(settings.model.dtype)
+    chip = topology.chip
     rates = chip.flops[settings.model.dtype] / 1e9, chip.hbm_bandwidth / 1e9, chip.ici_bandwidth / 1e9
     print("a device: {:.1f} GFLOP/s of products, {:.2f} GB/s of copies, {:.2f} GB/s of a gather".format(*rates))
-    predicted = [predict(choice.applied(settings), place).secs for choice in choices]
+    predicted = [predict(choice.applied(settings), topology).secs for choice in choices]
     measured = measure([choice.applied(settings) for choice in choices], args.rounds)
     rows = list(zip(choices, predicted, measured, ranks(predicted), ranks(measured)))
     print(f"{'pp·dp·tp  M schedule     remat  policy':42}{'predicted':>10}{'measured':>10}{'ranks':>10}")

@@ -131,10 +131,10 @@ def memory(args: argparse.Namespace) -> None:
 
 def sizes(work: Work) -> tuple[int, int]:
     """The compiler's temporaries and the computed activations, in bytes on a device."""
-    from parallax.analysis import budget
+    from parallax.analysis.memory import memory
 
     analysis = compiled(work).memory_analysis()
-    computed = budget.memory(work.model, {}, global_batch=work.rows, seq=work.seq)
+    computed = memory(work.model, {}, global_batch=work.rows, seq=work.seq)
     return analysis.temp_size_in_bytes, computed.saved_activations
 
 

@@ -116,14 +116,16 @@ def row(step: Step) -> str:
 
 def messages(events: list) -> list[bool]:
     """For each message between stages, whether there is a branch or a loop between its start and its done."""
-    from parallax.analysis.compiled import Begin, Branch, End, Loop
+    from parallax.analysis.compiled import Begin, BranchEvent, End, LoopEvent
 
     found = []
     for at, event in enumerate(events):
         if isinstance(event, Begin) and event.call.kind == "permute" and event.call.axes == ("pp",):
             done = events.index(End(event.call.op), at)
-            found.append(any(isinstance(other, Branch | Loop) for other in events[at:done]))
-        for inner in event.sides if isinstance(event, Branch) else [event.body] if isinstance(event, Loop) else []:
+            found.append(any(isinstance(other, BranchEvent | LoopEvent) for other in events[at:done]))
+        for inner in (
+            event.sides if isinstance(event, BranchEvent) else [event.body] if isinstance(event, LoopEvent) else []
+        ):
             found += messages(inner)
     return found
 

@@ -305,6 +305,8 @@ def test_names_of_the_package_are_there(page):
 
 def resolves(name):
     parts = name.split(".")
+    if len(parts) == 2 and importlib.util.find_spec(f"parallax.cli.{parts[1]}"):
+        return True  # a command; imported by this name, its module would hide px.plan
     for end in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:end]))

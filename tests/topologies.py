@@ -22,7 +22,6 @@ from run_examples import tiny_config
 
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import read_settings
-from parallax.runtime.multihost.address import read_address
 from parallax.runtime.multihost.job import is_first, join, leave
 from parallax.sharding.mesh import make_mesh
 from parallax.training import run as run_module
@@ -110,7 +109,9 @@ def digest(array) -> str:
 def save_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
     """Save on each of these topologies; digests by what was saved on which."""
     places = {f"{name} by {jax.process_count()}": name for name in names}
-    return {place: save(root / place, parts_on(TOPOLOGIES[name], corpus, root)) for place, name in places.items()}
+    return {
+        topology: save(root / topology, parts_on(TOPOLOGIES[name], corpus, root)) for topology, name in places.items()
+    }
 
 
 def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str, dict[str, str]]:
@@ -125,9 +126,9 @@ def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
 
 def main() -> int:
     act, root, corpus, *names = sys.argv[1:]
-    place = read_address({})
+    topology = read_place({})
     # Where a launcher says which process this is, how many devices it simulates was said, too.
-    join(place, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
+    join(topology, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
     found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)
     if is_first():
         print(f"{FOUND}{json.dumps(found)}", flush=True)

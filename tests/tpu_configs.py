@@ -6,6 +6,8 @@ python tests/tpu_configs.py CONFIG CHIP
 import importlib
 import sys
 
+from parallax.analysis.layouts import build
+from parallax.analysis.memory import predicted_memory
 from parallax.analysis.step_time import compile_step
 from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.plan import located
@@ -22,14 +24,16 @@ def main(name: str, kind: str) -> None:
     config = importlib.import_module(f"configs.{name}").get_config()
     sizes = config.mesh.pp, config.mesh.dp, config.mesh.tp
     count = 8 if -1 in sizes else sizes[0] * sizes[1] * sizes[2]
-    topology = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
-    settings, place = located(with_likely_vocab(read_settings(config.to_dict())), topology)
-    found = compile_step(settings, place, devices_of(place))
+    where = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
+    settings, topology = located(with_likely_vocab(read_settings(config.to_dict())), where)
+    found = compile_step(settings, topology, devices_of(topology))
+    predicted = predicted_memory(build(settings, topology), settings).peak
     assert not found.refused, found.refused
-    assert found.arguments + found.temporaries <= place.chip.usable_bytes
+    assert found.arguments + found.temporaries <= topology.chip.usable_bytes
     assert 0 < found.compute_secs < found.secs and 0 < found.mfu < 1 and 0 <= found.bubble < 1, found
     assert all(secs >= 0 for secs in found.exposed_secs.values())
-    print(f"{name} on {topology}: {1e3 * found.secs:.1f} ms a step, MFU {100 * found.mfu:.1f} %")
+    print(f"{name} on {where}: {1e3 * found.secs:.1f} ms a step, MFU {100 * found.mfu:.1f} %")
+    print(f"predicted peak over the compiler's: {predicted / found.peak_bytes:.3f}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ def main() -> None:
     for name, chip in CHIPS.items():
         if not chip.torus_dims:
             continue
-        place = read_topology(f"{name.split()[1]}:{ONE_HOST[chip.torus_dims]}")
-        mesh = make_mesh(MeshConfig(pp=1, dp=4, tp=1, simulate=0), devices_of(place))
+        topology = read_topology(f"{name.split()[1]}:{ONE_HOST[chip.torus_dims]}")
+        mesh = make_mesh(MeshConfig(pp=1, dp=4, tp=1, simulate=0), devices_of(topology))
         said, heard = compiler.OPTIONS.get(name, {}), io.StringIO()
         with contextlib.redirect_stderr(heard):
             assert compiler.compiler_options(mesh) == said and not heard.getvalue(), heard.getvalue()

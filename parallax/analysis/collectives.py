@@ -66,14 +66,14 @@ def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[S
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
-    """The same of each pipeline rank. Devices that differ along other axes alone send the same."""
+    """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
-    """Of each entry the count is that of the rank that makes most of these calls: in lockstep the others wait."""
+    """Entries of all ranks, each with the largest count of any rank: in lockstep the others wait for it."""
     most: Counter = Counter()
     for rank in ranks:
         most |= _counted(rank)
@@ -81,7 +81,7 @@ def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
 
 
 def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
-    """Of each entry the count is that of an average rank, as those of a compiled program are."""
+    """Entries of all ranks, each with the mean count, as a compiled program is counted."""
     together = sum(map(_counted, ranks), Counter())
     return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
 
@@ -100,7 +100,7 @@ def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
 
 
 def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
-    """The same as `collectives` of a program that was traced."""
+    """`collectives` of a traced program."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 

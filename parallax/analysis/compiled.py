@@ -32,9 +32,9 @@ PASSES = "FBW"
 
 
 class Share(NamedTuple):
-    """Of a conditional's second branch, which does the work: the share of turns in which it runs.
+    """How often a conditional takes its second branch, which does the work, as a share of its executions.
 
-    `own` is that of an average rank; `lockstep` that of the rank for which the others wait.
+    `own` is the share of an average rank; `lockstep` that of the rank for which the others wait.
     """
 
     own: float
@@ -51,14 +51,14 @@ def attention_share(shapes: Any) -> float:
 
 
 def costs_of(remat: str, attention: float) -> Costs:
-    """Times of passes over that of a forward one: what is recomputed in the backward pass is a forward pass more, or
-    of one that makes again attention alone, its share of the parameters."""
+    """Times of passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention alone costs
+    its share of the parameters."""
     again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel) -> Shares:
-    """The shares of a model's step, its passes priced by what it recomputes."""
+    """Branch shares of a model's step; its remat policy sets the costs of passes."""
     return shares_of(model.schedule, costs_of(model.pipeline.remat, attention_share(model.shapes)))
 
 
@@ -122,7 +122,7 @@ KINDS = dict(zip(COLLECTIVES, (*COLLECTIVES[:-1], "permute"), strict=True))
 PROJECT = "parallax/"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective of the compiled program; `bytes` are what a device sends in one call of it.
 
     `pairs` are a permutation's senders and receivers, none for other collectives; `group` are the devices of one group
@@ -148,11 +148,15 @@ class Call(NamedTuple):
 
 
 class Compute(NamedTuple):
+    """Cycles of compute of one part of the model; `product` says whether they are a matrix product's."""
+
     cycles: int
+    module: str
+    product: bool
 
 
 class Begin(NamedTuple):
-    call: Call
+    call: CollectiveCall
     asynchronous: bool
 
 
@@ -160,12 +164,12 @@ class End(NamedTuple):
     op: str
 
 
-class Loop(NamedTuple):
+class LoopEvent(NamedTuple):
     trips: int
     body: list
 
 
-class Branch(NamedTuple):
+class BranchEvent(NamedTuple):
     """Sides with the share of times that each is taken: by an average rank, and by the one that others wait for."""
 
     own: tuple[float, ...]
@@ -197,12 +201,12 @@ class Reader:
         return self.computation(self.module.entry)
 
     def computation(self, name: str) -> list:
-        """What one computation does; compute that follows compute is one event."""
+        """What one computation does; compute that follows compute of the same kind is one event."""
         if name not in self._read:
             events: list = []
             for event in self._events(self.module.computations[name]):
-                if isinstance(event, Compute) and events and isinstance(events[-1], Compute):
-                    event = Compute(events.pop().cycles + event.cycles)
+                if isinstance(event, Compute) and events and event[1:] == events[-1][1:]:
+                    event = event._replace(cycles=events.pop().cycles + event.cycles)
                 events.append(event)
             self._read[name] = events
         return self._read[name]
@@ -227,7 +231,7 @@ class Reader:
             elif one.kind == "custom-call" and one.target in KERNELS:
                 yield self._kernel(one, computation)
             elif one.cycles:
-                yield Compute(one.cycles)
+                yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
@@ -235,23 +239,23 @@ class Reader:
             one = computation.find(one.operands[0])
         return one.name
 
-    def _loop(self, one: Instruction, computation: Computation) -> Loop:
+    def _loop(self, one: Instruction, computation: Computation) -> LoopEvent:
         trips = self.module.trips(one, computation)
         if trips is None:
             self.unknown.append(one.op_name or one.name)
-        return Loop(1 if trips is None else trips, self.computation(one.attribute("body")))
+        return LoopEvent(1 if trips is None else trips, self.computation(one.attribute("body")))
 
-    def _branch(self, one: Instruction) -> Branch:
+    def _branch(self, one: Instruction) -> BranchEvent:
         sides = [self.computation(name) for name in one.called]
         share = (self.shares or {}).get(name_of(one.op_name))
         if share is None or len(sides) != 2:
             dearest = max(range(len(sides)), key=lambda at: weight(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
-            return Branch(only, only, sides)
-        return Branch(_two(share.own), _two(share.lockstep), sides)
+            return BranchEvent(only, only, sides)
+        return BranchEvent(_two(share.own), _two(share.lockstep), sides)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
-        """A fusion: compute, and perhaps a collective, or the first, a middle or the last piece of one."""
+        """A fusion: compute, and possibly a collective or a piece of one."""
         inside = list(self._inside(one))
         for home, inner in inside:
             if inner.target == "AsyncCollectiveDone":
@@ -263,7 +267,7 @@ class Reader:
             elif inner.kind in COLLECTIVES and not inner.chain:
                 yield from self._collective(inner, home, one, computation)
         if one.cycles:
-            yield Compute(one.cycles)
+            yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
         """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
@@ -304,14 +308,14 @@ class Reader:
             if not apart:
                 yield End(call.op)
 
-    def _call(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Call:
+    def _call(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> CollectiveCall:
         kind = piece.kind.removesuffix("-start")
         groups = groups_of(piece.rest, self.mesh.size)
         axes, members = axes_of(groups, self.sizes), len(groups[0])
         operand = sum(shape_bytes(_shape(home, name)) for name in piece.operands)
         if kind == "all-reduce" and "all-reduce-scatter" in home.name:
             kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
-        return Call(
+        return CollectiveCall(
             outer.name,
             KINDS[kind],
             axes,
@@ -323,7 +327,7 @@ class Reader:
         )
 
     def _origin(self, piece: Instruction, outer: Instruction, computation: Computation) -> tuple[str, str]:
-        """Name and line of who asked; merged collectives have lost theirs, and the first operand knows."""
+        """Operation name and source line; merged collectives have none, and take those of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
         known = (one for one in (piece, outer, *operands) if one is not None and one.op_name)
         one = next(known, piece)
@@ -352,20 +356,21 @@ def sent_bytes(kind: str, operand: int, members: int) -> int:
     return (1 + (kind == "all-reduce")) * operand * (members - 1) // members
 
 
-def weight(events: list) -> tuple[float, int]:
-    """What one pass through a timeline costs, to find the dearer of two: cycles, then bytes sent."""
-    cycles, sent = 0.0, 0
+def weight(events: list) -> tuple[float, float]:
+    """What one pass through a timeline costs on the rank that the others wait for: cycles, and bytes sent."""
+    cycles, sent = 0.0, 0.0
     for event in events:
         if isinstance(event, Compute):
             cycles += event.cycles
         elif isinstance(event, Begin):
             sent += event.call.bytes
-        elif isinstance(event, Loop):
+        elif isinstance(event, LoopEvent):
             inner = weight(event.body)
             cycles, sent = cycles + event.trips * inner[0], sent + event.trips * inner[1]
-        elif isinstance(event, Branch):
-            inner = max(map(weight, event.sides))
-            cycles, sent = cycles + inner[0], sent + inner[1]
+        elif isinstance(event, BranchEvent):
+            for share, side in zip(event.lockstep, event.sides, strict=True):
+                inner = weight(side)
+                cycles, sent = cycles + share * inner[0], sent + share * inner[1]
     return cycles, sent
 
 
@@ -388,7 +393,7 @@ def _shape(computation: Computation, name: str) -> str:
     return one.shape if one is not None else ""
 
 
-class Made(NamedTuple):
+class CompiledCollective(NamedTuple):
     """A collective of the compiled program.
 
     `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
@@ -423,13 +428,14 @@ class Compiled(NamedTuple):
     outputs: int
     aliased: int
     peak: int
-    collectives: list[Made]
+    collectives: list[CompiledCollective]
     cycles: float | None
     pallas_calls: list[Kernel]
     unknown_loops: list[str]
     mesh: Mesh
     timeline: list
     text: str
+    modules: dict[str, list[float]]  # cycles in products and in the rest
 
     @property
     def together(self) -> int:
@@ -459,9 +465,8 @@ def read_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Com
     timeline = reader.entry()
     tally = Tally()
     tally.add(timeline, 1.0, 1.0)
-    cycles = cycles_of(timeline) or None
-    made = [Made(*call) for call in tally.made()]
-    return Compiled(0, 0, 0, 0, 0, made, cycles, tally.kernels, reader.unknown, mesh, timeline, text)
+    cycles, modules = sum(map(sum, tally.modules.values())) or None, dict(tally.modules)
+    return Compiled(0, 0, 0, 0, 0, tally.made(), cycles, tally.kernels, reader.unknown, mesh, timeline, text, modules)
 
 
 class Tally:
@@ -469,14 +474,17 @@ class Tally:
 
     def __init__(self):
         self.kernels: list[Kernel] = []
+        self.modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._made: dict[str, list] = {}
 
     def add(self, events: list, own: float, lockstep: float) -> None:
         """Count these events, run so often on an average rank and on the one that others wait for."""
         for at, event in enumerate(events):
-            if isinstance(event, Loop):
+            if isinstance(event, Compute):
+                self.modules[event.module][not event.product] += event.cycles * lockstep
+            elif isinstance(event, LoopEvent):
                 self.add(event.body, own * event.trips, lockstep * event.trips)
-            elif isinstance(event, Branch):
+            elif isinstance(event, BranchEvent):
                 for side, *shares in zip(event.sides, event.own, event.lockstep, strict=True):
                     self.add(side, own * shares[0], lockstep * shares[1])
             elif isinstance(event, Kernel):
@@ -490,32 +498,20 @@ class Tally:
         counts[2] += own
         counts[3] += lockstep
 
-    def made(self) -> list[tuple]:
-        """The fields of each Made, in program order."""
+    def made(self) -> list[CompiledCollective]:
+        """The collectives in program order."""
         return [
-            (c.kind, c.axes, c.bytes, own, lock, e.asynchronous, between, c.op, c.source, c.line, c.merged)
+            CompiledCollective(
+                c.kind, c.axes, c.bytes, own, lock, e.asynchronous, between, c.op, c.source, c.line, c.merged
+            )
             for e, between, own, lock in self._made.values()
             for c in [e.call]
         ]
 
 
-def cycles_of(events: list, lockstep: bool = True) -> float:
-    """Cycles of compute in a timeline, on the rank that the others wait for or, else, on an average one."""
-    total = 0.0
-    for event in events:
-        if isinstance(event, Compute):
-            total += event.cycles
-        elif isinstance(event, Loop):
-            total += event.trips * cycles_of(event.body, lockstep)
-        elif isinstance(event, Branch):
-            shares = event.lockstep if lockstep else event.own
-            total += sum(share * cycles_of(side, lockstep) for share, side in zip(shares, event.sides, strict=True))
-    return total
-
-
 def _until_end(events: list, op: str) -> float:
     last = next((at for at, event in enumerate(events) if isinstance(event, End) and event.op == op), len(events))
-    return cycles_of(events[:last])
+    return weight(events[:last])[0]
 
 
 # Names that a stack has of how the program is run, and not of what it runs.
@@ -539,46 +535,10 @@ class ModuleSecs(NamedTuple):
         return self.products + self.others
 
 
-def secs_by_module(text: str, shares: Shares, clock_hz: float) -> list[ModuleSecs]:
-    """The modules of a program as text, those that take longest first."""
-    cycles = Cycles(parse(text), shares)
-    cycles.add(cycles.module.entry, 1)
-    rows = [ModuleSecs(name, *(part / clock_hz for part in parts)) for name, parts in cycles.found.items()]
+def secs_by_module(compiled: Compiled, clock_hz: float) -> list[ModuleSecs]:
+    """The modules of a program, those that take longest first."""
+    rows = [ModuleSecs(name, *(part / clock_hz for part in parts)) for name, parts in compiled.modules.items()]
     return sorted(rows, key=lambda row: -row.total)
-
-
-class Cycles:
-    """Adds the compiler's cycles up, of loops by their turns and of branches as the schedule takes them."""
-
-    def __init__(self, module: Module, shares: Shares):
-        self.module, self.shares = module, shares
-        self.found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def add(self, name: str, times: float) -> None:
-        """Those of one computation and all that it calls."""
-        home = self.module.computations[name]
-        for one in home.instructions:
-            for called, share in self._called(one, home):
-                self.add(called, times * share)
-            if one.kind.removesuffix("-start").removesuffix("-done") not in NO_COMPUTE and one.cycles:
-                rest = not one.op_name.endswith(PRODUCT)
-                self.found[module_of(one.op_name)][rest] += one.cycles * times
-
-    def _called(self, one: Instruction, home: Computation) -> list[tuple[str, float]]:
-        """The computations that an instruction runs, and how often; of branches without a share the dearest."""
-        if one.kind == "while":
-            return [(one.attribute("body"), self.module.trips(one, home) or 1)]
-        if one.kind == "conditional":
-            share = self.shares.get(name_of(one.op_name))
-            if share is None or len(one.called) != 2:
-                return [(max(one.called, key=self._weight), 1)]
-            return list(zip(one.called, (1 - share.lockstep, share.lockstep)))
-        return [(one.called[0], 1)] if one.kind == "call" else []
-
-    def _weight(self, name: str) -> float:
-        alone = Cycles(self.module, self.shares)
-        alone.add(name, 1)
-        return sum(map(sum, alone.found.values()))
 
 
 def module_of(op_name: str) -> str:
@@ -618,10 +578,12 @@ def compiled_flops(text: str, shares: Shares | None = None) -> CompiledFlops:
     dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
     """
     module = parse(text)
-    return CompiledFlops(*(Products(module, shares or {}, update).of(module.entry, False) for update in (False, True)))
+    return CompiledFlops(
+        *(ProductFlops(module, shares or {}, update).of(module.entry, False) for update in (False, True))
+    )
 
 
-class Products:
+class ProductFlops:
     """Adds FLOPs up, those of the update or the others, each computation once."""
 
     def __init__(self, module: Module, shares: Shares, update: bool):

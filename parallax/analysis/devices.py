@@ -1,4 +1,4 @@
-"""The devices that are here: what they do a second, from data sheets or measured, and how much memory they have."""
+"""The devices of this machine: FLOP/s and bandwidths, from data sheets or measured, and memory."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.memory import bytes_on_device
-from parallax.analysis.topology import Place
+from parallax.analysis.topology import Topology
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes
@@ -26,13 +26,13 @@ GATHERED_BYTES = 2**20  # of each device's piece
 MEASURED_SECS = 0.5
 
 
-def local_place(dtype: str) -> Place:
+def local_topology(dtype: str) -> Topology:
     """The devices that JAX has here. What CPUs do a second is measured, in `dtype`, by all of them together."""
     devices = jax.devices()
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
-        return Place(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
-    return Place(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
+        return Topology(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
+    return Topology(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
 
 
 def measured(dtype: str) -> Chip:

@@ -1,4 +1,4 @@
-"""Parameters, and FLOPs: of the model, as traced for each device, and what only this way of running it needs."""
+"""Parameters and FLOPs: of the model, and of the traced step on each device."""
 
 import dataclasses
 import math
@@ -14,6 +14,7 @@ from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import AXES, ModelConfig
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.sharding.layout import named_leaves
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 # Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.
@@ -28,7 +29,7 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
     """
     counts = dict.fromkeys(COMPONENTS, 0)
-    for path, leaf in _named_leaves(shapes):
+    for path, leaf in named_leaves(shapes).items():
         counts[component_of(path)] += math.prod(leaf.shape)
     return counts
 
@@ -53,7 +54,7 @@ def qk_width(model: ModelConfig) -> int:
 def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
     """Parameters that multiply every token: all kernels, and the head's table, tied or not, without rows that pad its
     vocab; no embedding."""
-    kernels = (math.prod(leaf.shape) for path, leaf in _named_leaves(shapes) if path.endswith("/kernel"))
+    kernels = (math.prod(leaf.shape) for path, leaf in named_leaves(shapes).items() if path.endswith("/kernel"))
     return sum(kernels) + model.vocab * model.d_model
 
 
@@ -65,11 +66,6 @@ def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
     """
     attention = 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
     return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + attention
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
@@ -88,7 +84,7 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int]) -> int:
 
 
 def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[str, int]:
-    """The same of a program that was traced, apart for "forward", "backward" and "recompute"."""
+    """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
         flops = product_flops(equation)
@@ -101,7 +97,7 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int]) -> dict[s
 
 
 def product_flops(equation: JaxprEqn) -> int | None:
-    """FLOPs of one equation's matrix products; None where it has some that nobody can count."""
+    """FLOPs of one equation's matrix products; None where they cannot be counted."""
     name = equation.primitive.name
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
@@ -175,7 +171,7 @@ def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int
 
 
 def _countable(model: ShardedModel) -> ShardedModel:
-    """The model with its attention in sight: on no devices, cuDNN's is traced as calls that can be counted."""
+    """The model with countable attention: on an abstract mesh, cuDNN's kernels are traced as calls with known FLOPs."""
     if model.model.kernel != "cudnn":
         return model
     return model.replace(mesh=abstract_mesh(model.axis_sizes))

@@ -135,7 +135,7 @@ class Module(NamedTuple):
 
 
 def of_update(op_name: str) -> bool:
-    """Whether it belongs to the update of the parameters, and not to loss and gradients.
+    """Whether an operation belongs to the update of the parameters, and not to loss and gradients.
 
     >>> of_update("jit(train_step)/update/while/body/dot_general"), of_update("jit(train_step)/shard_map/dot_general")
     (True, False)

@@ -1,11 +1,11 @@
-"""The layouts that a sweep looks at: mesh, microbatches, schedule, and remat and the sharding policy."""
+"""The layouts that a sweep tries: mesh, microbatches, schedule, remat and the sharding policy."""
 
 import dataclasses
 import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parallax.analysis.topology import Place, sizes_on
+from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
@@ -25,7 +25,7 @@ SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interle
 
 
 class Choice(NamedTuple):
-    """One layout: what of a config a sweep varies."""
+    """One layout: the settings that a sweep varies."""
 
     pp: int
     dp: int
@@ -82,36 +82,36 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
                         yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy)
 
 
-def placed(settings: Settings, place: Place) -> Settings:
-    """The settings with every mesh axis a number; ConfigError where these are not the place's devices."""
-    simulate = place.devices if place.shared else 0
-    sizes = sizes_on(settings.mesh, place)
+def placed(settings: Settings, topology: Topology) -> Settings:
+    """The settings with every mesh axis a number; ConfigError where these are not the topology's devices."""
+    simulate = topology.devices if topology.shared else 0
+    sizes = sizes_on(settings.mesh, topology)
     mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, replica=1)
     return dataclasses.replace(settings, mesh=mesh)
 
 
-def build(settings: Settings, place: Place) -> ShardedModel:
-    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a place."""
-    check_kernel_priced(settings.model, place)
+def build(settings: Settings, topology: Topology) -> ShardedModel:
+    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a topology."""
+    check_kernel_priced(settings.model, topology)
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
     return model
 
 
-def build_if_legal(settings: Settings, place: Place) -> ShardedModel | None:
+def build_if_legal(settings: Settings, topology: Topology) -> ShardedModel | None:
     """The model, or None where the layout is not legal."""
     try:
-        return build(settings, place)
+        return build(settings, topology)
     except ParallaxError:
         return None
 
 
-def check_kernel_priced(model: ModelConfig, place: Place) -> None:
-    """Raise ConfigError where the place's chips do not have the attention kernel, or run it at no known speed."""
-    check_kernel_on(model, place.chip.platform, place.chip.name)
-    if place.chip.platform in KERNELS[model.kernel].interpreted:
+def check_kernel_priced(model: ModelConfig, topology: Topology) -> None:
+    """Raise ConfigError where the topology's chips do not have the attention kernel, or run it at no known speed."""
+    check_kernel_on(model, topology.chip.platform, topology.chip.name)
+    if topology.chip.platform in KERNELS[model.kernel].interpreted:
         raise ConfigError(
-            f"model.kernel={model.kernel!r} is interpreted on {place.chip.platform.upper()}s, at a speed that no plan "
-            f"knows; use kernel='xla', or --topology for chips that have it."
+            f"model.kernel={model.kernel!r} is interpreted on {topology.chip.platform.upper()}s, at a speed that no "
+            f"plan knows; use kernel='xla', or --topology for chips that have it."
         )

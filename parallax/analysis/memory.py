@@ -94,8 +94,9 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     """
     traced = step_program(model, global_batch, seq).jaxpr
     (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
-    program, parameters = flat(called(mapped)), set(traced.invars[: len(jax.tree.leaves(model.shapes))])
-    made_of = {value: WEIGHTS if var in parameters else DATA for var, value in zip(mapped.invars, program.inputs)}
+    program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))
+    kinds = dict.fromkeys(traced.invars[:params], WEIGHTS) | dict.fromkeys(traced.invars[params:], DATA)
+    made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
     held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
     held["parameters"] = sum(value.bytes for value, kind in made_of.items() if kind == WEIGHTS)
     held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)

@@ -1,4 +1,4 @@
-"""A plan as a value: what a step holds and how long it takes on chips that are not there; and plans side by side."""
+"""Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies
 from parallax.analysis.render import stacked_bar, text_table, time_table
 from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
-from parallax.analysis.sweep import Row, Sweep, draw, front
-from parallax.analysis.topology import Place, read_topology
+from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
+from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
@@ -20,11 +20,11 @@ from parallax.runtime.units import in_bytes, percent
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The predicted step of settings on a place. It prints as text; notebooks show it as bars."""
+    """The predicted step of settings on a topology. It prints as text; notebooks show it as bars."""
 
     name: str
     settings: Settings
-    place: Place
+    topology: Topology
     estimate: Estimate
 
     @property
@@ -43,13 +43,13 @@ class Plan:
         return self.estimate.peak_bytes
 
     @property
-    def memory_table(self) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """The peak's bytes by component."""
         return self.estimate.components
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.place.chip.usable_bytes
+        return self.peak_bytes <= self.topology.chip.usable_bytes
 
     @property
     def parts(self) -> dict[str, float]:
@@ -81,20 +81,20 @@ class Plan:
 
     def _heading(self) -> list[str]:
         return [
-            *heading(self.name, self.settings, self.place).splitlines(),
-            verdict(self.peak_bytes, self.place, "predicted"),
+            *heading(self.name, self.settings, self.topology).splitlines(),
+            verdict(self.peak_bytes, self.topology, "predicted"),
             f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
         ]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
-    """Plans for one place, the fastest first. It prints as a table, * on the Pareto front of memory and time, > the
+    """Plans for one topology, the fastest first. It prints as a table, * on the Pareto front of memory and time, > the
     first of those that were given; notebooks draw it. What does not fit is named below the table."""
 
     name: str
     own: Choice
-    place: Place
+    topology: Topology
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
 
@@ -104,28 +104,28 @@ class Comparison:
         return front(self._rows)
 
     @property
-    def _rows(self) -> list[Row]:
-        return [Row(plan.layout, plan.estimate) for plan in self.plans]
+    def _rows(self) -> list[PricedLayout]:
+        return [PricedLayout(plan.layout, plan.estimate) for plan in self.plans]
 
     def __repr__(self) -> str:
-        lines = [f"{self.name} on {self.place.name}", *sweep_table(self._rows, {}, self.front, self.own)]
-        verdicts = (verdict(plan.peak_bytes, self.place, "predicted") for plan in self.too_large)
+        lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.own)]
+        verdicts = (verdict(plan.peak_bytes, self.topology, "predicted") for plan in self.too_large)
         layouts = ("{pp}·{dp}·{tp} remat {remat}".format(**plan.layout._asdict()) for plan in self.too_large)
         return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
 
     def _repr_svg_(self) -> str:
-        return draw(f"{self.name} on {self.place.name}", self._rows, self.place, self.own)
+        return draw(f"{self.name} on {self.topology.name}", self._rows, self.topology, self.own)
 
 
-def plan(settings: Settings, topology: str | Place, *, name: str = "step") -> Plan:
+def plan(settings: Settings, topology: str | Topology, *, name: str = "step") -> Plan:
     """The step of these settings on `topology`, as "v5p:4x4x4" or "H100:8"; nothing is compiled, no device needed.
 
     Raises ConfigError where the topology is unknown, or where mesh or layout are not legal there.
     """
-    place = read_topology(topology) if isinstance(topology, str) else topology
-    place.chip.peak(settings.model.dtype)
-    settings = placed(with_likely_vocab(settings), place)
-    return Plan(name, settings, place, predict(settings, place))
+    topology = read_topology(topology) if isinstance(topology, str) else topology
+    topology.chip.peak(settings.model.dtype)
+    settings = placed(with_likely_vocab(settings), topology)
+    return Plan(name, settings, topology, predict(settings, topology))
 
 
 def compare(plans: Sequence[Plan]) -> Comparison:
@@ -136,12 +136,14 @@ def compare(plans: Sequence[Plan]) -> Comparison:
     if not plans:
         raise ConfigError("there is no plan to compare; give at least one")
     first = plans[0]
-    other = next((plan for plan in plans if plan.place != first.place), None)
+    other = next((plan for plan in plans if plan.topology != first.topology), None)
     if other:
-        raise ConfigError(f"plans for {first.place.name} and {other.place.name} cannot be compared; plan for one place")
+        raise ConfigError(
+            f"plans for {first.topology.name} and {other.topology.name} cannot be compared; plan for one place"
+        )
     ordered = sorted(plans, key=lambda plan: plan.secs)
     fitting = tuple(plan for plan in ordered if plan.fits)
-    return Comparison(first.name, first.layout, first.place, fitting, tuple(p for p in ordered if not p.fits))
+    return Comparison(first.name, first.layout, first.topology, fitting, tuple(p for p in ordered if not p.fits))
 
 
 SHOWN = 6
@@ -157,15 +159,15 @@ class Change(NamedTuple):
 
 
 def helpful_changes(
-    settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
+    settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Change]:
     """The changes that save time or memory; those first that save most time and fit, then those that save memory.
 
     Where nothing fits yet, these are shown although none of them alone may be enough. `show` is told how many of how
     many are priced.
     """
-    found = list(_priced(settings, place, now, show))
-    room = place.chip.usable_bytes - now.peak_bytes
+    found = list(_priced(settings, topology, now, show))
+    room = topology.chip.usable_bytes - now.peak_bytes
     faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
     smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
     half = SHOWN // 2
@@ -175,24 +177,26 @@ def helpful_changes(
     )
 
 
-def _priced(settings: Settings, place: Place, now: Estimate, show: Callable[[int, int], None]) -> Iterator[Change]:
-    tried = list(neighbours(settings, place))
+def _priced(
+    settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
+) -> Iterator[Change]:
+    tried = list(neighbours(settings, topology))
     for done, (flags, changed) in enumerate(tried):
         show(done, len(tried))
-        model = build_if_legal(changed, place)
+        model = build_if_legal(changed, topology)
         if model is not None:
-            then = predict_of(model, changed, place)
+            then = predict_of(model, changed, topology)
             yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
-def neighbours(settings: Settings, place: Place) -> Iterator[tuple[str, Settings]]:
+def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
     """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
-    that the place's chips run, not those that they interpret."""
+    that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
     for choice in _layouts(own):
         yield " ".join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in KERNELS.items():
-        if settings.model.kernel == "xla" != kernel and place.chip.platform in runs.native:
+        if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
         yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
@@ -227,7 +231,7 @@ def _with(settings: Settings, section: str, **changes: object) -> Settings:
 JAX_TAKES = 0.75  # of a GPU's memory
 
 
-def heading(name: str, settings: Settings, place: Place) -> str:
+def heading(name: str, settings: Settings, topology: Topology) -> str:
     """What is planned, and where."""
     mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
     data, pipeline = settings.data, settings.pipeline
@@ -238,20 +242,20 @@ def heading(name: str, settings: Settings, place: Place) -> str:
     policy += ", one layer ahead" * settings.fsdp.prefetch
     return "\n".join(
         [
-            f"{name} on {place.name}: {place.devices} x {place.chip.name}",
+            f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
             f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {data.seq} tokens a device",
             f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}",
         ]
     )
 
 
-def verdict(peak_bytes: int, place: Place, who: str) -> str:
+def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     """Whether it fits."""
-    usable = place.chip.usable_bytes
+    usable = topology.chip.usable_bytes
     fits = "fits" if peak_bytes <= usable else "does not fit"
     share = percent(peak_bytes / usable)
     said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
-    if place.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
+    if topology.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
         said += f"\nJAX takes {in_bytes(JAX_TAKES * usable)} if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
     return said
 
@@ -275,18 +279,18 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
 
 
 def largest_line(found: Estimate) -> str:
-    """What is largest, and what goes on beside the work."""
+    """The largest component, and the messages that hide."""
     name, size = max(found.components.items(), key=lambda item: item[1])
     hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
     return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
-def compiled_lines(made: Outcome, place: Place) -> Iterator[str]:
-    """The compiler's word."""
+def compiled_lines(made: Outcome, topology: Topology) -> Iterator[str]:
+    """What the compiler says of a step."""
     if made.refused:
         yield f"does not fit: the compiler says {made.refused}"
         return
-    yield verdict(made.peak_bytes, place, "compiled")
+    yield verdict(made.peak_bytes, topology, "compiled")
     yield f"arguments {in_bytes(made.arguments)}, temporaries {in_bytes(made.temporaries)}"
     if made.secs is None:
         yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
@@ -303,7 +307,7 @@ def changes_table(found: Sequence[Change]) -> Iterator[str]:
 
 
 def sweep_table(
-    rows: Iterable[Row], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
+    rows: Iterable[PricedLayout], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
     head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
@@ -333,7 +337,7 @@ def _figures(made: Outcome) -> tuple[str, str, str, str]:
 
 
 def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
-    """Of what was compiled the fastest layout, and the flags that make it of the config's own."""
+    """The fastest of the compiled layouts, and the flags that turn the config into it."""
     timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
     if not timed:
         return
@@ -343,7 +347,7 @@ def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
 
 
 def passed_over_line(search: Sweep) -> str:
-    """What became of the layouts that are not in the table."""
+    """How many layouts were priced, and why others were not."""
     passed = ", ".join(f"{number:,} {why}" for why, number in search.passed.items())
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
 

@@ -1,4 +1,4 @@
-"""A trace that JAX's profiler wrote, read: which operation ran when on which device, and in which part of the model."""
+"""Where the time of traced steps went, from a trace of JAX's profiler: modules, collectives, idle time."""
 
 import dataclasses
 import heapq
@@ -60,8 +60,8 @@ class Trace(NamedTuple):
         return self.span[1] - self.span[0]
 
 
-class Program:
-    """A program's text, asked for its operations by name; without a text, what a name gives away."""
+class ProgramNames:
+    """Describes the operations of a compiled program by name; without its text, from the name alone."""
 
     def __init__(self, text: str, mesh: dict[str, int]):
         self._module = parse(text) if text else None
@@ -160,7 +160,7 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices, local = Program(text, mesh), {}, about.get("local", [])
+    program, devices, local = ProgramNames(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, program):
             devices.setdefault(_global(number, local), []).append(ran)
@@ -186,7 +186,7 @@ def _about(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _ran(plane: Any, program: Program) -> Iterator[tuple[int, Operation]]:
+def _ran(plane: Any, program: ProgramNames) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. CPUs write theirs by thread, each with its device; GPUs and TPUs have
     a plane each, GPUs with a line for each stream."""
     found = DEVICE.match(plane.name)
@@ -215,7 +215,7 @@ def _global(number: int, local: list[int]) -> int:
     return number if number in local or number >= len(local) else local[number]
 
 
-def _of(name: str, stats: dict[str, Any], program: Program) -> tuple[str, bool, bool] | None:
+def _of(name: str, stats: dict[str, Any], program: ProgramNames) -> tuple[str, bool, bool] | None:
     written = re.match(r"%([\w.\-]+) =", name)  # TPUs name an operation by its whole line
     op = str(stats.get("hlo_op") or (written[1] if written else name))
     module = str(stats.get("hlo_module", ""))
@@ -243,7 +243,7 @@ def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple
 
 
 def _guessed(op: str) -> tuple[str, bool, bool] | None:
-    """What the name of an operation alone says."""
+    """A description from an operation's name alone."""
     plain = re.sub(r"[^a-z]", "", op.lower())
     for name, kind in NAMED.items():
         if name in plain:
@@ -310,7 +310,7 @@ class StepProfile:
 
 
 class Account:
-    """Adds one device's operations up, moment by moment."""
+    """Adds up the time of one device's operations."""
 
     def __init__(self, span: tuple[float, float]):
         self.span = span
@@ -355,7 +355,7 @@ class Account:
 
 
 def profile_steps(trace: Trace) -> StepProfile:
-    """The account of a trace, of an average device and of each."""
+    """The profile of a trace: of an average device, and of each."""
     accounts = {number: Account(trace.span) for number in trace.devices}
     for number, account in accounts.items():
         account.add(trace.devices[number])
@@ -405,7 +405,7 @@ SHOWN_DEVICES = 16
 
 
 def profile_text(found: StepProfile) -> str:
-    """All sections."""
+    """The profile as text."""
     sections = [_heading(found), _parts(found), _devices(found)]
     return "\n\n".join("\n".join(wrapped(section)) for section in sections)
 

@@ -49,7 +49,7 @@ from parallax.training.build import step_of
 from parallax.training.step import TrainStep, abstract_state
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "text")  # of what the compiler made: not for JSON
+LEFT_OUT = ("mesh", "timeline", "text", "modules")  # of what the compiler made: not for JSON
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,7 +165,7 @@ def report(
             made = read_compiled(program, model.mesh, shares)
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
-                computed = tuple(secs_by_module(made.text, shares, chip(kind).clock_hz))
+                computed = tuple(secs_by_module(made, chip(kind).clock_hz))
     return Report(
         name=name,
         mesh=dict(model.axis_sizes),
@@ -227,7 +227,7 @@ class AxisRow(NamedTuple):
 
 
 class CallSiteRow(NamedTuple):
-    """The calls of one collective from one place, whatever their sizes."""
+    """The calls of one collective from one source line, whatever their sizes."""
 
     axes: tuple[str, ...]
     kind: str
@@ -264,7 +264,7 @@ def by_axis_and_kind(sent: Iterable[Sent]) -> list[AxisRow]:
 
 
 def by_call_site(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[CallSiteRow]:
-    """Each place that sends something, axes in mesh order, the one that sends most first."""
+    """A row for each source line that sends something: axes in mesh order, then the most bytes first."""
     found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for one in sent:
         if one.bytes:
@@ -277,7 +277,7 @@ def by_call_site(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[Cal
 
 
 def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
-    """Traced beside compiled, of an average device, by axes and kind; what only one of them has too."""
+    """Traced and compiled collectives of an average device, by axes and kind; also those that only one of them has."""
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CompiledRow._fields[3:], 0))
     for one in sent:
         if one.bytes:
@@ -312,7 +312,7 @@ COLLECTIVES_HEAD += ["cycles\nbetween"]
 
 
 def report_text(report: Report, *, line_numbers: bool = True) -> str:
-    """All sections; without line numbers it does not change when a file does."""
+    """The report as text; without line numbers it does not change when a file does."""
     sections = [
         text_heading(report),
         text_sent(report),
@@ -360,7 +360,7 @@ def silent(report: Report) -> Iterator[str]:
 
 
 def text_call_sites(report: Report, line_numbers: bool) -> Iterator[str]:
-    """Who asked for it, by axis and kind, of each the place that sends most first."""
+    """The source lines that send, by axis and kind, the most bytes first."""
     yield "Who asks for it"
     yield ""
     groups = defaultdict(list)
@@ -374,7 +374,7 @@ def text_call_sites(report: Report, line_numbers: bool) -> Iterator[str]:
 
 
 def call_site_cells(rows: Iterable[CallSiteRow]) -> Iterator[list[str]]:
-    """A head, and the cells of each place."""
+    """A head, and the cells of each source line."""
     yield ["axis", "kind", "direction", "module", "source", "calls", "total"]
     for row in rows:
         source = row.source.removeprefix("parallax/")
@@ -383,7 +383,7 @@ def call_site_cells(rows: Iterable[CallSiteRow]) -> Iterator[list[str]]:
 
 
 def text_flops(report: Report) -> Iterator[str]:
-    """What is executed, and what could be."""
+    """Executed FLOPs by purpose."""
     yield "FLOPs of a device in a step"
     yield ""
     rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
@@ -417,7 +417,7 @@ def text_memory(report: Report) -> Iterator[str]:
 
 
 def text_collectives(report: Report) -> Iterator[str]:
-    """What became of the collectives."""
+    """The compiled collectives beside the traced ones."""
     if report.compiled is None:
         if report.compiled_for:
             yield report.compiled_for
@@ -589,7 +589,7 @@ def html_time(report: Report) -> Iterator[str]:
 
 
 def html_collectives(report: Report) -> Iterator[str]:
-    """What became of the collectives."""
+    """The compiled collectives beside the traced ones."""
     yield "<h2>What the compiler made of the collectives</h2>"
     if report.compiled is None:
         yield f"<p>{escape(report.compiled_for)}</p>"
@@ -600,7 +600,7 @@ def html_collectives(report: Report) -> Iterator[str]:
 
 
 def html_call_sites(report: Report) -> Iterator[str]:
-    """Who asked for it."""
+    """The source lines that send."""
     yield "<h2>Who asks for it</h2>"
     head, *rows = call_site_cells(by_call_site(report.sent))
     yield from html_table(head, rows, left=5, source=4)

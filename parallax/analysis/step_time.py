@@ -1,4 +1,6 @@
-"""How long a step takes and what it holds, from its traced program: nothing is compiled, no device is needed.
+"""How long a step takes: estimated from its traced program, to rank layouts, or read from a compiled one, to decide.
+
+The estimate needs no compiler and no device:
 
     step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
 
@@ -26,13 +28,13 @@ from jax.extend.core import JaxprEqn
 from parallax.analysis.collectives import Sent, program_collectives
 from parallax.analysis.compiled import (
     Begin,
-    Branch,
-    Call,
+    BranchEvent,
+    CollectiveCall,
     Compiled,
     Compute,
     End,
     Kernel,
-    Loop,
+    LoopEvent,
     attention_share,
     branch_shares,
     costs_of,
@@ -41,7 +43,7 @@ from parallax.analysis.compiled import (
 from parallax.analysis.flops import flops_per_token, product_flops
 from parallax.analysis.layouts import build, placed
 from parallax.analysis.memory import Memory, predicted_memory
-from parallax.analysis.topology import Place, Route, one_way, route
+from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
@@ -60,7 +62,7 @@ TABLES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
-class Product(NamedTuple):
+class OpCost(NamedTuple):
     """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step."""
 
     flops: int
@@ -73,10 +75,10 @@ class Product(NamedTuple):
         return max(self.flops / rate, self.bytes / bandwidth)
 
 
-class Traced(NamedTuple):
+class TracedWork(NamedTuple):
     """What one device does in a step, before any chip is named."""
 
-    products: list[Product]
+    products: list[OpCost]
     sent: list[Sent]
     model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
 
@@ -111,49 +113,49 @@ class Estimate(NamedTuple):
         return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
 
 
-def predict(settings: Settings, place: Place) -> Estimate:
-    """The step of these settings on a place; ConfigError where their mesh or layout is not legal there.
+def predict(settings: Settings, topology: Topology) -> Estimate:
+    """The step of these settings on a topology; ConfigError where their mesh or layout is not legal there.
 
     >>> from configs.llama_1b_16 import get_config
     >>> from parallax.analysis.topology import read_topology
     >>> from parallax.config.settings import read_settings
-    >>> place = read_topology("v5e:4x4")
-    >>> predict(read_settings(get_config().to_dict()), place).peak_bytes < place.chip.usable_bytes
+    >>> topology = read_topology("v5e:4x4")
+    >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
     True
     """
-    settings = placed(settings, place)
-    return predict_of(build(settings, place), settings, place)
+    settings = placed(settings, topology)
+    return predict_of(build(settings, topology), settings, topology)
 
 
-def predict_of(model: ShardedModel, settings: Settings, place: Place) -> Estimate:
-    """The same of a model that was built, of settings that were placed."""
-    return estimate(settings, place, predicted_memory(model, settings), trace(model, settings))
+def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
+    """`predict` for a model that was built, with settings that were placed."""
+    return estimate(settings, topology, predicted_memory(model, settings), traced_work(model, settings))
 
 
-def trace(model: ShardedModel, settings: Settings) -> Traced:
+def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
     found = walk(program, at=first, count=_product)
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
-    return Traced(
+    return TracedWork(
         [product._replace(count=count) for product, count in found.items()],
         program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
     )
 
 
-def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> Estimate:
+def estimate(settings: Settings, topology: Topology, held: Memory, traced: TracedWork) -> Estimate:
     """The step of a traced program on these chips."""
-    rate = place.matmul_rate(settings.model.dtype)
-    timed = [(p.direction, p.count * p.secs(rate, place.chip.hbm_bandwidth)) for p in traced.products]
+    rate = topology.matmul_rate(settings.model.dtype)
+    timed = [(p.direction, p.count * p.secs(rate, topology.chip.hbm_bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
-    sent = messages(traced.sent, place, settings)
+    sent = messages(traced.sent, topology, settings)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
     exposed = exposed_parts(sent, hidden)
-    bubble = 0.0 if place.shared else lockstep_bubble(settings)
+    bubble = 0.0 if topology.shared else lockstep_bubble(settings)
     ticking = sum(message.secs for message in exposed if message.ticking)
-    update = (3 * held.parameters + 2 * held.optimizer) / place.chip.hbm_bandwidth
+    update = (3 * held.parameters + 2 * held.optimizer) / topology.chip.hbm_bandwidth
     secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
     return Estimate(
         peak_bytes=held.peak,
@@ -165,22 +167,22 @@ def estimate(settings: Settings, place: Place, held: Memory, traced: Traced) -> 
         update_secs=update,
         bubble=bubble,
         secs=secs,
-        mfu=traced.model_flops / place.chip.peak(settings.model.dtype) / secs,
+        mfu=traced.model_flops / topology.chip.peak(settings.model.dtype) / secs,
     )
 
 
-def messages(sent: Iterable[Sent], place: Place, settings: Settings) -> list[Message]:
+def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[Message]:
     """The traced collectives in seconds; those that send nothing are left out."""
     sizes, found = settings.mesh.sizes, []
     for one in sent:
         if not one.bytes:
             continue
-        bandwidth = place.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
-        spread = place.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
+        bandwidth = topology.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
+        spread = topology.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)
-        hides = one.axes == ("dp",) and can_hide and beside and not place.shared
+        hides = one.axes == ("dp",) and can_hide and beside and not topology.shared
         secs = one.total_bytes * spread / bandwidth
         found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
@@ -215,13 +217,13 @@ def hidden_secs(work: float, sent: float) -> float:
 
 
 def exposed_parts(sent: Iterable[Message], hidden: float) -> list[Message]:
-    """Of each message the seconds in which nothing else is done, where so many of what can hide do hide."""
+    """The messages with their exposed seconds, where `hidden` seconds of those that can hide do."""
     hiding = sum(message.secs for message in sent if message.hides)
     return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
 
 def by_axes(sent: Iterable[Message]) -> dict[str, float]:
-    """Their seconds, added up."""
+    """Seconds of messages by axes."""
     found: dict[str, float] = {}
     for message in sent:
         found[message.axes] = found.get(message.axes, 0) + message.secs
@@ -263,7 +265,7 @@ def _product(equation: JaxprEqn, origin: Origin) -> Counter:
         return Counter()
     moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    return Counter({Product(product_flops(equation) or 0, moved, origin.direction, 0): 1})
+    return Counter({OpCost(product_flops(equation) or 0, moved, origin.direction, 0): 1})
 
 
 class StepTime(NamedTuple):
@@ -319,20 +321,20 @@ def step_time(
 
 
 def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
-    """At least so long a kernel takes: FLOPs at peak, or operands and results once through memory."""
+    """The least time of a kernel: FLOPs at peak, or operands and results once through memory."""
     moved = kernel.operand_bytes + kernel.result_bytes
     return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
 
 
 class Clock:
-    """Runs through a timeline as a device does, and tells where its time goes."""
+    """Simulates a timeline, and adds up where its time goes."""
 
     def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
         self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds by "compute", "pallas" and axes waited for; all links are free before."""
+        """Seconds by "compute", "pallas" and axes waited for; all links are free at the start."""
         spent: Counter = Counter()
         free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
@@ -349,21 +351,21 @@ class Clock:
                 spent.update(self._local(event))
         return spent
 
-    def _local(self, event: Compute | Kernel | Loop | Branch | End) -> dict[str, float]:
+    def _local(self, event: Compute | Kernel | LoopEvent | BranchEvent | End) -> dict[str, float]:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
             return {"pallas": self.kernel_secs(event)}
-        if isinstance(event, Loop):
+        if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
-        if isinstance(event, Branch):
+        if isinstance(event, BranchEvent):
             spent: Counter = Counter()
             for share, side in zip(event.lockstep if self.lockstep else event.own, event.sides, strict=True):
                 spent.update({name: share * secs for name, secs in self.run(side).items()} if share else {})
             return spent
         return {}
 
-    def _secs(self, call: Call) -> float:
+    def _secs(self, call: CollectiveCall) -> float:
         """How long one call takes with the links to itself."""
         if call.pairs:
             return call.bytes / one_way(self.mesh, call.pairs, self.chip)
@@ -392,7 +394,7 @@ class Outcome(NamedTuple):
     mfu: float | None
 
 
-def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcome:
+def compile_step(settings: Settings, topology: Topology, devices: list[Any]) -> Outcome:
     """Compile the training step of these settings and read the result."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
@@ -407,8 +409,8 @@ def compile_step(settings: Settings, place: Place, devices: list[Any]) -> Outcom
     if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
         return Outcome("", found.arguments, found.temporaries, found.together, None, None, {}, None, None, None)
     sizes = found.arguments, found.temporaries, found.peak
-    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / place.devices
-    time = step_time(found, place.chip, flops, dtype=settings.model.dtype)
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
+    time = step_time(found, topology.chip, flops, dtype=settings.model.dtype)
     seconds = time.compute_secs, time.pallas_secs, time.exposed_secs, time.total_secs
     return Outcome("", *sizes, *seconds, time.bubble, time.mfu)
 

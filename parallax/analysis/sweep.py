@@ -1,6 +1,6 @@
-"""What a layout takes at least, in microseconds of thought: a sweep passes over layouts that cannot be among the best.
+"""The search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
 
-Never more than what `analytic` finds, as a test holds; far less where that is not known without a trace.
+A bound is never above the estimate of step_time.py, as a test holds, and often far below it.
 """
 
 import hashlib
@@ -20,8 +20,16 @@ from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameter
 from parallax.analysis.layouts import Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
-from parallax.analysis.step_time import Estimate, Outcome, compile_step, estimate, hidden_secs, lockstep_bubble, trace
-from parallax.analysis.topology import Place
+from parallax.analysis.step_time import (
+    Estimate,
+    Outcome,
+    compile_step,
+    estimate,
+    hidden_secs,
+    lockstep_bubble,
+    traced_work,
+)
+from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.chips import Chip
@@ -37,18 +45,18 @@ DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything 
 
 
 class Bound(NamedTuple):
-    """What a layout takes at least."""
+    """Lower bounds of a layout's time and memory."""
 
     secs: float
     peak_bytes: float
 
 
 class Bounds:
-    """Bounds of one model on one place."""
+    """Bounds of one model on one topology."""
 
-    def __init__(self, settings: Settings, place: Place, model: ShardedModel):
+    def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` is the model on any mesh: its global shapes are the same on all."""
-        self.settings, self.place = settings, place
+        self.settings, self.topology = settings, topology
         self.tokens = settings.data.global_batch * settings.data.seq
         self.parameters = parameters_by_component(model.shapes)
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
@@ -59,13 +67,13 @@ class Bounds:
 
     def _secs(self, choice: Choice) -> float:
         settings = choice.applied(self.settings)
-        bubble = 0.0 if self.place.shared else lockstep_bubble(settings)
+        bubble = 0.0 if self.topology.shared else lockstep_bubble(settings)
         work = self._work_secs(choice)
         return work / (1 - bubble) + self._exposed_secs(choice, work) + self._residual_secs(settings)
 
     def _work_secs(self, choice: Choice) -> float:
-        model, tokens = self.settings.model, self.tokens / self.place.devices
-        rate, bandwidth = self.place.matmul_rate(model.dtype), self.place.chip.hbm_bandwidth
+        model, tokens = self.settings.model, self.tokens / self.topology.devices
+        rate, bandwidth = self.topology.matmul_rate(model.dtype), self.topology.chip.hbm_bandwidth
         flops = self.flops - self._attention_flops + 2 * self._made_again(choice)
         scores = SCORES_MOVED * self._itemsize * model.layers * model.heads * self.settings.data.seq
         attention = self._attention_flops / rate
@@ -81,7 +89,7 @@ class Bounds:
         return self.flops - FLOPS_PER_WEIGHT * kernels
 
     def _made_again(self, choice: Choice) -> float:
-        """Parameters of the products that are run once more for each token if layers are recomputed."""
+        """Parameters of the products that remat runs once more for each token."""
         mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
         if choice.remat not in mlp:
             return 0.0
@@ -92,7 +100,7 @@ class Bounds:
         all of what is sent once a step, else what does not hide behind the work."""
         sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
         share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
-        once = share * self._itemsize / self.place.bandwidth(sizes, ["dp"])
+        once = share * self._itemsize / self.topology.bandwidth(sizes, ["dp"])
         stay = stay_of(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
@@ -113,7 +121,7 @@ class Bounds:
         share = (sizes["tp"] - 1) / sizes["tp"]
         tokens = self.tokens / sizes["dp"] * model.layers / sizes["pp"]
         sent = 8 * share * tokens * model.d_model * self._itemsize
-        return sent / self.place.bandwidth(sizes, ["tp"])
+        return sent / self.topology.bandwidth(sizes, ["tp"])
 
     def _bytes(self, choice: Choice) -> float:
         """Parameters and gradients, cut as far as can be; layers that are whole all step; what no pass makes again."""
@@ -121,7 +129,7 @@ class Bounds:
         weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
         whole = self._itemsize * weights + PARAMETER_BYTES * gradients
         gathered = self._layers / (choice.pp * choice.tp) * whole
-        state = 2 * PARAMETER_BYTES * self._layers / self.place.devices
+        state = 2 * PARAMETER_BYTES * self._layers / self.topology.devices
         return max(state, state / 2 + gathered) + self._kept_bytes(choice)
 
     def _kept_bytes(self, choice: Choice) -> float:
@@ -176,7 +184,7 @@ class Cache:
             raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
 
     def get(self, key: str) -> Any | None:
-        """What was put there, None where nothing was or where the file is damaged."""
+        """The value of a key; None where there is none, or where the file is damaged."""
         try:
             entry = read_object(self._path(key), odd_numbers=True)
             return entry["value"] if entry["digest"] == digest(entry["value"]) else None
@@ -184,7 +192,7 @@ class Cache:
             return None
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value that JSON can hold."""
+        """Store a value that JSON can hold."""
         # Written aside and renamed: whoever reads, and whoever is interrupted, leaves whole files alone.
         aside = self._path(key).with_suffix(f".{os.getpid()}.tmp")
         aside.write_text(json.dumps({"digest": digest(value), "value": value}))
@@ -204,7 +212,7 @@ def digest(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a prediction depends on, and a hash of our own source."""
+    """Versions of the packages that a prediction depends on, and a hash of our own source."""
     sources = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*.py")):
         sources.update(path.read_bytes())
@@ -221,7 +229,7 @@ def _version(package: str) -> str:
 SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")  # that a plan follows from
 
 
-class Row(NamedTuple):
+class PricedLayout(NamedTuple):
     """A layout that fits, and its predicted step."""
 
     choice: Choice
@@ -232,22 +240,22 @@ class Sweep:
     """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first; `passed` counts the
     others by the reason why they were passed over: "not legal", "too large", "slower"."""
 
-    def __init__(self, settings: Settings, place: Place, cache: Cache, *, keep: int):
+    def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int):
         """ConfigError where the settings' own layout is not legal."""
         self.settings, self.cache, self.keep = settings, cache, keep
         self.own = Choice.of(settings)
-        self.rows: list[Row] = []
+        self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
         self._versions = versions()
-        self.place = as_measured_first(place, cache, self._versions)
-        self.bounds = Bounds(settings, self.place, build(settings, self.place))
+        self.topology = as_measured_first(topology, cache, self._versions)
+        self.bounds = Bounds(settings, self.topology, build(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts, those first whose bound is least, until no other can be among the best.
 
         `progress` is told how many of how many are done. What was done before an interruption is kept.
         """
-        bound_of = {choice: self.bounds.of(choice) for choice in choices(self.settings, self.place.devices)}
+        bound_of = {choice: self.bounds.of(choice) for choice in choices(self.settings, self.topology.devices)}
         waiting = sorted(bound_of, key=lambda choice: bound_of[choice].secs)
         self._look_at(self.own)
         for done, choice in enumerate(waiting):
@@ -257,23 +265,23 @@ class Sweep:
                 break
             if choice == self.own:
                 continue
-            if bound_of[choice].peak_bytes > self.place.chip.usable_bytes:
+            if bound_of[choice].peak_bytes > self.topology.chip.usable_bytes:
                 self.passed["too large"] += 1
             else:
                 self._look_at(choice)
         progress(len(waiting), len(waiting))
 
     def _look_at(self, choice: Choice) -> None:
-        found = priced(choice.applied(self.settings), self.place, self.cache, self._versions)
+        found = priced(choice.applied(self.settings), self.topology, self.cache, self._versions)
         if found is None:
             self.passed["not legal"] += 1
         elif found["estimate"] is None:
             self.passed["too large"] += 1
         else:
-            self.rows.append(Row(choice, Estimate(*found["estimate"])))
+            self.rows.append(PricedLayout(choice, Estimate(*found["estimate"])))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
-    def shown(self) -> list[Row]:
+    def shown(self) -> list[PricedLayout]:
         """The rows of the table: the fastest, and the config's own where it is none of them."""
         own = [row for row in self.rows[self.keep :] if row.choice == self.own]
         return self.rows[: self.keep] + own
@@ -281,55 +289,55 @@ class Sweep:
     def compiled(self, choice: Choice, devices: list[Any]) -> Outcome:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
-        key = digest(["compiled", key_of(settings, self.place, self._versions)])
+        key = digest(["compiled", key_of(settings, self.topology, self._versions)])
         if (found := self.cache.get(key)) is not None:
             return Outcome(*found)
-        made = compile_step(settings, self.place, devices)
+        made = compile_step(settings, self.topology, devices)
         self.cache.put(key, made)
         return made
 
 
-def as_measured_first(place: Place, cache: Cache, known: dict[str, str]) -> Place:
-    """The place, with this machine's devices as they were measured when the cache first had them.
+def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -> Topology:
+    """The topology; for this machine's devices, with the speeds that were measured when the cache first had them.
 
-    A new measurement differs a little, and nothing that was found before would be found again.
+    A new measurement differs a little, and so would all keys of the cache.
     """
-    if not place.shared:
-        return place
-    key = digest(["measured", place.name, sorted(place.chip.flops), place.chip.usable_bytes, known])
+    if not topology.shared:
+        return topology
+    key = digest(["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes, known])
     if (found := cache.get(key)) is not None:
-        return place._replace(chip=Chip(*found))
-    cache.put(key, place.chip)
-    return place
+        return topology._replace(chip=Chip(*found))
+    cache.put(key, topology.chip)
+    return topology
 
 
-def priced(settings: Settings, place: Place, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
+def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
     """`{"peak_bytes", "estimate"}` of a layout, from the cache or traced; None where it is not legal.
 
     Without an estimate where it is too large. `known` are the versions that the cache is kept for.
     """
-    key = key_of(settings, place, known)
+    key = key_of(settings, topology, known)
     if (found := cache.get(key)) is not None:
         return found or None
-    model = build_if_legal(settings, place)
+    model = build_if_legal(settings, topology)
     if model is None:
         cache.put(key, {})
         return None
     held = predicted_memory(model, settings)
-    fits = held.peak <= place.chip.usable_bytes
-    made = estimate(settings, place, held, trace(model, settings)) if fits else None
+    fits = held.peak <= topology.chip.usable_bytes
+    made = estimate(settings, topology, held, traced_work(model, settings)) if fits else None
     cache.put(key, {"peak_bytes": held.peak, "estimate": made})
     return {"peak_bytes": held.peak, "estimate": made}
 
 
-def key_of(settings: Settings, place: Place, known: dict[str, str]) -> str:
-    """The hash of all that a prediction follows from."""
+def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:
+    """The hash of everything that a prediction depends on."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
-    return digest([{name: sections[name] for name in SECTIONS}, data, place, known])
+    return digest([{name: sections[name] for name in SECTIONS}, data, topology, known])
 
 
-def front(rows: Sequence[Row]) -> list[Choice]:
+def front(rows: Sequence[PricedLayout]) -> list[Choice]:
     """The layouts than which no other is faster in as little memory, the fastest first.
 
     Times that differ by less than three digits show are the same.
@@ -349,12 +357,12 @@ LIGHT = ("pp", "pp tp")  # colours on which ink is dark
 KEY_LINE = 17  # the height of a line of the key
 
 
-def draw(title: str, rows: Sequence[Row], place: Place, own: Choice) -> str:
+def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choice) -> str:
     """An SVG of memory against time with a point for each layout; `own` has a ring around it."""
     frame = Frame.around([row.estimate.peak_bytes for row in rows], [row.estimate.secs for row in rows])
     row_of, marked = {row.choice: row for row in rows}, front(rows)
     on_front = [row_of[choice] for choice in marked]
-    under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(place.chip.usable_bytes)}"
+    under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(topology.chip.usable_bytes)}"
     parts = [
         svg_text(LEFT, 26, title, "font-size='15' font-weight='bold'"),
         svg_text(LEFT, 44, under, fill="#555555"),
@@ -367,13 +375,13 @@ def draw(title: str, rows: Sequence[Row], place: Place, own: Choice) -> str:
     return svg(parts, SVG_HEIGHT + KEY_LINE * (len(on_front) + 1))
 
 
-def _front_line(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
+def _front_line(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:
     at = [(frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)) for row in on_front]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
     yield f"<polyline class='front' points='{points}' fill='none' stroke='{INK}' stroke-dasharray='4 3'/>"
 
 
-def _point(row: Row, marked: bool, own: bool, frame: Frame) -> str:
+def _point(row: PricedLayout, marked: bool, own: bool, frame: Frame) -> str:
     x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
     colour = MESH_COLOURS[_kind(row.choice)]
     radius, opacity = (9, 1) if marked else (4, 0.55)
@@ -385,8 +393,8 @@ def _point(row: Row, marked: bool, own: bool, frame: Frame) -> str:
     return f"{ring}<circle class='layout' {at} r='{radius}' {fill} {edge}>{title}</circle>"
 
 
-def _key(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
-    """Numbers on the points of the front, and what they stand for."""
+def _key(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:
+    """Numbers on the points of the front, and a line for each."""
     for number, row in enumerate(on_front, 1):
         x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
         ink = INK if _kind(row.choice) in LIGHT else PAPER
@@ -399,7 +407,7 @@ def _key(on_front: Sequence[Row], frame: Frame) -> Iterator[str]:
         yield svg_text(LEFT + 630, line, f"MFU {percent(row.estimate.mfu)}", "text-anchor='end'")
 
 
-def _legend(rows: Sequence[Row]) -> Iterator[str]:
+def _legend(rows: Sequence[PricedLayout]) -> Iterator[str]:
     x, y = float(LEFT), SVG_HEIGHT - 18
     kinds = {_kind(row.choice) for row in rows}
     for kind in (kind for kind in MESH_COLOURS if kind in kinds):
@@ -415,7 +423,7 @@ def _kind(choice: Choice) -> str:
 
 
 def _name(choice: Choice) -> str:
-    """A layout in few letters.
+    """A layout in short.
 
     >>> _name(Choice(4, 8, 2, 16, "one_f_one_b", 1, "layer", "zero1", "", 0))
     '4·8·2 M=16 one_f_one_b remat layer zero1'

@@ -26,7 +26,7 @@ TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 MATMUL_EFFICIENCY = 0.8
 
 
-class Place(NamedTuple):
+class Topology(NamedTuple):
     """So many chips along each dim of a torus; of chips on switches, the last number is those on one switch.
 
     `shared`: the devices are simulated by one machine and share its cores, so that an idle one lends them to others.
@@ -62,7 +62,7 @@ class Place(NamedTuple):
         return links * self.chip.ici_bandwidth
 
     def spread(self, sizes: Mapping[str, int], axes: Sequence[str]) -> float:
-        """How much more an all-to-all along these axes loads links than a gather: see report.links.route."""
+        """How much more an all-to-all along these axes loads links than a gather: see `route`."""
         if not self.is_tpu:
             return 1.0
         laid, members = self._laid(sizes), math.prod(sizes[axis] for axis in axes)
@@ -89,11 +89,11 @@ class Place(NamedTuple):
         return laid
 
 
-def read_topology(text: str) -> Place:
-    """The place of "v5p:4x4x4"; ConfigError where the chip is unknown or the sizes are no shape of a slice of it.
+def read_topology(text: str) -> Topology:
+    """The topology "v5p:4x4x4"; ConfigError where the chip is unknown or the sizes are no shape of a slice of it.
 
-    >>> place = read_topology("v5p:4x4x4")
-    >>> place.devices, place.bandwidth({"pp": 1, "dp": 16, "tp": 4}, ["dp"]) / 1e9
+    >>> topology = read_topology("v5p:4x4x4")
+    >>> topology.devices, topology.bandwidth({"pp": 1, "dp": 16, "tp": 4}, ["dp"]) / 1e9
     (64, 400.0)
     """
     if not TOPOLOGY.fullmatch(text):
@@ -114,39 +114,39 @@ def read_topology(text: str) -> Place:
             f"--topology={text} is no number of hosts and of GPUs on each; a host has at most {known.switched} "
             f"{known.name}: write {text.split(':')[0]}:{hosts}x{known.switched}, for {hosts * known.switched} GPUs."
         )
-    return Place(text, known, shape)
+    return Topology(text, known, shape)
 
 
-def sizes_on(config: MeshConfig, place: Place) -> dict[str, int]:
-    """Size of each mesh axis on a place, -1 replaced; ConfigError where they are not the place's devices."""
+def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
+    """Size of each mesh axis on a topology, -1 replaced; ConfigError where they are not the topology's devices."""
     try:
-        return resolve_sizes(config, place.devices, simulated=False)
+        return resolve_sizes(config, topology.devices, simulated=False)
     except ConfigError as error:
-        raise ConfigError(f"{place.name} has {place.devices} devices: {error}") from error
+        raise ConfigError(f"{topology.name} has {topology.devices} devices: {error}") from error
 
 
-def why_not(place: Place) -> str:
-    """Why nothing can be compiled here for a place that is not here; "" where it can."""
-    if not place.is_tpu:
-        return f"nothing is compiled for {place.name}: only TPU slices can be compiled for without their devices"
+def why_not(topology: Topology) -> str:
+    """Why nothing can be compiled for chips that are not here; "" where it can."""
+    if not topology.is_tpu:
+        return f"nothing is compiled for {topology.name}: only TPU slices can be compiled for without their devices"
     return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
 
 
-def devices_of(place: Place) -> list[Any]:
-    """The devices of a TPU slice, of the compiler's imagination; ConfigError where it knows no such slice."""
-    options = {"chip_config_name": "megacore"} if place.chip.name == "TPU v4" else {}
+def devices_of(topology: Topology) -> list[Any]:
+    """The devices of a TPU slice, as the compiler describes them; ConfigError where it knows no such slice."""
+    options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=place.name, **options).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--topology={place.name} is no slice that libtpu knows: {reason}") from error
+        raise ConfigError(f"--topology={topology.name} is no slice that libtpu knows: {reason}") from error
 
 
 def without_chips(argv: Sequence[str]) -> None:
-    """What a process says before its first array if its command line names a topology: chips that are not here.
+    """Set up a process whose command line names a topology, before its first array: to compile without the chips.
 
-    Nobody on the network is asked for them, and another process may compile at the same time. What is compiled for, the
-    topology says; but libtpu complains unless this machine claims to be a host of some.
+    libtpu asks no metadata server, and lets another process compile at the same time. It needs some accelerator type,
+    though the topology says what is compiled for.
     """
     if any(argument.startswith("--topology") for argument in argv):
         os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -132,11 +132,11 @@ def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counte
     changes the sum.
     """
     device = Walk(at, count)
-    device.call(program, Call("", set(), set()), [None] * len(program.jaxpr.invars))
+    device.call(program, Invocation("", set(), set()), [None] * len(program.jaxpr.invars))
     return device.total
 
 
-class Call(NamedTuple):
+class Invocation(NamedTuple):
     """How a program is called."""
 
     stack: str  # of names, as in Origin
@@ -151,7 +151,7 @@ class Walk:
         self.at, self.count, self.total = dict(at), count, Counter()
         self._steering, self._gradients, self._calls, self._used = Steering(), Gradients(), {}, {}
 
-    def call(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
+    def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Value]) -> list[Value]:
         """Run a program; its outputs, known at least where they are wanted and can be.
 
         It is run again only with other values of what steers it: most ticks are like others, and layers alike.
@@ -168,13 +168,13 @@ class Walk:
         return outs
 
     def _apart(self, run: Callable[[], list[Value]]) -> tuple[Counter, list[Value]]:
-        """What a run counts, not added to the total, and what it returns."""
+        """The counts of a run, without adding them to the total, and its outputs."""
         before, self.total = self.total, Counter()
         outs = run()
         counted, self.total = self.total, before
         return counted, outs
 
-    def _run(self, program: ClosedJaxpr, how: Call, args: Sequence[Value]) -> list[Value]:
+    def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Value]) -> list[Value]:
         jaxpr = program.jaxpr
         steering = self._steering.variables(jaxpr, how.wanted)
         gradients = self._gradients.variables(jaxpr, how.stack, how.gradients)
@@ -184,12 +184,12 @@ class Walk:
             given = inputs_in(equation, gradients)
             origin = Origin.of(equation, how.stack, bool(given))
             self.total.update(self.count(equation, origin))
-            inner = Call(origin.stack, given, {at for at, out in enumerate(equation.outvars) if out in steering})
+            inner = Invocation(origin.stack, given, {at for at, out in enumerate(equation.outvars) if out in steering})
             outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _outputs(self, equation: JaxprEqn, how: Call, values: list[Value]) -> list[Value]:
+    def _outputs(self, equation: JaxprEqn, how: Invocation, values: list[Value]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         if name == "axis_index" and params["axis_name"] in self.at:
             return [np.int32(self.at[params["axis_name"]])]
@@ -198,7 +198,7 @@ class Walk:
         if name == "scan":
             return self._scan(loop(equation), how, values)
         if name == "cond":
-            inner = Call(how.stack, operands(how.gradients), how.wanted)
+            inner = Invocation(how.stack, operands(how.gradients), how.wanted)
             return self._branch([closed(branch) for branch in params["branches"]], inner, *values)
         if name == "while":
             return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
@@ -209,22 +209,24 @@ class Walk:
             return self.call(inner, how, values)
         return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
 
-    def _scan(self, scan: Loop, how: Call, values: list[Value]) -> list[Value]:
+    def _scan(self, scan: Loop, how: Invocation, values: list[Value]) -> list[Value]:
         given = self._gradients.given_to_body(scan, how.stack, how.gradients)
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
         read = self._steering.inputs(scan.body.jaxpr, how.wanted)
         if all(at < scan.consts for at in read):  # every turn is like the first
-            counted, _ = self._apart(lambda: self.call(scan.body, Call(how.stack, given, set()), values))
+            counted, _ = self._apart(lambda: self.call(scan.body, Invocation(how.stack, given, set()), values))
             self.total.update({key: number * scan.length for key, number in counted.items()})
             return [None] * (scan.carried + made)
-        inner = Call(how.stack, given, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split})
+        inner = Invocation(
+            how.stack, given, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split}
+        )
         carry, xs = values[scan.consts : split], values[split:]
         for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             own = [None if x is None else x[turn] for x in xs]
             carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *own])[: scan.carried]
         return [*carry, *[None] * made]
 
-    def _branch(self, branches: list[ClosedJaxpr], how: Call, which: Value, *values: Value) -> list[Value]:
+    def _branch(self, branches: list[ClosedJaxpr], how: Invocation, which: Value, *values: Value) -> list[Value]:
         if which is not None:
             return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
         found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
@@ -234,10 +236,10 @@ class Walk:
         self.total.update(found[0])
         return [None] * len(branches[0].jaxpr.outvars)
 
-    def _while(self, body: ClosedJaxpr, how: Call, outputs: int) -> list[Value]:
+    def _while(self, body: ClosedJaxpr, how: Invocation, outputs: int) -> list[Value]:
         inputs = len(body.jaxpr.invars)
         given = range(inputs) if how.gradients else ()
-        counted, _ = self._apart(lambda: self.call(body, Call(how.stack, set(given), set()), [None] * inputs))
+        counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set(given), set()), [None] * inputs))
         if counted:
             raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
         return [None] * outputs
@@ -267,7 +269,7 @@ def _known(const: Any) -> Value:
 
 
 def _counts(array: Any) -> bool:
-    """Whether an array, or what is known of it, is small and of whole numbers or truths."""
+    """Whether an array is small and of integers or booleans."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or math.prod(array.shape) > LARGEST_KNOWN:
         return False
@@ -275,7 +277,7 @@ def _counts(array: Any) -> bool:
 
 
 class Steering:
-    """Of many programs; what was found is kept."""
+    """Which values decide what a program runs. Results are cached."""
 
     def __init__(self):
         self._found: dict = {}
@@ -310,7 +312,7 @@ class Steering:
         return set(range(len(equation.invars))) if wanted else set()
 
     def _of_loop(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
-        """What a turn reads of the turn before is wanted of that one, too."""
+        """What an iteration reads of the one before is wanted of that one, too."""
         scan = loop(equation)
         while True:
             read = self.inputs(scan.body.jaxpr, wanted)
@@ -321,7 +323,7 @@ class Steering:
 
 
 class Gradients:
-    """Of many programs, whatever sides of branches they take; what was found is kept.
+    """Which values are made from gradients, whichever branches run. Results are cached.
 
     A step's forward pass reads no gradient of the same step: what does is backward, if no scope says otherwise.
     """
@@ -378,8 +380,8 @@ def operands(numbers: Set[int]) -> Set[int]:
 
 
 def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:
-    """A mesh of these sizes that has no devices: enough to trace on. `simulated`: what is traced, and what it holds, is
-    as on simulated devices, not as on accelerators."""
+    """A mesh of these sizes without devices, enough to trace on. `simulated`: the program is traced as for simulated
+    devices, not as for accelerators."""
     device = AbstractDevice("cpu", None, "cpu") if simulated else None
     axis_types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, abstract_device=device)

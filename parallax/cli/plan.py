@@ -21,7 +21,7 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import jax
 
-    from parallax.analysis.devices import local_place
+    from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import build, placed
     from parallax.analysis.plan import (
         analytic_parts,
@@ -39,7 +39,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.render import time_table
     from parallax.analysis.step_time import Outcome, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
-    from parallax.analysis.topology import Place, devices_of, read_topology, why_not, without_chips
+    from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
@@ -74,12 +74,12 @@ def act(argv: Sequence[str]) -> None:
     """Plan what the command line asks for."""
     settings, values = read_command(argv, FLAGS)
     check_flags(values, argv)
-    settings, place = located(with_likely_vocab(settings), values["topology"])
+    settings, topology = located(with_likely_vocab(settings), values["topology"])
     name = Path(written(argv, "config").split(":")[0]).stem
     if values["sweep"]:
-        sweep(name, settings, place, values)
+        sweep(name, settings, topology, values)
     else:
-        plan(name, settings, place, values)
+        plan(name, settings, topology, values)
 
 
 def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
@@ -97,52 +97,52 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
 
 
-def located(settings: Settings, topology: str | None) -> tuple[Settings, Place]:
-    """The settings with every mesh axis a number, and the place that they run on; ConfigError where they do not fit."""
-    if topology is not None:
-        place = read_topology(topology)
+def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
+    """The settings with every mesh axis a number, and the topology; ConfigError where they do not fit."""
+    if name is not None:
+        topology = read_topology(name)
     else:
         if settings.mesh.simulate:
             simulate_devices(settings.mesh.simulate)
         with waiting("measuring the devices that are here"):
-            place = local_place(settings.model.dtype)
-    settings = placed(settings, place)
-    place.chip.peak(settings.model.dtype)
-    return settings, place
+            topology = local_topology(settings.model.dtype)
+    settings = placed(settings, topology)
+    topology.chip.peak(settings.model.dtype)
+    return settings, topology
 
 
-def plan(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+def plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
-    model = build(settings, place)
-    print(heading(name, settings, place), flush=True)
+    model = build(settings, topology)
+    print(heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
-        now = predict_of(model, settings, place)
-    print("", verdict(now.peak_bytes, place, "predicted"), f"MFU {percent(now.mfu)} (analytic)", sep="\n")
+        now = predict_of(model, settings, topology)
+    print("", verdict(now.peak_bytes, topology, "predicted"), f"MFU {percent(now.mfu)} (analytic)", sep="\n")
     print("", *memory_table(now), "", *time_table(analytic_parts(now), now.secs), sep="\n")
     print(largest_line(now), flush=True)
     with waiting("pricing what would change it") as show:
-        changes = helpful_changes(settings, place, now, show)
+        changes = helpful_changes(settings, topology, now, show)
     if changes:
         print("", *changes_table(changes), sep="\n", flush=True)
     if values["analytic"]:
         return
-    devices = compiler_devices(place, values)
+    devices = compiler_devices(topology, values)
     if devices:
-        with waiting(f"compiling the step for {place.name}"):
-            made = compile_step(settings, place, devices)
-        print("", *compiled_lines(made, place), sep="\n")
+        with waiting(f"compiling the step for {topology.name}"):
+            made = compile_step(settings, topology, devices)
+        print("", *compiled_lines(made, topology), sep="\n")
 
 
-def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -> None:
+def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
-    search = Sweep(settings, place, Cache(values["cache"]), keep=values["keep"])
-    print(heading(name, settings, place), flush=True)
+    search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
+    print(heading(name, settings, topology), flush=True)
     compiled: dict[Any, Outcome] = {}
     try:
         with waiting("pricing layouts") as show:
             search.run(show)
         if not values["analytic"]:
-            compile_best(search, place, values, compiled)
+            compile_best(search, topology, values, compiled)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         raise
@@ -152,12 +152,12 @@ def sweep(name: str, settings: Settings, place: Place, values: dict[str, Any]) -
         print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
         print(*fastest_line(compiled, search.own), sep="\n", end="")
         if values["svg"] is not None:
-            write(values["svg"], draw(f"{name} on {place.name}", search.rows, place, search.own))
+            write(values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 
 
-def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
+def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
     """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
-    devices = compiler_devices(place, values)
+    devices = compiler_devices(topology, values)
     if not devices:
         return
     for choice in sorted((row.choice for row in search.rows), key=lambda choice: choice != search.own):
@@ -169,14 +169,14 @@ def compile_best(search: Sweep, place: Place, values: dict[str, Any], compiled: 
             compiled[choice] = search.compiled(choice, devices)
 
 
-def compiler_devices(place: Place, values: dict[str, Any]) -> list[Any]:
+def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
     """The devices to compile for; none where that cannot be, which is said."""
     if values["topology"] is None:
         return jax.devices()
-    if reason := why_not(place):
+    if reason := why_not(topology):
         print(f"\nnot compiled: {reason}")
         return []
-    return devices_of(place)
+    return devices_of(topology)
 
 
 def write(path: str, picture: str) -> None:

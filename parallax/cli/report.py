@@ -22,7 +22,7 @@ with loading(__name__, sys.stderr):
 
     from parallax.analysis.profile import profile_steps, read_traces
     from parallax.analysis.report import report_settings
-    from parallax.analysis.topology import Place, devices_of, read_topology, sizes_on, why_not, without_chips
+    from parallax.analysis.topology import Topology, devices_of, read_topology, sizes_on, why_not, without_chips
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path
     from parallax.cli.command import Flag, read_command, run_command, written
@@ -73,9 +73,9 @@ def act(argv: Sequence[str]) -> None:
     if values["topology"] is None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)
     else:
-        place = read_topology(values["topology"])
-        check_kernel_on(settings.model, place.chip.platform, place.chip.name)
-        mesh, why_abstract = slice_mesh(settings.mesh, place, compiled=compiled)
+        topology = read_topology(values["topology"])
+        check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
+        mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
     name = Path(written(argv, "config").split(":")[0]).stem
     found = report_settings(settings, mesh, name=name)
     if found.compiled is None:
@@ -114,15 +114,15 @@ def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractM
     return abstract_mesh(sizes), f"Nothing was compiled: the mesh has {wanted} devices, this machine {here}.{instead}"
 
 
-def slice_mesh(config: MeshConfig, place: Place, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
+def slice_mesh(config: MeshConfig, topology: Topology, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
     """The mesh of a config on chips that need not be here; an abstract one, and why, where nothing is compiled."""
     config = dataclasses.replace(config, simulate=0)
-    sizes = sizes_on(config, place)
+    sizes = sizes_on(config, topology)
     if not compiled:
         return abstract_mesh(sizes), TRACE_ONLY
-    if reason := why_not(place):
+    if reason := why_not(topology):
         return abstract_mesh(sizes), f"Nothing was compiled: {reason}"
-    return make_mesh(config, devices_of(place)), ""
+    return make_mesh(config, devices_of(topology)), ""
 
 
 def write(path: str, page: str) -> None:

@@ -17,11 +17,11 @@ from jax.sharding import AbstractMesh, AxisType
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import collectives
-from parallax.analysis.devices import local_place
+from parallax.analysis.devices import local_topology
 from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
-from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, trace
+from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, traced_work
 from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
@@ -74,7 +74,7 @@ def held_of(settings):
 
 @functools.cache
 def traced_of(settings):
-    return trace(build(settings, PAIR), settings)
+    return traced_work(build(settings, PAIR), settings)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def few():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
-        patch.setattr(sweep_module, "trace", lambda model, settings: traced_of(settings))
+        patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))
         yield
 
 
@@ -138,7 +138,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
             data_parallel_policy=policy,
         )
         eight = read_topology("v5e:2x4")
-        sent = messages(trace(build(settings, eight), settings).sent, eight, settings)
+        sent = messages(traced_work(build(settings, eight), settings).sent, eight, settings)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)
@@ -183,9 +183,11 @@ def test_the_more_is_sent_the_less_of_it_hides():
 
 
 def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
-    place = read_topology("v5e:4x4")
-    assert place.spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == pytest.approx(2 * 16 / 15)  # two dims, a quarter each
-    assert place.spread({"pp": 1, "dp": 8, "tp": 2}, ["tp"]) == 1
+    topology = read_topology("v5e:4x4")
+    assert topology.spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == pytest.approx(
+        2 * 16 / 15
+    )  # two dims, a quarter each
+    assert topology.spread({"pp": 1, "dp": 8, "tp": 2}, ["tp"]) == 1
     assert read_topology("H100:2x8").spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == 1
 
 
@@ -201,16 +203,16 @@ def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
     ],
 )
 def test_an_axis_sends_over_the_links_of_the_dims_that_it_fills(topology, sizes, axis, links):
-    place = read_topology(topology)
-    bandwidth = place.bandwidth(dict(zip(AXES, sizes)), [axis])
-    assert bandwidth == links * place.chip.ici_bandwidth
+    topology = read_topology(topology)
+    bandwidth = topology.bandwidth(dict(zip(AXES, sizes)), [axis])
+    assert bandwidth == links * topology.chip.ici_bandwidth
 
 
 def test_gpus_of_one_host_use_the_switch_and_others_the_network():
-    place = read_topology("H100:2x8")
-    inside = place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["tp"])
+    topology = read_topology("H100:2x8")
+    inside = topology.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["tp"])
     assert inside == 18 * 25e9
-    assert place.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == place.chip.dcn_bandwidth
+    assert topology.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == topology.chip.dcn_bandwidth
 
 
 # ---- what the chips can run
@@ -222,19 +224,19 @@ HERE = PAIR._replace(
 LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # attention is much of the step
 
 
-def kernels_of(place, **changes):
+def kernels_of(topology, **changes):
     """The kernels of attention that a plan would price as changes."""
-    changed = [one for one in neighbours(tiny(**LONG | changes), place) if one[0].startswith(KERNEL)]
-    return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, place) is not None]
+    changed = [one for one in neighbours(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
+    return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, topology) is not None]
 
 
 @pytest.mark.parametrize(
-    ("place", "kernels"),
+    ("topology", "kernels"),
     [(PAIR, ["splash"]), (read_topology("H100:2"), ["cudnn"]), (read_topology("a100:2"), ["cudnn"]), (HERE, [])],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(place, kernels):
-    assert kernels_of(place) == kernels
+def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, kernels):
+    assert kernels_of(topology) == kernels
 
 
 def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
@@ -248,7 +250,7 @@ def test_flash_attention_on_gpus_is_priced_without_one():
     scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
     assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
     settings = tiny(**LONG, model_kernel="cudnn")
-    products = trace(build(settings, read_topology("H100:2")), settings).products
+    products = traced_work(build(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
 
@@ -257,8 +259,8 @@ def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
     gpu, tpu = read_topology("H100:8"), read_topology("v5p:2x2x2")
     told = "JAX takes 60.0 GiB if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
     assert verdict(61 * 2**30, gpu, "predicted").splitlines()[1:] == [told]
-    for peak, place in ((59, gpu), (81, gpu), (80, tpu)):
-        assert "\n" not in verdict(peak * 2**30, place, "predicted")
+    for peak, topology in ((59, gpu), (81, gpu), (80, tpu)):
+        assert "\n" not in verdict(peak * 2**30, topology, "predicted")
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
@@ -359,8 +361,8 @@ class SlowerThan:
 def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
     smallest, largest = (pick(row.estimate.peak_bytes for row in found.rows) for pick in (min, max))
     middle = (smallest + largest) // 2
-    place = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=middle))
-    search = Sweep(tiny(), place, Cache(tmp_path), keep=1000)
+    topology = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=middle))
+    search = Sweep(tiny(), topology, Cache(tmp_path), keep=1000)
     search.run()
     assert {row.choice for row in search.rows} == {r.choice for r in found.rows if r.estimate.peak_bytes <= middle}
     assert search.passed["too large"] == len(found.rows) - len(search.rows)
@@ -376,7 +378,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp
             raise KeyboardInterrupt
         return traced_of(settings)
 
-    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     with pytest.raises(KeyboardInterrupt):
         search.run()
@@ -385,7 +387,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp
     search.run()
     assert search.rows == found.rows and search.passed == found.passed
     assert len(traced) == len(found.rows) + 1  # the interrupted one twice
-    monkeypatch.setattr(sweep_module, "trace", None)
+    monkeypatch.setattr(sweep_module, "traced_work", None)
     again = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     again.run()
     assert again.rows == found.rows
@@ -415,16 +417,16 @@ def test_a_sweep_of_this_machine_goes_on_with_the_speed_that_it_had(tmp_path):
     here = PAIR._replace(shared=True)
     slower = here._replace(chip=PAIR.chip._replace(hbm_bandwidth=PAIR.chip.hbm_bandwidth * 0.9))
     for measured in (here, slower):
-        assert Sweep(tiny(), measured, Cache(tmp_path), keep=1).place == here
-    assert Sweep(tiny(), slower, Cache(tmp_path / "other"), keep=1).place == slower
-    assert Sweep(tiny(), slower._replace(shared=False), Cache(tmp_path), keep=1).place.chip == slower.chip
+        assert Sweep(tiny(), measured, Cache(tmp_path), keep=1).topology == here
+    assert Sweep(tiny(), slower, Cache(tmp_path / "other"), keep=1).topology == slower
+    assert Sweep(tiny(), slower._replace(shared=False), Cache(tmp_path), keep=1).topology.chip == slower.chip
 
 
 def test_entries_are_of_one_chip_one_config_and_one_version():
     known = {"jax": "1"}
     keys = {
-        sweep_module.key_of(settings, place, versions)
-        for settings, place, versions in [
+        sweep_module.key_of(settings, topology, versions)
+        for settings, topology, versions in [
             (tiny(), PAIR, known),
             (tiny(pipeline_microbatches=1), PAIR, known),
             (tiny(), read_topology("v6e:1x2"), known),
@@ -542,10 +544,10 @@ def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_aske
 
 @pytest.mark.slow
 def test_flags_of_a_change_do_what_it_says(config):
-    settings, place = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
-    now = predict(settings, place)
-    change = helpful_changes(settings, place, now)[0]
-    then = predict(read_command(["plan", config, *change.flags.split()], {})[0], place)
+    settings, topology = command.located(read_command(["plan", config], {})[0], "v5e:2x2")
+    now = predict(settings, topology)
+    change = helpful_changes(settings, topology, now)[0]
+    then = predict(read_command(["plan", config, *change.flags.split()], {})[0], topology)
     assert then.secs == pytest.approx(now.secs * (1 + change.secs))
     assert then.peak_bytes == now.peak_bytes + change.bytes
 
@@ -573,8 +575,8 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
         return Outcome("", 1 << 28, 1 << 28, 1 << 29, secs, 0.0, {}, secs, 0.0, 0.01 / secs)
 
     monkeypatch.setattr(Sweep, "compiled", compiled)
-    monkeypatch.setattr(command, "why_not", lambda place: "")
-    monkeypatch.setattr(command, "devices_of", lambda place: [None])
+    monkeypatch.setattr(command, "why_not", lambda topology: "")
+    monkeypatch.setattr(command, "devices_of", lambda topology: [None])
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", "--keep=8", "--compile=2"]
     assert command.main(["plan", config, *flags, f"--cache={tmp_path / 'cache'}"]) == 0
     out = capsys.readouterr().out
@@ -593,7 +595,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
             raise KeyboardInterrupt
         return traced_of(settings)
 
-    monkeypatch.setattr(sweep_module, "trace", interrupted)
+    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
@@ -652,11 +654,13 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(config, f
 
 
 def test_without_a_topology_the_devices_here_are_planned_for():
-    place = local_place("float32")
-    assert place.devices == 8 and place.shared
-    assert place.chip.flops["float32"] > 1e8 and place.chip.hbm_bandwidth > 1e7 and place.chip.ici_bandwidth > 1e5
+    topology = local_topology("float32")
+    assert topology.devices == 8 and topology.shared
+    assert (
+        topology.chip.flops["float32"] > 1e8 and topology.chip.hbm_bandwidth > 1e7 and topology.chip.ici_bandwidth > 1e5
+    )
     with pytest.raises(ConfigError, match="peak of this machine in 'int4' is not known"):
-        place.chip.peak("int4")
+        topology.chip.peak("int4")
 
 
 @pytest.mark.slow

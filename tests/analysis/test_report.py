@@ -166,7 +166,7 @@ def test_every_byte_is_in_the_totals_and_at_a_place(quickstart):
     assert f"{calls:,}" in next(line for line in sections[2].splitlines() if line.startswith("all "))
     places = [line.split() for line in sections[4].splitlines() if line.startswith("  ")]
     assert sum(int(cells[-3].replace(",", "")) for cells in places) == calls
-    assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "loss"}
+    assert {cells[-5] for cells in places} >= {"attention/out", "mlp", "embedding", "model/loss"}
 
 
 @pytest.mark.slow

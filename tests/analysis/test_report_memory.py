@@ -1,6 +1,5 @@
-"""The predicted peak is within a tenth of the compiler's, and its parts are what they are called."""
+"""What a step is given is exact, what grows with a setting grows in the prediction, and all commands print the same."""
 
-import functools
 import pathlib
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from run_examples import as_flags, write_corpus
 import train
 from parallax.analysis import devices
 from parallax.analysis.compiled import read_compiled
-from parallax.analysis.memory import memory
+from parallax.analysis.memory import Memory, memory
 from parallax.analysis.report import GIVEN
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as plan_command
@@ -26,36 +25,6 @@ from parallax.training.step import TrainState, TrainStep, abstract_state, make_t
 WIDE = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, d_latent=32, d_rope=8)
 WIDE |= dict(layers=8, chunk_tokens=256, microbatches=8)
 ROWS, SEQ = 64, 128
-WITHIN = 0.1  # the aim of the prediction, as the docs state it
-
-SCHEDULES = [dict(schedule=name) for name in ("one_f_one_b", "zero_bubble_v")]
-SCHEDULES.append(dict(schedule="interleaved", virtual=2))
-LOGITS_MOST = dict(vocab=8192, chunk_tokens=1024)  # the peak is at the loss
-CASES = [((1, 1, 1), {}), ((1, 8, 1), {}), ((2, 2, 2), dict(schedule="zero_bubble")), ((2, 2, 2), LOGITS_MOST)]
-MORE = [
-    *((mesh, {}) for mesh in tiny.MESHES if (mesh, {}) not in CASES),
-    *(((2, 2, 2), changes) for changes in SCHEDULES),
-    *(((2, 2, 2), dict(remat=remat)) for remat in ("none", "elementwise", "attention", "stage")),
-    *((mesh, dict(prefetch=1)) for mesh in ((1, 8, 1), (2, 2, 2))),
-    ((2, 2, 2), dict(policy="zero1")),
-    ((2, 2, 2), dict(policy="zero1", exceptions="embedding=zero3 head=zero3", schedule="one_f_one_b")),
-    ((2, 2, 2), dict(vocab=8192, schedule="one_f_one_b")),
-    ((4, 1, 2), dict(schedule="one_f_one_b", remat="stage")),
-    ((1, 8, 1), dict(attention="gqa", remat="none")),
-    ((1, 8, 1), dict(policy="zero1")),
-    ((1, 8, 1), dict(policy="zero1", remat="none")),
-    ((1, 8, 1), dict(remat="stage")),
-    ((1, 2, 4), dict(vocab=8192)),
-    ((4, 1, 2), dict(schedule="zero_bubble", remat="none")),
-    ((8, 1, 1), dict(schedule="interleaved", virtual=2, layers=16)),
-    ((2, 2, 2), dict(branches="mask", schedule="one_f_one_b")),
-    ((2, 2, 2), dict(tensor_parallel="scatter")),
-    ((2, 2, 2), dict(embedding="all_to_all")),
-    ((2, 2, 2), dict(residual=tiny.SEQ_CUT)),
-    ((2, 2, 2), dict(tied=False)),
-    ((2, 2, 2), dict(optimizer="muon")),
-    ((2, 2, 2), dict(d_model=256, d_ff=1024)),
-]
 
 
 def build(mesh, optimizer="adamw", **changes):
@@ -71,34 +40,10 @@ def predicted(model, tx):
     return memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
 
 
-@functools.cache
-def both(mesh, **changes):
-    """The parts of a step's memory as predicted, and the step as compiled."""
-    model, tx = build(mesh, **changes)
-    return predicted(model, tx), compiled_step(model, tx)
-
-
-def check(mesh, changes):
-    held, made = both(mesh, **changes)
-    assert made.together > 2 * made.arguments
-    assert abs(held.peak / made.together - 1) < WITHIN, (held, made.together)
-
-
-@pytest.mark.parametrize(("mesh", "changes"), CASES, ids=str)
-def test_the_predicted_peak_is_within_a_tenth_of_the_compilers(mesh, changes):
-    check(mesh, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "changes"), MORE, ids=str)
-def test_the_predicted_peak_is_within_a_tenth_in_other_forms_of_the_step(mesh, changes):
-    check(mesh, changes)
-
-
 def test_the_arguments_are_exact():
-    held, made = both((2, 2, 2))
-    arguments = sum(getattr(held, name) for name in GIVEN)
-    assert abs(arguments - made.arguments) < 100  # a few counters
+    model, tx = build((2, 2, 2))
+    arguments = sum(getattr(predicted(model, tx), name) for name in GIVEN)
+    assert abs(arguments - compiled_step(model, tx).arguments) < 100  # a few counters
 
 
 class Unguarded(TrainStep):
@@ -169,7 +114,7 @@ def commands(monkeypatch, tmp_path):
 def table_of(printed, head):
     """Component to bytes as printed, of the table below the line that begins with `head`; what is 0 is left out."""
     lines = printed[printed.index(head) :].splitlines()[1:]
-    names = {name.replace("_", " ") for name in memory.__annotations__["return"]._fields}
+    names = {name.replace("_", " ") for name in Memory._fields}
     rows = (line.split() for line in lines)
     found = {}
     for words in rows:

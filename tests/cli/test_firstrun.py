@@ -40,8 +40,10 @@ PHASES = ["plan", "compile", "first state", "first step", "steps"]
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch):
     """What the CPUs of the tests can do a second says nothing here, and takes seconds to find out."""
-    place = read_topology("v5e:2x4")
-    monkeypatch.setattr(work, "local_place", lambda dtype: place._replace(chip=place.chip._replace(platform="cpu")))
+    topology = read_topology("v5e:2x4")
+    monkeypatch.setattr(
+        work, "local_topology", lambda dtype: topology._replace(chip=topology.chip._replace(platform="cpu"))
+    )
 
 
 def run_of(tmp_path, *words, steps=5):
@@ -124,7 +126,7 @@ def test_a_phase_that_fails_is_in_the_file_with_what_was_found_before_it(tmp_pat
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: out of memory, {Path.home()}/x\nmore of it")
 
-    monkeypatch.setattr(work, "predict", lambda settings, place: found_of().planned)
+    monkeypatch.setattr(work, "predict", lambda settings, topology: found_of().planned)
     monkeypatch.setattr(work, where, fails)
     status, text = run_of(tmp_path)
     states = {name: state for name, (state, _) in rows(text, "Phases").items()}
@@ -232,7 +234,7 @@ def found_of(**changes):
     settings = with_likely_vocab(read_command(["firstrun", *TINY], {})[0])
     found = Found(settings, "python -m parallax.firstrun")
     found.held = SimpleNamespace(peak=1000)
-    found.place = read_topology("v5e:2x4")
+    found.topology = read_topology("v5e:2x4")
     found.planned = SimpleNamespace(secs=1.0, mfu=0.5)
     found.compiled_bytes, found.most_bytes, found.limit_bytes = 1000, 1050, 2000
     found.steps = [Taken(9.0, 5.9, 1.0, False), Taken(1.0, 5.5, 1.0, False), *[Taken(1.1, 5.0, 1.0, False)] * 3]
@@ -276,8 +278,8 @@ def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(monkeypatch
     def unknown(dtype):
         raise ConfigError("chip 'NVIDIA X1' is unknown; known: …")
 
-    found = found_of(planned=None, place=None)
-    monkeypatch.setattr(work, "local_place", unknown)
+    found = found_of(planned=None, topology=None)
+    monkeypatch.setattr(work, "local_topology", unknown)
     monkeypatch.setattr(work, "planned_memory", lambda settings: SimpleNamespace(peak=7))
     first = FirstRun(found, 5, say=lambda text: None, save=lambda: None)
     found.phases = [Phase("plan", "not reached")]

@@ -83,17 +83,17 @@ GPUS = {
 def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
     topologies, billions = GPUS[name]
     header = importlib.import_module(f"configs.{name}").__doc__
-    for at, topology in enumerate(topologies):
-        place = read_topology(topology)
-        settings = placed(read_settings(get_config(name)), place)
+    for at, written in enumerate(topologies):
+        topology = read_topology(written)
+        settings = placed(read_settings(get_config(name)), topology)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
-        model = build_on(settings, place)
+        model = build_on(settings, topology)
         assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
         peak = predicted_memory(model, settings).peak
-        assert peak < 0.9 * JAX_TAKES * place.chip.usable_bytes
+        assert peak < 0.9 * JAX_TAKES * topology.chip.usable_bytes
         # The header has what the plan says of the first.
         if at == 0:
-            assert f"{in_bytes(peak)} of {place.chip.usable_bytes >> 30}" in header and topology in header
+            assert f"{in_bytes(peak)} of {topology.chip.usable_bytes >> 30}" in header and written in header
     assert "not yet run" in header
 
 

@@ -70,7 +70,7 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
     class Chip:
         platform, device_kind = "tpu", "TPU v5 lite"
 
-    monkeypatch.setattr("parallax.training.peak.jax.devices", lambda: [Chip] * 8)
+    monkeypatch.setattr("parallax.analysis.devices.jax.devices", lambda: [Chip] * 8)
     assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5e"].flops["bfloat16"]
     Chip.device_kind = "TPU v5p"
     assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"].flops["bfloat16"]
@@ -94,7 +94,7 @@ def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_
             self.memory_stats = lambda: stats
 
     for stats, most in (([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}], 7), ([None, {}], None)):
-        monkeypatch.setattr("parallax.training.peak.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
+        monkeypatch.setattr("parallax.analysis.devices.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
         assert most_memory() == most
 
 

@@ -1,4 +1,4 @@
-"""What an issue must know of a machine: devices, versions and flags, and no names of hosts, users or folders."""
+"""The machine, for an issue: devices, versions and flags, without names of hosts, users or folders."""
 
 import getpass
 import os

@@ -9,15 +9,15 @@ from parallax.analysis.plan import heading
 from parallax.cli.firstrun.work import WARM_UP, Found, seconds
 from parallax.runtime.units import in_bytes, percent
 
-# How far what is measured may lie from what was planned before it is worth a line: memory as it is held to on
-# simulated devices, time as analytic plans lie from compiled ones (docs/plan.md).
+# How far what is measured may lie from what was planned before it is worth a line: as analytic plans lie from compiled
+# ones (docs/plan.md). Neither is planned for simulated devices.
 MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
 LOSS_WITHIN = 0.1  # of ln(vocab), before anything is learned
 UNEVEN = 1.5  # the slowest step over the median
 
 
 def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
-    """All of it; `machine` is sections of names and values."""
+    """The whole file; `machine` is sections of names and values."""
     kind = machine["Devices"]["devices"]
     lines = [f"# First run on {kind}", "", f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict(found)}"]
     for title, rows in (("Planned and measured", compared(found)), ("Phases", phases(found)), ("Steps", steps(found))):
@@ -32,7 +32,7 @@ def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def page_without_devices(command: str, error: str, machine: Mapping[str, Mapping[str, str]]) -> str:
-    """Of a machine whose devices JAX does not find."""
+    """The file where JAX finds no devices."""
     lines = ["# First run: JAX has no devices", "", f"`{command}`", "", "```", error, "```"]
     for title, facts in machine.items():
         lines += ["", f"## {title}", "", *table(["", ""], facts.items())]
@@ -78,8 +78,8 @@ def compared(found: Found) -> Iterator[str]:
     )
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"
-    if found.place is not None:
-        yield "\n".join(["", "```", heading("the step", found.settings, found.place), "```"])
+    if found.topology is not None:
+        yield "\n".join(["", "```", heading("the step", found.settings, found.topology), "```"])
 
 
 def phases(found: Found) -> Iterator[str]:
@@ -105,9 +105,9 @@ def warnings(found: Found) -> Iterator[str]:
     """What somebody who reads the file should look at first."""
     yield from _numbers(found)
     held = found.held and found.held.peak
-    real = found.place is None or not found.place.shared
+    real = found.topology is None or not found.topology.shared
     measured = found.most_bytes or found.compiled_bytes
-    if measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
+    if real and measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
         yield f"memory is {ratio(measured, held)} of what was planned: further off than {percent(MEMORY_WITHIN)}"
     if found.most_bytes and found.limit_bytes and found.most_bytes > 0.9 * found.limit_bytes:
         yield f"a device held {in_bytes(found.most_bytes)} of the {in_bytes(found.limit_bytes)} that it may"

@@ -1,4 +1,4 @@
-"""What a first run does, phase by phase; what a phase finds is kept where the next one fails."""
+"""The phases of a first run. What a phase finds is kept if a later one fails."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from parallax.analysis.compiled import branch_shares, read_compiled
-from parallax.analysis.devices import device_memory, local_place, most_memory
+from parallax.analysis.devices import device_memory, local_topology, most_memory
 from parallax.analysis.flops import flops_per_token
 from parallax.analysis.memory import Memory
 from parallax.analysis.step_time import Estimate, predict, step_time
-from parallax.analysis.topology import Place
+from parallax.analysis.topology import Topology
 from parallax.cli.firstrun.choose import planned_memory
 from parallax.config.settings import Settings
 from parallax.runtime.errors import ConfigError
@@ -53,13 +53,13 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass
 class Found:
-    """All that is known so far; None is what is not. Bytes are those of a device, seconds those of a step."""
+    """All results so far; None where there is none yet. Bytes are those of a device, seconds those of a step."""
 
     settings: Settings
     command: str
     phases: list[Phase] = dataclasses.field(default_factory=list)
     held: Memory | None = None
-    place: Place | None = None
+    topology: Topology | None = None
     unplanned: str = ""  # why no time was planned
     planned: Estimate | None = None
     options: dict[str, str] = dataclasses.field(default_factory=dict)  # what the compiler is told by this project
@@ -85,9 +85,9 @@ class Found:
     @property
     def mfu(self) -> float | None:
         """FLOPs of the model's mathematics over what the devices could do in the median step."""
-        if self.place is None or self.median_secs is None or self.step_flops is None:
+        if self.topology is None or self.median_secs is None or self.step_flops is None:
             return None
-        peak = self.place.chip.peak(self.settings.model.dtype) * self.place.devices
+        peak = self.topology.chip.peak(self.settings.model.dtype) * self.topology.devices
         return self.step_flops / peak / self.median_secs
 
 
@@ -141,8 +141,8 @@ class FirstRun:
         try:
             if several() and jax.default_backend() == "cpu":  # each measures as often as it can: they would not meet
                 raise ConfigError("what simulated devices of several processes do a second is not measured")
-            found.place = local_place(settings.model.dtype)
-            found.planned = predict(settings, found.place)
+            found.topology = local_topology(settings.model.dtype)
+            found.planned = predict(settings, found.topology)
         except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
             found.unplanned = str(error)
         self.say(
@@ -169,8 +169,8 @@ class FirstRun:
         found, model = self.found, self.step.model
         try:
             made = read_compiled(self.program, model.mesh, branch_shares(model))
-            flops, dtype = found.step_flops / found.place.devices, found.settings.model.dtype
-            found.compiled_step_secs = step_time(made, found.place.chip, flops, dtype=dtype).total_secs
+            flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
+            found.compiled_step_secs = step_time(made, found.topology.chip, flops, dtype=dtype).total_secs
         except Exception as error:
             self.say(f"the compiled program is not priced: {type(error).__name__}: {error}")
 

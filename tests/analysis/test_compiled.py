@@ -15,7 +15,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import schedules
-from parallax.analysis.compiled import Branch, Loop, Share, name_of, read_compiled, read_text, secs_by_module, shares_of
+from parallax.analysis.compiled import (
+    BranchEvent,
+    LoopEvent,
+    Share,
+    name_of,
+    read_compiled,
+    read_text,
+    secs_by_module,
+    shares_of,
+)
 from parallax.analysis.hlo import axes_of, groups_of, parse
 from parallax.analysis.step_time import step_time
 from parallax.analysis.topology import one_way, route
@@ -154,9 +163,8 @@ def test_without_shares_the_dearer_branch_is_taken():
 @pytest.mark.parametrize("text", [CHAIN, PASS], ids=["a loop", "a branch"])
 @pytest.mark.parametrize("shares", [{}, {"F": Share(own=0.5, lockstep=0.75)}], ids=["no shares", "shares"])
 def test_compute_by_module_is_all_compute(text, shares):
-    text = with_cycles(text)
-    rows = secs_by_module(text, shares, clock_hz=1.0)
-    assert sum(row.total for row in rows) == read_text(text, small_mesh(2, 4, 1), shares).cycles
+    read = read_text(with_cycles(text), small_mesh(2, 4, 1), shares)
+    assert sum(row.total for row in secs_by_module(read, clock_hz=1.0)) == read.cycles
 
 
 def test_compute_is_of_the_module_and_the_kind_that_its_name_says():
@@ -165,7 +173,8 @@ def test_compute_is_of_the_module_and_the_kind_that_its_name_says():
     )
     text = PASS.replace("fusion(%q.5), kind=kLoop, calls=%y, CYCLES(40)", named)
     assert text != PASS
-    assert secs_by_module(with_cycles(text), {}, clock_hz=10.0) == [("elsewhere", 0, 90), ("mlp", 4, 0)]
+    read = read_text(with_cycles(text), small_mesh(2, 4, 1))
+    assert secs_by_module(read, clock_hz=10.0) == [("elsewhere", 0, 90), ("mlp", 4, 0)]
 
 
 @pytest.mark.parametrize("name, virtual", [(n, 2 if n == "interleaved" else 1) for n in sorted(schedules.SCHEDULES)])
@@ -188,7 +197,7 @@ def test_the_branches_of_a_pipelined_step_are_known_by_name():
     read = read_compiled(
         jax.jit(model.loss_and_grad).lower(*arguments).compile(), model.mesh, shares_of(model.schedule)
     )
-    found = [event for event in walk(read.timeline) if isinstance(event, Branch)]
+    found = [event for event in walk(read.timeline) if isinstance(event, BranchEvent)]
     assert found and all(max(branch.own) < 1 for branch in found)
     passes = {made.count for made in read.collectives if "/F/" in made.source and made.axes == ("dp",)}
     assert all(4 % count == 0 or count % 4 == 0 for count in passes)
@@ -197,7 +206,9 @@ def test_the_branches_of_a_pipelined_step_are_known_by_name():
 def walk(events):
     for event in events:
         yield event
-        for inner in event.sides if isinstance(event, Branch) else [event.body] if isinstance(event, Loop) else []:
+        for inner in (
+            event.sides if isinstance(event, BranchEvent) else [event.body] if isinstance(event, LoopEvent) else []
+        ):
             yield from walk(inner)
 
 
