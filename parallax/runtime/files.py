@@ -1,18 +1,103 @@
-"""Files that somebody else may have made: plain ones are opened, and no link, pipe or device; JSON that is in them."""
+"""Every file and folder of a run, a checkpoint or data is reached through here; other modules only put paths together.
+
+Reading, writing so that a file is whole or not there, listing, removing, locking, and room on the disk. Object stores
+will come in here, and nowhere else. Files that somebody else may have made are opened only where they are plain: no
+link is followed for writing, and no pipe or device is waited for. All functions raise OSError.
+"""
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import math
 import os
+import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from parallax.runtime.errors import CheckpointError, writing
 
 LARGEST_BYTES = 1 << 28  # of a file that is read at once: a manifest of 10^5 shards has a tenth of it
 DEEPEST = 64  # lists and objects in each other; ours have six
 SHOWN = 40
+PROBE = "probe-"  # how the names of files begin that `check_writable` makes, and that a kill may leave
+WHEN_GONE = "it was removed or renamed while the run went on: put it back, and the same command goes on"
+WHEN_FULL = "what is saved stays; make room, and the same command goes on from there"
+
+
+# ---- what is there
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or a folder; a link counts as what it leads to."""
+    return path.exists()
+
+
+def is_taken(path: Path) -> bool:
+    """Whether anything has this name, a link that leads nowhere too."""
+    return os.path.lexists(path)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file, or a link to one."""
+    return path.is_file()
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, or a link to one."""
+    return path.is_dir()
+
+
+def is_link(path: Path) -> bool:
+    """Whether it is a symbolic link."""
+    return path.is_symlink()
+
+
+def size_bytes(path: Path) -> int:
+    """The size of a file."""
+    return path.stat().st_size
+
+
+def tree_bytes(folder: Path) -> int:
+    """What a folder's files take together; links count as links."""
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
+
+
+def modified_ns(path: Path) -> int:
+    """When it was last changed, in nanoseconds since 1970."""
+    return path.stat().st_mtime_ns
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder, in order; nothing where it is none."""
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def paths_below(folder: Path) -> list[Path]:
+    """All files and folders below a folder, in order."""
+    return sorted(folder.rglob("*"))
+
+
+def matching(pattern: str | Path) -> list[Path]:
+    """What a pattern with `*`, `?` and `**` matches, in order."""
+    return sorted(map(Path, glob.glob(str(pattern), recursive=True)))
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+# ---- reading and writing
+
+
+def open_file(path: Path | str, mode: str = "rb", **how: Any) -> IO:
+    """`open` for plain files; to replace what is in a file, use `write_whole`."""
+    return open(path, mode, opener=plain, **how)
 
 
 def plain(path: str | Path, flags: int) -> int:
@@ -48,7 +133,7 @@ def _odd(path: str | Path, what: str) -> OSError:
 
 def read_bytes(path: Path) -> bytes:
     """What is in a plain file; OSError too if that is absurdly much."""
-    with open(path, "rb", opener=plain) as file:
+    with open_file(path) as file:
         content = file.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {LARGEST_BYTES} bytes", str(path))
@@ -71,6 +156,112 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file where nobody looks yet, or for people: a kill may leave a part of it."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """A file to write piece by piece, in place of what has its name; a kill may leave a part of it."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def copy_file(path: Path, target: Path) -> None:
+    """Copy what is in a file."""
+    shutil.copyfile(path, target)
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names, as writing and renaming alone do not when the power goes."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+class AppendFile:
+    """A file that lines are added to; CheckpointError where its disk is full, or its folder is gone."""
+
+    def __init__(self, path: Path):
+        self._folder = path.parent
+        with writing(self._folder, WHEN_FULL):
+            self._file = open_file(path, "a")
+            # As long as it is open, no other folder gets its number.
+            self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, text: str) -> None:
+        """Add text, and flush it."""
+        with writing(self._folder, WHEN_FULL):
+            self._file.write(text)
+            self._file.flush()
+        # What is written to a folder that was removed or renamed is lost, or elsewhere, and no write says so.
+        try:
+            there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be looked at ({error.strerror}); {WHEN_GONE}") from error
+        if not there:
+            raise CheckpointError(f"{self._folder} is another folder than when the run began; {WHEN_GONE}")
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._opened)
+            self._file.close()
+
+
+# ---- folders, names and locks
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those above it, where they are not there."""
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+
+
+def move(path: Path, target: Path) -> Path:
+    """Give a file or a folder another name on the same disk, in one act; a file of that name is replaced."""
+    return path.replace(target)
+
+
+def remove(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=missing_ok)
+
+
+def remove_what_can_be(path: Path) -> None:
+    """Remove a folder as far as that is possible; others may still be writing in it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder that has nothing in it."""
+    folder.rmdir()
+
+
+def lock(opened: IO, *, wait: bool) -> None:
+    """Keep others from locking an open file until it is closed; BlockingIOError where another has it, and no `wait`."""
+    fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder; CheckpointError unless files can be written, renamed and removed in it."""
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
+    with writing(folder):
+        make_folder(folder)
+        probe.write_text("x")
+        probe.rename(probe.with_suffix(".renamed")).unlink()
+
+
+# ---- JSON
 
 
 def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
