@@ -1,0 +1,186 @@
+"""GPipe, 1F1B, interleaved 1F1B and zero bubble: each a function that gives every rank its order of actions."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
+from parallax.schedules.csv_files import load_csv
+from parallax.schedules.schedule import KINDS, Action, Schedule
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards: bubble (P-1)/(M+P-1), M slots (Huang et al. 2019, section 2.3).
+
+    The head runs between the two, where all ranks can share it.
+    """
+    return in_turn(tuple(range(ranks)), microbatches)
+
+
+def in_turn(placement: Sequence[int], microbatches: int) -> Schedule:
+    """GPipe for any placement: all microbatches forward through a rank's first stage, then its next, then backward."""
+    orders = []
+    for rank in range(max(placement) + 1):
+        own = [stage for stage, at in enumerate(placement) if at == rank]
+        passes = [*((stage, "F") for stage in own), *((stage, "B") for stage in reversed(own))]
+        orders.append(tuple(Action(*which, m) for which in passes for m in range(microbatches)))
+    return Schedule("gpipe", tuple(placement), microbatches, tuple(orders), head="between")
+
+
+def accumulate(microbatches: int) -> Schedule:
+    """Gradient accumulation as a pipeline of one stage: F and B of one microbatch in each tick, one slot.
+
+    >>> print(accumulate(microbatches=2))
+    accumulate ranks=1 stages=1 microbatches=2 ticks=2 lockstep bubble=0.0%
+    tick         0       1
+    rank 0 0F0+0B0 0F1+0B1
+    """
+    order = tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB")
+    return Schedule("accumulate", (0,), microbatches, (order,))
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """PipeDream-Flush: GPipe's bubble with at most 2(P-1)+1 slots (Narayanan et al. 2021, section 2.2.1).
+
+    Papers start with P-1-r forwards on rank r; here it is twice as many, so that in lockstep each later tick has
+    an F beside its B.
+    """
+    return _alternating("one_f_one_b", tuple(range(ranks)), microbatches)
+
+
+def interleaved(ranks: int, microbatches: int, virtual: int) -> Schedule:
+    """1F1B with v stages on each rank, r, r+P, r+2P, ...: bubble (P-1)/(vM+P-1) if P divides M (the same, 2.2.2)."""
+    return _alternating("interleaved", tuple(range(ranks)) * virtual, microbatches)
+
+
+def zero_bubble(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H1: as 1F1B, but rank r runs W of a microbatch r microbatches after its B (Qi et al. 2023, section 2.2).
+
+    While later ranks already run backward and earlier ones do not, and again at the end, W has no tick for itself:
+    a bubble of 2(P-1) in lockstep and P-1 asynchronous, where 1F1B has 3(P-1), F, B and W taking 1 each.
+    """
+    return _alternating("zero_bubble", tuple(range(ranks)), microbatches, lag=lambda rank: rank)
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
+    """Stages r and 2P-1-r on rank r, so that the first and the last share a rank, and W split; the stages of ZB-V (the
+    same, section 6), in an order for lockstep.
+
+    Stage s runs microbatch m forward in tick 2m+s and backward in tick 2m+4P-2-s, which collide nowhere. No rank
+    holds more than min(M, 3P/2) microbatches, those that wait for W among them. For M >= P, the bubble is 2.5(P-1) in
+    lockstep and P-1 asynchronous, F, B and W taking 1 each. ZB-V as published leaves no gap between a rank's first
+    action and its last: for M >= 2P-1 it has 3.5(P-1) in lockstep, (P-1)/2 asynchronous, and holds P microbatches.
+    """
+    placement = (*range(ranks), *reversed(range(ranks)))
+    last = 4 * ranks - 2
+    orders = []
+    for rank in range(ranks):
+        own = [(stage, m) for stage in (rank, 2 * ranks - 1 - rank) for m in range(microbatches)]
+        tick_of = {Action(stage, "F", m): 2 * m + stage for stage, m in own}
+        tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in own}
+        # Backward passes that this rank has run when the last of the ranks begins to.
+        lag = sum(action.kind == "B" and tick < last for action, tick in tick_of.items())
+        orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], KINDS.index(a.kind))), lag))
+    return Schedule("zero_bubble_v", placement, microbatches, tuple(orders))
+
+
+def _alternating(name: str, placement: Sequence[int], microbatches: int, lag: Callable | None = None) -> Schedule:
+    """Forwards until the first gradient comes back, then one forward and one backward in turn.
+
+    With several stages on a rank, P microbatches run through one of them, then through the next. `lag(rank)` is how
+    many passes W is behind B; without it, B is both.
+    """
+    ranks = max(placement) + 1
+    virtual = len(placement) // ranks
+    groups = _groups(microbatches, ranks)
+    orders = []
+    for rank in range(ranks):
+        own = [rank + chunk * ranks for chunk in range(virtual)]
+        forward = [Action(stage, "F", m) for group in groups for stage in own for m in group]
+        backward = [Action(stage, "B", m) for group in groups for stage in reversed(own) for m in group]
+        ahead = 2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0])
+        order = [*forward[:ahead]]
+        for action, later in itertools.zip_longest(backward, forward[ahead:]):
+            order += [later, action] if later else [action]
+        orders.append(tuple(order) if lag is None else _with_weights(order, lag(rank)))
+    return Schedule(name, tuple(placement), microbatches, tuple(orders))
+
+
+def _groups(microbatches: int, ranks: int) -> list[range]:
+    """Microbatches in groups of `ranks`; where that does not divide, groups are larger, the first ones most.
+
+    A smaller group would leave each of its stages idle until its first microbatch has come round.
+
+    >>> _groups(9, 4)
+    [range(0, 5), range(5, 9)]
+    """
+    count = max(microbatches // ranks, 1)
+    sizes = [microbatches // count + (at < microbatches % count) for at in range(count)]
+    stops = list(itertools.accumulate(sizes))
+    return [range(stop - size, stop) for size, stop in zip(sizes, stops)]
+
+
+def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
+    """An order of F and B with each W put in `lag` backward passes after its own.
+
+    >>> print(*_with_weights([Action(0, "B", 0), Action(0, "B", 1)], lag=1))
+    0B0 0B1 0W0 0W1
+    """
+    weights = [action._replace(kind="W") for action in order if action.kind == "B"]
+    found, passed = [], 0
+    for action in order:
+        found.append(action)
+        passed += action.kind == "B"
+        if action.kind == "B" and passed > lag:
+            found.append(weights[passed - lag - 1])
+    return (*found, *weights[max(len(weights) - lag, 0) :])
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    builder.__name__: builder for builder in (gpipe, one_f_one_b, interleaved, zero_bubble, zero_bubble_v)
+}
+
+
+def check_virtual(name: str, virtual: int) -> None:
+    """Raise ConfigError where `virtual` stages on each rank do nothing for a schedule."""
+    if virtual != 1 and name != "interleaved":
+        raise ConfigError(
+            f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name, LONGEST_PATH)}; "
+            "use virtual=1, or schedule='interleaved'."
+        )
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is that of a schedule, or of a file of one."""
+    if not isinstance(name, str) or (name not in SCHEDULES and not is_schedule_file(name)):
+        # Papers write 1F1B.
+        spelled = str(name).lower().replace("1", "one_")
+        advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
+        raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
+
+
+def is_schedule_file(name: str) -> bool:
+    """Whether a schedule of this name is one that a user wrote to a file."""
+    return isinstance(name, str) and name.endswith(".csv")
+
+
+def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The schedule called `name`, or that of the file `name`; on one rank each of them is gradient accumulation.
+
+    `virtual` is the number of stages on each rank, for "interleaved" alone. Raises ConfigError for an unknown name
+    and for a file of other sizes, ScheduleError for a file that is no schedule.
+    """
+    check_name(name)
+    check_virtual(name, virtual)
+    written = load_csv(name) if is_schedule_file(name) else None
+    if written:
+        sizes = [("mesh.pp", written.ranks, ranks, "ranks")] * (ranks > 1)
+        sizes += [("pipeline.microbatches", written.microbatches, microbatches, "microbatches")]
+        for key, has, given, what in sizes:
+            if has != given:
+                raise ConfigError(
+                    f"pipeline.schedule={quoted(name, LONGEST_PATH)} is of {has} {what}, and {key}={given}; "
+                    f"use {key}={has}, or a schedule of {given} {what}."
+                )
+    if ranks == 1:
+        return accumulate(microbatches)
+    return written or SCHEDULES[name](ranks, microbatches, *[virtual] * (name == "interleaved"))
