@@ -23,7 +23,7 @@ from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, STEP_RANGE, DataConfig
 from parallax.config.settings import SECTIONS, Settings, read_settings, with_vocab
-from parallax.data.tokenizer import load
+from parallax.data.tokenizer import load_tokenizer
 from parallax.data.vocabulary import with_vocab_of_source
 from parallax.runtime.accelerators import leave_out_absent_tpu
 from parallax.runtime.errors import (
@@ -184,7 +184,7 @@ def likely_entries(data: DataConfig) -> int:
         return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
     file = data.path if data.source == "prepared" else data.tokenizer
     try:
-        return load(file).vocab
+        return load_tokenizer(file).vocab
     except DataError as error:
         raise ConfigError(
             f"model.vocab=0 takes that of the tokenizer {quoted(file)}, which cannot be read; "

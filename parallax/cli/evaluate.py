@@ -28,12 +28,11 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings
     from parallax.data import Reader, open_reader
-    from parallax.data.manifest import FILE_NAME as MANIFEST
+    from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import SUFFIXES
-    from parallax.data.tokenizer import FILE_NAME as TOKENIZER
-    from parallax.data.tokenizer import Bytes
+    from parallax.data.tokenizer import TOKENIZER_FILE, Bytes
     from parallax.data.vocabulary import with_tokenizer
-    from parallax.inference.trained import Trained, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import LoadedStep, load_trained, mesh_config, sizes_of
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.training.batches import own_rows, put_on
@@ -168,7 +167,7 @@ def evaluate(
     )
 
 
-def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Path) -> Reader:
+def open_text(trained: LoadedStep, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
     changes = {} if data is None else _of_files(trained, config, data)
     config = dataclasses.replace(config, **changes, global_batch=_rows(trained, config.global_batch))
@@ -177,9 +176,10 @@ def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Pa
     rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
     reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
     if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
+        file = trained.folder / TOKENIZER_FILE
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
-            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(trained.folder / TOKENIZER)!r}"
+            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
     if not reader.batches:
         raise DataError(
@@ -188,9 +188,9 @@ def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Pa
     return reader
 
 
-def _of_files(trained: Trained, config: DataConfig, data: str) -> dict[str, str]:
+def _of_files(trained: LoadedStep, config: DataConfig, data: str) -> dict[str, str]:
     """The settings of data that lie somewhere else."""
-    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER)
+    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER_FILE)
     source = _source(data)
     cache = "" if source == "prepared" else config.cache
     return {"source": source, "path": data, "tokenizer": tokenizer, "cache": cache}
@@ -203,7 +203,7 @@ def _source(data: str) -> str:
     ['text', 'jsonl', 'parquet']
     """
     at = Path(data).expanduser()
-    if (at / MANIFEST).is_file():
+    if (at / MANIFEST_FILE).is_file():
         return "prepared"
     names = [data, *(file.name for file in at.rglob("*"))] if at.is_dir() else [data]
     for source in ("jsonl", "parquet"):
@@ -212,7 +212,7 @@ def _source(data: str) -> str:
     return "text"
 
 
-def _rows(trained: Trained, wanted: int) -> int:
+def _rows(trained: LoadedStep, wanted: int) -> int:
     """Windows in a batch: as many as in training, or the next number that the mesh can cut."""
     sizes = trained.model.axis_sizes
     pieces = sizes["dp"] * sizes["pp"]

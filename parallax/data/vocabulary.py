@@ -6,7 +6,7 @@ from pathlib import Path
 from parallax.checkpoint import complete_steps, examine, read_manifest
 from parallax.config.sections import AUTO
 from parallax.config.settings import Settings, with_added
-from parallax.data.tokenizer import FILE_NAME, Bytes, load
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, load_tokenizer
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.runtime.run_files import RunFiles
 
@@ -69,9 +69,9 @@ def _tokenizer_of(checkpoints: Path) -> str:
     """As data.tokenizer names it: that of the newest step which can be read, as loading passes over damaged ones."""
     steps = sorted(complete_steps(checkpoints), reverse=True)
     for step in steps:
-        file = checkpoints / str(step) / FILE_NAME
+        file = checkpoints / str(step) / TOKENIZER_FILE
         try:
-            return Bytes.name if load(file).name == Bytes.name else str(file)
+            return Bytes.name if load_tokenizer(file).name == Bytes.name else str(file)
         except DataError:
             if step == steps[-1]:
                 raise
