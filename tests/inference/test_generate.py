@@ -16,6 +16,7 @@ from run_examples import tiny_config, write_corpus
 from configs.base import get_config
 from parallax.cli.generate import main
 from parallax.config.sections import (
+    DataParallelConfig,
     FsdpConfig,
     LayoutConfig,
     LossConfig,
@@ -79,6 +80,7 @@ def model_on(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
         PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
+        DataParallelConfig(),
         FsdpConfig(**defaults.fsdp.to_dict()),
         LossConfig(**defaults.loss.to_dict()),
         laid_out,
