@@ -14,6 +14,7 @@ HOME = {
     "ShardedModel": "pipeline.sharded_model",
     "as_batch": "data.windows",
     "load": "inference.run",
+    "capture_activations": "inference.capture",
     "look_inside": "inference.capture",
     "make_mesh": "sharding.mesh",
     "mesh_of": "sharding.mesh",

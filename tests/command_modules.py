@@ -3,8 +3,7 @@
 import importlib
 from types import ModuleType
 
-FOLDERS = {"data": "data.__main__", "schedules": "schedules.__main__"}
-FOLDERS |= {name: f"cli.{name}.__main__" for name in ("watch", "firstrun")}
+FOLDERS = {name: f"cli.{name}.__main__" for name in ("watch", "firstrun")}
 
 
 def command(name: str) -> ModuleType:

@@ -7,8 +7,8 @@ import pathlib
 from configs.base import get_config
 from parallax.config.sections import DataConfig
 from parallax.data import Reader, open_reader
-from parallax.data.manifest import Manifest
 from parallax.data.prepare import Request, prepare
+from parallax.data.shards import Manifest
 from parallax.data.sources import Source
 
 TEXTS = ["one little document", "", "é and 日本", "three\nthree\nthree", "x", "the fifth is a longer document " * 9]

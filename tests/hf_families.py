@@ -25,7 +25,7 @@ from parallax.config.sections import MeshConfig, SampleConfig
 from parallax.config.settings import load_settings
 from parallax.data.tokenizer import Bytes
 from parallax.inference.generate import generate
-from parallax.inference.trained import restore_params
+from parallax.inference.run import restore_params
 from parallax.model.batch import IGNORED
 from parallax.sharding.mesh import make_mesh
 from parallax.training.build import model_of

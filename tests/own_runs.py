@@ -5,7 +5,7 @@ from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
-from parallax.interop.folders import as_json, make_run
+from parallax.interop.export import as_json, make_run
 
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)

@@ -12,6 +12,8 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
+from parallax.runtime.multihost.address import read_address
+
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -126,9 +128,9 @@ def load_each(root: pathlib.Path, corpus: pathlib.Path, *names: str) -> dict[str
 
 def main() -> int:
     act, root, corpus, *names = sys.argv[1:]
-    topology = read_place({})
+    place = read_address({})
     # Where a launcher says which process this is, how many devices it simulates was said, too.
-    join(topology, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
+    join(place, read_settings(tiny_config(pathlib.Path(corpus))).distributed, simulate=0)
     found = {"save": save_each, "load": load_each}[act](pathlib.Path(root), pathlib.Path(corpus), *names)
     if is_first():
         print(f"{FOUND}{json.dumps(found)}", flush=True)

@@ -28,9 +28,9 @@ with loading(__name__, sys.stderr):
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
     from parallax.data.vocabulary import VOCAB_MULTIPLE
-    from parallax.interop.architectures import check_own_keys
-    from parallax.interop.huggingface import DTYPES, from_hf, to_hf
-    from parallax.interop.move import export_params, import_params
+    from parallax.interop.export import export_params, import_params
+    from parallax.interop.hf_config import check_own_keys
+    from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, check_whole, exit_status
 
@@ -65,7 +65,7 @@ def _export(flags: argparse.Namespace) -> None:
 
 def _from_hf(flags: argparse.Namespace) -> None:
     with waiting(f"importing {flags.source}"):
-        found = from_hf(flags.source, flags.workdir, settings_of(flags.settings, flags.workdir))
+        found = from_hf(flags.source, flags.workdir, settings_of_import(flags.settings, flags.workdir))
     for note in found.notes:
         print(note)
     print(f"the {found.architecture} in {flags.source} is step 0 of {flags.workdir}: train.init_from={flags.workdir}")
@@ -78,7 +78,7 @@ def _to_hf(flags: argparse.Namespace) -> None:
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
 
 
-def settings_of(written_settings: Sequence[str], workdir: Path) -> Settings:
+def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settings:
     """The settings of an imported run, but for its model; its tokenizer is the one that comes along.
 
     Raises:
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ours.add_argument(
         "--like", type=local_path, help="the run that from-hf made and this one began as, if it does not know it"
     )
-    ours.add_argument("--dtype", choices=list(DTYPES), help="of all tensors; default: as imported, else float32")
+    ours.add_argument("--dtype", choices=list(WEIGHT_DTYPES), help="of all tensors; default: as imported, else float32")
     flags, rest = parser.parse_known_args(arguments)
     if rest and flags.act != "from-hf":
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}")

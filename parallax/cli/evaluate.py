@@ -8,6 +8,8 @@ Without --data the text is what the run has held out. The mesh is the run's; --c
 
 import os
 
+from parallax.data.shards import MANIFEST_FILE
+
 # The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -27,12 +29,10 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
-    from parallax.data.manifest import FILE_NAME as MANIFEST
     from parallax.data.sources import SUFFIXES
-    from parallax.data.tokenizer import FILE_NAME as TOKENIZER
-    from parallax.data.tokenizer import Bytes
+    from parallax.data.tokenizer import TOKENIZER_FILE, Bytes
     from parallax.data.vocabulary import with_tokenizer
-    from parallax.inference.trained import Trained, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import LoadedStep, load_trained, mesh_config, sizes_of
     from parallax.runtime import files
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
@@ -168,7 +168,7 @@ def evaluate(
     )
 
 
-def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Path) -> Reader:
+def open_text(trained: LoadedStep, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
     changes = {} if data is None else _of_files(trained, config, data)
     config = dataclasses.replace(config, **changes, global_batch=_rows(trained, config.global_batch))
@@ -177,9 +177,10 @@ def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Pa
     rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
     reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
     if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
+        file = trained.folder / TOKENIZER_FILE
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
-            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(trained.folder / TOKENIZER)!r}"
+            f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
     if not reader.batches:
         raise DataError(
@@ -188,9 +189,9 @@ def open_text(trained: Trained, config: DataConfig, data: str | None, folder: Pa
     return reader
 
 
-def _of_files(trained: Trained, config: DataConfig, data: str) -> dict[str, str]:
+def _of_files(trained: LoadedStep, config: DataConfig, data: str) -> dict[str, str]:
     """The settings of data that lie somewhere else."""
-    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER)
+    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER_FILE)
     source = _source(data)
     cache = "" if source == "prepared" else config.cache
     return {"source": source, "path": data, "tokenizer": tokenizer, "cache": cache}
@@ -203,7 +204,7 @@ def _source(data: str) -> str:
     ['text', 'jsonl', 'parquet']
     """
     at = Path(data).expanduser()
-    if files.is_file(at / MANIFEST):
+    if files.is_file(at / MANIFEST_FILE):
         return "prepared"
     names = [data, *(file.name for file in files.paths_below(at))]
     for source in ("jsonl", "parquet"):
@@ -212,7 +213,7 @@ def _source(data: str) -> str:
     return "text"
 
 
-def _rows(trained: Trained, wanted: int) -> int:
+def _rows(trained: LoadedStep, wanted: int) -> int:
     """Windows in a batch: as many as in training, or the next number that the mesh can cut."""
     sizes = trained.model.axis_sizes
     pieces = sizes["dp"] * sizes["pp"]

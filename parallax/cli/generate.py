@@ -23,29 +23,18 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.cli.arguments import Parser, local_path
-    from parallax.config.sections import SampleConfig
+    from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import load_settings
     from parallax.data.tokenizer import Tokenizer
     from parallax.inference.generate import complete, encode
-    from parallax.inference.trained import load_trained, mesh_config, sizes_of
+    from parallax.inference.run import load_trained, mesh_config, sizes_of
     from parallax.pipeline.sharded_model import ShardedModel
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
-SAMPLE_FLAGS = {
-    "prompt": (str, "text to go on from"),
-    "tokens": (int, "tokens to write at most; a document's end comes first, if it comes"),
-    "temperature": (float, "0 is greedy; near 0 is sure of itself, 1 is as trained"),
-    "top_k": (int, "choose among the k likeliest tokens; 0 is off"),
-    "top_p": (float, "choose among the fewest tokens that reach this probability; 1 is off"),
-    "seed": (int, "of the choices; the same seed writes the same on every mesh"),
-}
-MESH_FLAGS = {
-    "pp": "devices along the pipeline axis",
-    "dp": "devices along the data axis",
-    "tp": "devices along the tensor axis",
-    "simulate": "simulated CPU devices; 0 takes the machine's",
-}
+# Flags that are keys of the config's sections.
+SAMPLE_KEYS = dataclasses.fields(SampleConfig)
+MESH_KEYS = [field for field in dataclasses.fields(MeshConfig) if field.name in ("pp", "dp", "tp", "simulate")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,14 +52,14 @@ def show(text: str) -> None:
 def run(flags: argparse.Namespace) -> str:
     """The prompt and what the run's model writes behind it."""
     settings = load_settings(flags.workdir)
-    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FLAGS))
-    mesh = mesh_config(settings.mesh, _given(flags, MESH_FLAGS))
-    step, _, model, params, tokenizer = load_trained(
-        flags.workdir, settings, mesh, flags.step, ", ".join(map(_flag, MESH_FLAGS))
-    )
-    prompt = encode(tokenizer, sample.prompt)
+    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_KEYS))
+    mesh = mesh_config(settings.mesh, _given(flags, MESH_KEYS))
+    choose = ", ".join(map(_flag, MESH_KEYS))
+    step, _, model, params, tokenizer = load_trained(flags.workdir, settings, mesh, flags.step, choose)
+    length, seq = len(encode(tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
     _say(f"step {step} of {flags.workdir} on {sizes_of(model)}")
-    _note_length(len(prompt) + sample.tokens, settings.data.seq)
+    if length > seq:
+        _say(f"note: {length} tokens are more than the {seq} of the windows that the model has seen (data.seq)")
     return timed(model, params, tokenizer, sample)
 
 
@@ -89,32 +78,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
-    for name, (kind, text) in SAMPLE_FLAGS.items():
-        parser.add_argument(_flag(name), type=kind, help=f"{text}; default: the run's sample.{name}")
-    for name, text in MESH_FLAGS.items():
-        parser.add_argument(_flag(name), type=int, help=f"{text}; default: as in training")
+    for origin, keys in (("the run's sample.{}", SAMPLE_KEYS), ("as in training", MESH_KEYS)):
+        for key in keys:
+            meaning = f"{key.metadata['key'].meaning}; default: {origin.format(key.name)}"
+            parser.add_argument(_flag(key), type=key.type, help=meaning)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = ["--workdir", "--step", *map(_flag, SAMPLE_FLAGS), *map(_flag, MESH_FLAGS)]
+        known = ["--workdir", "--step", *map(_flag, SAMPLE_KEYS), *map(_flag, MESH_KEYS)]
         raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(unknown[0].partition('=')[0], known)}")
     return flags
 
 
-def _flag(name: str) -> str:
-    return f"--{name}".replace("_", "-")
-
-
-def _given(flags: argparse.Namespace, names: Any) -> dict[str, Any]:
-    return {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-
-
-def _note_length(length: int, seq: int) -> None:
-    if length > seq:
-        _say(f"note: {length} tokens are more than the {seq} of the windows that the model has seen (data.seq)")
-
-
 def _say(text: str) -> None:
     tell(text, sys.stderr)
+
+
+def _flag(key: dataclasses.Field) -> str:
+    return f"--{key.name}".replace("_", "-")
+
+
+def _given(flags: argparse.Namespace, keys: Sequence[dataclasses.Field]) -> dict[str, Any]:
+    return {key.name: getattr(flags, key.name) for key in keys if getattr(flags, key.name) is not None}
 
 
 if __name__ == "__main__":

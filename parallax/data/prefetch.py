@@ -21,8 +21,8 @@ class Prefetcher:
     Args:
         put: applied to each batch in the thread, for example to send it to the devices. Every batch has
             arrays of its own, so `put` may keep them.
-        reserve: a batch is handed over when so many after it are there, or one of them cannot be read: who asks for
-            batches hears of an error with so many left to take.
+        reserve: a batch is handed over only when so many after it are ready, or one of them cannot be read. So an
+            error is known while `reserve` batches are left.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Prefetcher:
         return self._held.popleft(), time.perf_counter() - began
 
     def failure_before(self, step: int) -> BaseException | None:
-        """What reading a batch before that of `step` has raised; None as long as none of the reserve has."""
+        """The error of reading a batch before `step`; None while all of the reserve could be read."""
         return self._failure if self._next + len(self._held) < step else None
 
     def close(self) -> None:
@@ -75,15 +75,13 @@ class Prefetcher:
     def _run(self, step: int) -> None:
         failure = None
         while failure is None and not self._stop.is_set():
-            batch, failure = self._make(step)
+            batch = None
+            try:
+                batch = self._put(self._reader.batch(step))
+            except BaseException as error:  # it is raised where the batch is asked for
+                failure = error
             self._hand_over((batch, failure))
             step += 1
-
-    def _make(self, step: int) -> tuple[Any, BaseException | None]:
-        try:
-            return self._put(self._reader.batch(step)), None
-        except BaseException as error:  # it is raised where the batch is asked for
-            return None, error
 
     def _hand_over(self, item: tuple[Any, BaseException | None]) -> None:
         while not self._stop.is_set():

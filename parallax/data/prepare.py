@@ -1,40 +1,39 @@
 """Tokenise a source into shards on disk: in parallel, resumable, and the same with any number of workers."""
 
-import fcntl
+import json
 import logging
-import shutil
-from collections.abc import Iterator
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
+from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 
-from parallax.data import journal as journals
-from parallax.data import manifest as manifests
-from parallax.data import tokenizer as tokenizers
-from parallax.data.journal import Journal, check_identity
-from parallax.data.manifest import Manifest, read_manifest
-from parallax.data.shard import Shard, ids_file, smallest_dtype
+from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, ids_file, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
-from parallax.data.tokenizer import Bytes, Tokenizer, train_bpe
-from parallax.data.workers import write_shards
+from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
+from parallax.runtime import files
 from parallax.runtime.errors import DataError
-from parallax.runtime.files import plain
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes
 
 SHARD_BYTES = 32 << 20  # of text: a few seconds of BPE, so progress and resuming have fine steps
 BPE_SAMPLE_BYTES = 64 << 20  # of text that a BPE is trained on; more hardly changes its entries
-LOCK_NAME = ".lock"
+JOURNAL_FILE, LOCK_FILE = "unfinished.jsonl", ".lock"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be made; folders of equal requests hold the same bytes."""
+    """The source, tokenizer and shard size of a folder; folders of equal requests hold the same bytes."""
 
     source: Source
     tokenizer: str  # "bytes" | "bpe" | path of a tokenizer.json
@@ -42,17 +41,17 @@ class Request:
     shard_bytes: int = SHARD_BYTES
 
     def to_json(self) -> dict:
-        """All that decides the bytes of the shards, and not where things lie."""
+        """All that decides the bytes of the shards, and not where files are."""
         chosen = {"tokenizer": self.tokenizer}
         if self.tokenizer == "bpe":
             chosen["bpe_vocab"] = self.bpe_vocab
         elif self.tokenizer != Bytes.name:
-            chosen["tokenizer"] = tokenizers.load(self.tokenizer).fingerprint
+            chosen["tokenizer"] = load_tokenizer(self.tokenizer).fingerprint
         return {"source": self.source.description, **chosen, "shard_bytes": self.shard_bytes}
 
 
 def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
-    """Make the shards of `request` in `folder`, keep those that are whole already, and return the manifest.
+    """Make the shards of `request` in `folder`, keep those that are complete already, and return the manifest.
 
     Processes that prepare one folder at the same time take turns, and those that come later find it finished.
 
@@ -63,65 +62,63 @@ def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
         with _lock(folder):
             return _prepare(request, folder, workers)
     except OSError as error:
-        place = error.filename or folder
-        raise DataError(f"preparing data stopped at {place}: {error.strerror}; run again to resume") from error
+        where = error.filename or folder
+        raise DataError(f"preparing data stopped at {where}: {error.strerror}; run again to resume") from error
 
 
-def remove(folder: Path) -> None:
+def remove_prepared(folder: Path) -> None:
     """Delete prepared data, if there is any.
 
     Raises:
         DataError: the folder holds something else too.
     """
-    known = (manifests.FILE_NAME, journals.FILE_NAME, tokenizers.FILE_NAME, tokenizers.CONFIG_NAME, LOCK_NAME)
-    names = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
-    strange = [name for name in names if name.removesuffix(".tmp") not in known and not _of_shard(name)]
+    known = (MANIFEST_FILE, JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, LOCK_FILE)
+    strange = []
+    for file in files.names_in(folder):
+        name, _, kind = file.removesuffix(".tmp").partition(".")
+        if file.removesuffix(".tmp") not in known and not (name.isdigit() and kind in ("ids", "documents")):
+            strange.append(file)
     if strange:
         raise DataError(f"{folder} holds more than prepared data ({', '.join(strange[:3])}); delete it by hand")
-    shutil.rmtree(folder, ignore_errors=not names)
-
-
-def _of_shard(file_name: str) -> bool:
-    name, _, kind = file_name.removesuffix(".tmp").partition(".")
-    return name.isdigit() and kind in ("ids", "documents")
+    if files.is_folder(folder):
+        files.remove(folder)
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK_NAME, "a", opener=plain) as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
+    files.make_folder(folder)
+    with files.open_file(folder / LOCK_FILE, "a") as opened:
+        files.lock(opened, wait=True)
         yield
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
-    file = folder / manifests.FILE_NAME
-    wanted = request.to_json()
-    finished = read_manifest(folder) if file.exists() else None
+    file, wanted = folder / MANIFEST_FILE, request.to_json()
+    finished = Manifest.read(folder) if files.exists(file) else None
     if finished:
-        check_identity(wanted, finished.request, file)
-    elif journals.began_otherwise(folder, wanted):  # a field that is not there, say: nothing of it is of use
-        for name in (journals.FILE_NAME, tokenizers.FILE_NAME, tokenizers.CONFIG_NAME):
-            (folder / name).unlink(missing_ok=True)
+        _check_same_request(wanted, finished.request, file)
+    elif _began_otherwise(folder, wanted):  # with a field that does not exist, say: nothing of it is of use
+        for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
+            files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
-    wanted_whole = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
+    whole_request = {**wanted, "tokenizer_fingerprint": tokenizer.fingerprint}
     if finished:
-        fingerprint = finished.tokenizer_fingerprint
-        check_identity(wanted_whole, {**finished.request, "tokenizer_fingerprint": fingerprint}, file)
-    journal = Journal(folder, wanted_whole)
+        found = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
+        _check_same_request(whole_request, found, file)
+    journal = ShardJournal(folder, whole_request)
     listed = [*finished.shards] if finished else journal.read()
-    kept = {shard.name: shard for shard in listed if _whole(shard, folder, smallest_dtype(tokenizer.vocab))}
-    if finished and len(kept) == len(listed):
+    done = {shard.name: shard for shard in listed if _is_complete(shard, folder, smallest_dtype(tokenizer.vocab))}
+    if finished and len(done) == len(listed):
         return finished
     tokenizer.save(folder)
-    shards, byte_counts = _fill(request, folder, tokenizer, journal, kept, workers)
-    manifest = _describe(wanted, tokenizer, folder, shards, byte_counts)
+    shards, byte_counts = _write_missing(request, folder, tokenizer, journal, done, workers)
+    manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts)
     manifest.write(folder)
     journal.delete()
     return manifest
 
 
-def _whole(shard: Shard, folder: Path, dtype: np.dtype) -> bool:
+def _is_complete(shard: Shard, folder: Path, dtype: np.dtype) -> bool:
     try:
         shard.check(folder, dtype, contents=True)
     except DataError as error:
@@ -134,38 +131,28 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
     if request.tokenizer == Bytes.name:
         return Bytes()
     if request.tokenizer != "bpe":
-        return tokenizers.load(request.tokenizer)
-    if (folder / tokenizers.FILE_NAME).exists():
-        return tokenizers.load(folder)
-    with waiting(f"training a bpe of {request.bpe_vocab:,} entries"):
-        return train_bpe(_sample(request.source), vocab=request.bpe_vocab)
-
-
-def _sample(source: Source) -> Iterator[str]:
+        return load_tokenizer(request.tokenizer)
+    if files.exists(folder / TOKENIZER_FILE):
+        return load_tokenizer(folder)
+    source = request.source
     # Every n-th document, as the order of a corpus may follow its subjects.
     every = -(-source.text_bytes // BPE_SAMPLE_BYTES) if source.text_bytes else 1
-    return islice(source.documents(), 0, None, every)
+    with waiting(f"training a bpe of {request.bpe_vocab:,} entries"):
+        return train_bpe(islice(source.documents(), 0, None, every), vocab=request.bpe_vocab)
 
 
-def _fill(
-    request: Request,
-    folder: Path,
-    tokenizer: Tokenizer,
-    journal: Journal,
-    kept: dict[str, Shard],
-    workers: int,
+def _write_missing(
+    request: Request, folder: Path, tokenizer: Tokenizer, journal: "ShardJournal", done: dict[str, Shard], workers: int
 ) -> tuple[list[Shard], np.ndarray]:
-    text_bytes = request.source.text_bytes
-    # A corpus of one shard is tokenised before the processes have started.
-    workers = 1 if text_bytes and text_bytes <= request.shard_bytes else workers
-    shards = dict(kept)
+    """All shards, those that are not done yet written now, and how often each byte occurs in the text."""
+    text_bytes, shards = request.source.text_bytes, dict(done)
     byte_counts = np.zeros(256, np.int64)
     with waiting("tokenising", unit=in_bytes) as show:
 
         def missing() -> Iterator[tuple[str, list[str]]]:
-            for name, texts in _groups(request.source.documents(), request.shard_bytes):
-                byte_counts[:] += _count_bytes(texts)
-                if name not in kept:
+            for name, texts in _texts_of_shards(request.source.documents(), request.shard_bytes):
+                byte_counts[:] += _histogram(np.frombuffer("".join(texts).encode("utf-8"), np.uint8), 256)
+                if name not in done:
                     yield name, texts
 
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
@@ -176,7 +163,7 @@ def _fill(
     return [shards[name] for name in sorted(shards, key=int)], byte_counts
 
 
-def _groups(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, list[str]]]:
+def _texts_of_shards(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, list[str]]]:
     """Names and texts of shards, each of at least `shard_bytes` but the last."""
     number, texts, size = 0, [], 0
     for text in documents:
@@ -189,45 +176,156 @@ def _groups(documents: Iterator[str], shard_bytes: int) -> Iterator[tuple[str, l
         yield f"{number:05}", texts
 
 
-def _count_bytes(texts: list[str]) -> np.ndarray:
-    return _histogram(np.frombuffer("".join(texts).encode("utf-8"), np.uint8), 256)
-
-
 def _histogram(values: np.ndarray, size: int) -> np.ndarray:
     # In slices: bincount makes a copy of eight bytes per value.
     slices = (values[start : start + (1 << 20)] for start in range(0, len(values), 1 << 20))
     return sum((np.bincount(part, minlength=size) for part in slices), np.zeros(size, np.int64))
 
 
-def _describe(
+def _manifest(
     request: dict, tokenizer: Tokenizer, folder: Path, shards: list[Shard], byte_counts: np.ndarray
 ) -> Manifest:
-    totals = {
-        name: sum(getattr(shard, name) for shard in shards)
-        for name in ("documents", "empty_documents", "tokens", "text_bytes")
-    }
-    if not totals["documents"]:
-        raise DataError(f"the corpus is empty: {totals['empty_documents']} documents, none with text; give it some")
+    counts = totals(shards)
+    if not counts["documents"]:
+        raise DataError(f"the corpus is empty: {counts['empty_documents']} documents, none with text; give it some")
+    token_counts = np.zeros(tokenizer.vocab, np.int64)
+    for shard in shards:
+        with files.open_file(ids_file(folder, shard.name)) as opened:
+            token_counts += _histogram(np.fromfile(opened, smallest_dtype(tokenizer.vocab)), tokenizer.vocab)
     return Manifest(
-        format=manifests.FORMAT,
         request=request,
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab=tokenizer.vocab,
-        **totals,
-        token_entropy_nats=_entropy(_count_tokens(folder, shards, tokenizer.vocab)),
+        **counts,
+        token_entropy_nats=_entropy(token_counts),
         byte_entropy_nats=_entropy(byte_counts),
         shards=tuple(shards),
     )
 
 
-def _count_tokens(folder: Path, shards: list[Shard], vocab: int) -> np.ndarray:
-    counts = np.zeros(vocab, np.int64)
-    for shard in shards:
-        counts += _histogram(np.fromfile(ids_file(folder, shard.name), smallest_dtype(vocab)), vocab)
-    return counts
-
-
 def _entropy(counts: np.ndarray) -> float:
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
+
+
+# ---- the shards of an unfinished folder
+
+
+class ShardJournal:
+    """The finished shards of a folder without a manifest, so that a killed `prepare` resumes.
+
+    The file has one line of JSON for the request, then one for each finished shard.
+    """
+
+    def __init__(self, folder: Path, request: dict):
+        self._file, self._request = folder / JOURNAL_FILE, request
+
+    def read(self) -> list[Shard]:
+        """The finished shards; DataError where the journal is of another request."""
+        request, *records = _whole_lines(self._file) or [self._request]
+        _check_same_request(self._request, request, self._file)
+        # Written again, so that what is added does not continue a line that is torn.
+        files.write_whole(self._file, "".join(json.dumps(line) + "\n" for line in (request, *records)))
+        return [Shard.parse(record, self._file) for record in records]
+
+    def add(self, shard: Shard) -> None:
+        with files.open_file(self._file, "a", encoding="utf-8") as opened:
+            opened.write(json.dumps(asdict(shard)) + "\n")
+
+    def delete(self) -> None:
+        files.remove(self._file, missing_ok=True)
+
+
+def _whole_lines(file: Path) -> list[dict]:
+    # The last line is torn where the writer was killed.
+    lines = []
+    for line in files.read_bytes(file).splitlines() if files.exists(file) else ():
+        try:
+            lines.append(files.object_of(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _began_otherwise(folder: Path, wanted: dict) -> bool:
+    """Whether another request than `wanted` was begun here, and has finished no shard."""
+    request, *shards = _whole_lines(folder / JOURNAL_FILE) or [wanted]
+    return not shards and {key: request.get(key) for key in wanted} != wanted
+
+
+def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
+    """Raise DataError, with the first difference, unless a folder holds what is wanted."""
+    if wanted == found:
+        return
+    # What both name comes first: with another tokenizer, only one of them names a bpe_vocab.
+    differences = sorted(_differences(wanted, found, ()), key=lambda difference: None in difference)
+    path, wanted_value, found_value = differences[0]
+    raise DataError(
+        f"{file.parent} holds data of other settings: {path}={found_value!r} where {wanted_value!r} is "
+        "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
+    )
+
+
+def _differences(wanted: dict, found: dict, path: tuple[str, ...]):
+    for key in sorted(wanted.keys() | found.keys()):
+        a, b = wanted.get(key), found.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, (*path, key))
+        elif a != b:
+            yield ".".join((*path, key)), a, b
+
+
+# ---- worker processes
+
+
+def write_shards(
+    folder: Path, groups: Iterable[tuple[str, list[str]]], tokenizer: Tokenizer, *, workers: int
+) -> Iterator[Shard]:
+    """Write a shard of each group, a name and its texts, and yield it when it is finished, in any order.
+
+    With one worker all happens in this process.
+
+    Raises:
+        DataError: a worker ended.
+    """
+    if workers == 1:
+        yield from (write_shard(folder, name, texts, tokenizer) for name, texts in groups)
+        return
+    # Spawned, not forked: the parent may have JAX's threads.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(tokenizer,))
+    pending = set()
+    try:
+        for group in groups:
+            pending.add(pool.submit(_write_in_worker, folder, *group))
+            # One spare group per worker; more would only fill the memory.
+            if len(pending) >= 2 * workers:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from [future.result() for future in done]
+        yield from [future.result() for future in pending]
+    except BrokenProcessPool:
+        raise DataError(
+            f"a worker that tokenised was killed, perhaps for lack of memory; run again to resume, "
+            f"with fewer than {workers} workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(tokenizer: Tokenizer) -> None:
+    global _worker_tokenizer
+    _worker_tokenizer = tokenizer
+    # The processes share the cores already; threads of the library would only get in each other's way.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A pool's workers do not notice when their parent is killed.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _write_in_worker(folder: Path, name: str, texts: list[str]) -> Shard:
+    return write_shard(folder, name, texts, _worker_tokenizer)

@@ -6,24 +6,82 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from parallax.config.sections import AUTO, DataConfig
-from parallax.data import tokenizer as tokenizers
-from parallax.data.manifest import Manifest, read_manifest
-from parallax.data.order import shuffled
 from parallax.data.prepare import Request, prepare
-from parallax.data.shard import text_hash
+from parallax.data.shards import Manifest, Shard, check_file, ids_file, reading_shard, text_hash
+from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
-from parallax.data.split import SPLITS, documents_of_split
-from parallax.data.stream import Stream
-from parallax.data.tokenizer import Bytes, Tokenizer
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.runtime.errors import ConfigError, DataError, check_choice
+from parallax.runtime.files import open_file, size_bytes
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
+OPEN_FILES = 128  # at once, well below the usual limit of 1024 for a process
+SPLITS = ("train", "eval", "all")
+
+
+def open_reader(
+    config: DataConfig, *, folder: Path, vocab: int | None, split: str, rows: Sequence[int] | None = None
+) -> "Reader":
+    """A reader of the configured source, which is prepared first where it is not yet.
+
+    Args:
+        folder: for prepared shards, unless `config.cache` names one; each corpus has its own folder in it.
+        vocab: of the model; None where it is yet to be taken from the reader's tokenizer.
+        split: "train", "eval" or "all".
+        rows: see `Reader`.
+    Raises:
+        ConfigError: the settings do not agree with the data.
+        DataError: the data is missing, damaged or too small.
+    """
+    check_choice("split", split, SPLITS)
+    if config.source == "prepared":
+        prepared = Path(config.path).expanduser()
+    else:
+        config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
+        how = {"path": config.path, "field": config.field, "synthetic_tokens": config.synthetic_tokens}
+        source = open_source(config.source, **how)
+        request = Request(source=source, tokenizer=config.tokenizer, bpe_vocab=config.bpe_vocab)
+        key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+        name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
+        cache = Path(config.cache).expanduser() if config.cache else folder
+        prepared = cache / f"{config.source}-{name}-{key}"
+        prepare(request, prepared, workers=os.cpu_count() or 1)
+    tokenizer = _open_tokenizer(config, prepared)
+    if vocab is not None and vocab < tokenizer.vocab:
+        written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
+        raise ConfigError(
+            f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {written!r}; "
+            "use as many or more, or 0 to take them from the tokenizer"
+        )
+    return Reader(config, prepared, tokenizer=tokenizer, split=split, rows=rows)
+
+
+def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
+    """The tokenizer of prepared data, which must be the one that the config names."""
+    manifest = Manifest.read(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
+        raise DataError(f"{folder / TOKENIZER_FILE} is not the tokenizer that made the shards beside it")
+    if config.tokenizer == AUTO:
+        return tokenizer
+    if config.tokenizer.endswith(".json"):
+        agrees = load_tokenizer(config.tokenizer).fingerprint == tokenizer.fingerprint
+    else:
+        agrees = config.tokenizer == tokenizer.name
+    if not agrees:
+        raise DataError(
+            f"data.tokenizer={config.tokenizer!r} is not that of {folder}: that is {tokenizer.name!r} "
+            f"with {tokenizer.vocab} ids and fingerprint {tokenizer.fingerprint[:12]}..."
+        )
+    return tokenizer
 
 
 class Reader:
@@ -43,17 +101,26 @@ class Reader:
     def __init__(
         self, config: DataConfig, folder: Path, *, tokenizer: Tokenizer, split: str, rows: Sequence[int] | None = None
     ):
-        self.manifest = read_manifest(folder)
-        self.tokenizer = tokenizer
-        self.split = split
-        self.seq = config.seq
-        self.rows = _check_rows(rows, config.global_batch)
-        self._seed = config.seed
-        self._global_batch = config.global_batch
-        self._eval_fraction = config.eval_fraction
-        self._folder = folder
-        self._stream = _open_stream(folder, self.manifest, split, config.eval_fraction)
-        self._check_windows()
+        self.manifest = manifest = Manifest.read(folder)
+        self.tokenizer, self.split, self.seq = tokenizer, split, config.seq
+        self.rows = np.arange(config.global_batch) if rows is None else np.asarray(rows, np.int64)
+        if not len(self.rows) or self.rows.min() < 0 or self.rows.max() >= config.global_batch:
+            last = config.global_batch - 1
+            raise ConfigError(f"rows {rows} are not rows of data.global_batch={last + 1}; use 0 to {last}")
+        self._folder, self._seed = folder, config.seed
+        self._global_batch, self._eval_fraction = config.global_batch, config.eval_fraction
+        contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
+        for shard in manifest.shards:
+            shard.check(folder, manifest.dtype, contents=contents)
+        tokens = manifest.read_documents(folder)["tokens"]
+        if tokens.sum() != manifest.tokens:
+            raise DataError(f"{folder}: its documents have {tokens.sum()} tokens, its shards {manifest.tokens}")
+        self._stream = TokenStream(folder, manifest, tokens, self._chosen())
+        if split == "train" and self.windows < self._global_batch:
+            raise DataError(
+                f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}, "
+                f"fewer than data.global_batch={self._global_batch}; give it more text, or make one smaller"
+            )
 
     @property
     def tokens(self) -> int:
@@ -73,12 +140,12 @@ class Reader:
 
     @property
     def entropy_nats(self) -> float:
-        """Of the corpus's unigrams, per token: the loss where only the tokens' frequencies are known."""
+        """Entropy of the corpus's unigrams, per token: the loss of a model that knows token frequencies only."""
         return self.manifest.token_entropy_nats
 
     @property
     def byte_entropy_nats(self) -> float:
-        """Of the corpus's bytes, per byte."""
+        """Entropy of the corpus's bytes, per byte."""
         return self.manifest.byte_entropy_nats
 
     @property
@@ -100,13 +167,16 @@ class Reader:
         return int(self._chosen().sum())
 
     def text_bytes(self) -> tuple[int, bool]:
-        """Bytes of the split's text, and whether they are known: a document counts as its decoded text where that has
-        the hash of what was prepared, and as its share of the corpus where a tokenizer does not give text back."""
+        """Bytes of the split's text, and whether they are exact.
+
+        A document counts as its decoded text where that has the hash of the prepared text, and as its share of the
+        corpus where the tokenizer does not give the text back.
+        """
         if self.split == "all":
             return self.manifest.text_bytes, True
-        table, chosen = _read_documents(self._folder, self.manifest), self._chosen()
+        table = self.manifest.read_documents(self._folder)[self._chosen()]
         total, guessed, start = 0, 0, 0
-        for tokens, known in zip(table["tokens"][chosen].tolist(), table["hash"][chosen].tolist()):
+        for tokens, known in zip(table["tokens"].tolist(), table["hash"].tolist()):
             (ids,) = self._stream.read(np.array([start]), tokens)
             content = self.tokenizer.decode(ids[:-1]).encode("utf-8")
             exact = text_hash(content) == known
@@ -119,133 +189,170 @@ class Reader:
         return step * self._global_batch / self.windows
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """This host's rows of the global batch of `step`; see `batch_arrays` for what is in it.
+        """This host's rows of the global batch of `step`; see `batch_arrays` for the arrays.
 
         Raises:
             DataError: a shard was changed meanwhile.
         """
-        windows = self._windows_of(step, self.rows)
-        starts = np.minimum(windows * self.seq, self.tokens)
+        starts = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
         ids = self._stream.read(starts, self.seq + 1)
         return batch_arrays(ids, self.tokens - starts, end=self.tokenizer.end)
 
     def windows_of(self, step: int) -> np.ndarray:
         """The windows in the global batch of `step`, of all hosts, in the order of its rows."""
-        return self._windows_of(step, np.arange(self._global_batch))
+        return self._windows_in(step, np.arange(self._global_batch))
 
     def documents_of(self, windows: np.ndarray) -> np.ndarray:
-        """The documents that lie in any of these windows, counted from 0 in the order of the corpus."""
-        table, chosen = _read_documents(self._folder, self.manifest), np.flatnonzero(self._chosen())
-        ends = np.cumsum(table["tokens"][chosen].astype(np.int64))
+        """The documents in any of these windows, counted from 0 in the order of the corpus."""
+        chosen = np.flatnonzero(self._chosen())
+        ends = np.cumsum(self.manifest.read_documents(self._folder)["tokens"][chosen].astype(np.int64))
         first = np.searchsorted(ends, windows * self.seq, side="right")
         last = np.searchsorted(ends, np.minimum((windows + 1) * self.seq, self.tokens - 1), side="right")
-        inside = [chosen[a : b + 1] for a, b in zip(first, last)]
-        return np.unique(np.concatenate(inside))
+        return np.unique(np.concatenate([chosen[a : b + 1] for a, b in zip(first, last)]))
 
     def _chosen(self) -> np.ndarray:
         """A mask of the documents in the split, over all of the corpus."""
-        table = _read_documents(self._folder, self.manifest)
-        return documents_of_split(table["hash"], split=self.split, eval_fraction=self._eval_fraction)
+        hashes = self.manifest.read_documents(self._folder)["hash"]
+        return documents_of_split(hashes, split=self.split, eval_fraction=self._eval_fraction)
 
-    def _windows_of(self, step: int, rows: np.ndarray) -> np.ndarray:
+    def _windows_in(self, step: int, rows: np.ndarray) -> np.ndarray:
         if self.split != "train":
             positions = step % self.batches * self._global_batch + rows
             real = positions < self.windows
             windows = np.full(len(positions), self.windows)  # beyond the last: all padding
             windows[real] = shuffled(positions[real], self.windows, seed=self._seed, epoch=0)
             return windows
-        positions = step * self._global_batch + rows
+        epochs, positions = np.divmod(step * self._global_batch + rows, self.windows)
         windows = np.empty(len(positions), np.int64)
-        for epoch in np.unique(positions // self.windows):
-            mine = positions // self.windows == epoch
-            windows[mine] = shuffled(positions[mine] % self.windows, self.windows, seed=self._seed, epoch=int(epoch))
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            windows[mine] = shuffled(positions[mine], self.windows, seed=self._seed, epoch=int(epoch))
         return windows
 
-    def _check_windows(self) -> None:
-        if self.split == "train" and self.windows < self._global_batch:
-            raise DataError(
-                f"the train split has {self.tokens} tokens, {self.windows} windows of data.seq={self.seq}, "
-                f"fewer than data.global_batch={self._global_batch}; give it more text, or make one smaller"
-            )
 
+def documents_of_split(hashes: np.ndarray, *, split: str, eval_fraction: float) -> np.ndarray:
+    """A mask of the documents in `split`.
 
-def open_reader(
-    config: DataConfig, *, folder: Path, vocab: int | None, split: str, rows: Sequence[int] | None = None
-) -> Reader:
-    """A reader of the configured source, which is prepared first where it is not yet.
+    Held out are the documents with the least hashes of their text: the same ones however the corpus was cut
+    into shards, almost the same ones when documents are added, and copies of a document stay together. "all" are
+    the documents of both.
 
     Args:
-        folder: for prepared shards, unless `config.cache` names one; each corpus has its own folder in it.
-        vocab: of the model; None where it is yet to be taken from the reader's tokenizer.
-        split: "train", "eval" or "all".
-        rows: see `Reader`.
+        hashes: of the text of every document, in order.
+        eval_fraction: share of the documents, at least one; 0 holds out none.
     Raises:
-        ConfigError: the settings do not agree with the data.
-        DataError: the data is missing, damaged or too small.
+        ConfigError: there are too few documents to hold one out, or none is held out and `split` is "eval".
     """
-    check_choice("split", split, SPLITS)
-    if config.source == "prepared":
-        at = Path(config.path).expanduser()
-    else:
-        config = replace(config, tokenizer=Bytes.name) if config.tokenizer == AUTO else config
-        at = _prepare(config, Path(config.cache).expanduser() if config.cache else folder)
-    tokenizer = _open_tokenizer(config, at)
-    if vocab is not None and vocab < tokenizer.vocab:
-        written = tokenizer.name if config.tokenizer == AUTO else config.tokenizer
+    if eval_fraction == 0 and split == "eval":
+        raise ConfigError("data.eval_fraction=0 holds out no document, so there is nothing to evaluate on; raise it")
+    if split == "all" or eval_fraction == 0:
+        return np.ones(len(hashes), bool)
+    if len(hashes) < 2:
         raise ConfigError(
-            f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {written!r}; "
-            "use as many or more, or 0 to take them from the tokenizer"
+            f"data.eval_fraction={eval_fraction} holds out whole documents, but the corpus has "
+            f"{len(hashes)}; give it two or more, or use data.eval_fraction=0"
         )
-    return Reader(config, at, tokenizer=tokenizer, split=split, rows=rows)
+    held_out = min(max(round(eval_fraction * len(hashes)), 1), len(hashes) - 1)
+    mask = np.zeros(len(hashes), bool)
+    mask[np.argsort(hashes, kind="stable")[:held_out]] = True
+    return mask if split == "eval" else ~mask
 
 
-def _prepare(config: DataConfig, folder: Path) -> Path:
-    source = open_source(config.source, path=config.path, field=config.field, synthetic_tokens=config.synthetic_tokens)
-    request = Request(source=source, tokenizer=config.tokenizer, bpe_vocab=config.bpe_vocab)
-    key = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()[:12]
-    name = re.sub(r"\W", "_", Path(config.tokenizer).stem)
-    at = folder / f"{config.source}-{name}-{key}"
-    prepare(request, at, workers=os.cpu_count() or 1)
-    return at
+class TokenStream:
+    """The ids of one split's documents, end to end: `stream.read(start, count)` is ids start ... start+count-1.
+
+    Read with `pread` rather than mapped: a file that is cut short meanwhile is then an error that names it,
+    where a mapped one would kill the process with SIGBUS.
+
+    Args:
+        documents: a mask over all documents of the manifest, those of the split.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
+        self._dtype, self._vocab = manifest.dtype, manifest.vocab
+        self._files = [ids_file(folder, shard.name) for shard in manifest.shards]
+        opened = [OpenedShard.look_at(file, shard, manifest.dtype) for file, shard in zip(self._files, manifest.shards)]
+        self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        # What falls out of the cache is closed with its last reference.
+        self._open = lru_cache(OPEN_FILES)(lambda shard: opened[shard].open())
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Ids [len(starts), count], as stored; zeros where a row goes beyond the end.
+
+        Raises:
+            DataError: a shard is cut short, or holds an id that the tokenizer does not have.
+        """
+        rows = np.zeros((len(starts), count), self._dtype)
+        filled = np.zeros(len(starts), np.int64)
+        # A row that goes over several stretches of documents takes as many turns.
+        while len(unfinished := np.flatnonzero((filled < count) & (starts + filled < len(self)))):
+            shards, offsets, left = self._find(starts[unfinished] + filled[unfinished])
+            pieces = np.minimum(count - filled[unfinished], left)
+            columns = (unfinished, filled[unfinished], pieces, shards, offsets)
+            for row, column, piece, shard, offset in zip(*map(np.ndarray.tolist, columns)):
+                self._read_into(rows[row, column : column + piece], shard, offset)
+            filled[unfinished] += pieces
+        if rows.size and rows.max() >= self._vocab:
+            row, column = np.argwhere(rows >= self._vocab)[0].tolist()
+            shard, offset, _ = self._find(starts[row] + column)
+            raise DataError(
+                f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the vocab has "
+                f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
+            )
+        return rows
+
+    def _find(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of places in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
+        runs = np.searchsorted(self._starts, places, side="right") - 1
+        return self._shards[runs], self._offsets[runs] + places - self._starts[runs], self._starts[runs + 1] - places
+
+    def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
+        file, at = self._files[shard], offset * self._dtype.itemsize
+        with reading_shard(file):
+            opened = self._open(shard)
+            if os.preadv(opened.fileno(), [target], at) < target.nbytes:
+                end = at + target.nbytes
+                raise DataError(f"shard {file} was cut short while it was read: it ends before byte {end}")
 
 
-def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of prepared data, which must be the one that the config names."""
-    manifest = read_manifest(folder)
-    tokenizer = tokenizers.load(folder)
-    if tokenizer.fingerprint != manifest.tokenizer_fingerprint or tokenizer.vocab != manifest.vocab:
-        raise DataError(f"{folder / tokenizers.FILE_NAME} is not the tokenizer that made the shards beside it")
-    if config.tokenizer == AUTO:
-        return tokenizer
-    if config.tokenizer.endswith(".json"):
-        agrees = tokenizers.load(config.tokenizer).fingerprint == tokenizer.fingerprint
-    else:
-        agrees = config.tokenizer == tokenizer.name
-    if not agrees:
-        raise DataError(
-            f"data.tokenizer={config.tokenizer!r} is not that of {folder}: that is {tokenizer.name!r} "
-            f"with {tokenizer.vocab} ids and fingerprint {tokenizer.fingerprint[:12]}..."
-        )
-    return tokenizer
+class OpenedShard(NamedTuple):
+    """The ids of a shard, and the state of their file when the stream was opened."""
+
+    file: Path
+    size: int
+    sha256: str
+    state: tuple[int, ...]  # changes when the file is written to, or another takes its name
+
+    @classmethod
+    def look_at(cls, file: Path, shard: Shard, dtype: np.dtype) -> "OpenedShard":
+        return cls(file, shard.tokens * dtype.itemsize, shard.ids_sha256, _state(file))
+
+    def open(self) -> BinaryIO:
+        """The file, which may have been replaced meanwhile, though not by other ids."""
+        if _state(self.file) != self.state and size_bytes(self.file) >= self.size:  # a shorter one is refused when read
+            check_file(self.file, self.size, self.sha256)
+        return open_file(self.file, buffering=0)
 
 
-def _open_stream(folder: Path, manifest: Manifest, split: str, eval_fraction: float) -> Stream:
-    contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
-    for shard in manifest.shards:
-        shard.check(folder, manifest.dtype, contents=contents)
-    table = _read_documents(folder, manifest)
-    if table["tokens"].sum() != manifest.tokens:
-        raise DataError(f"{folder}: its documents have {table['tokens'].sum()} tokens, its shards {manifest.tokens}")
-    chosen = documents_of_split(table["hash"], split=split, eval_fraction=eval_fraction)
-    return Stream(folder, manifest, table["tokens"], chosen)
+def _state(file: Path) -> tuple[int, ...]:
+    with reading_shard(file):
+        about = os.stat(file)
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _read_documents(folder: Path, manifest: Manifest) -> np.ndarray:
-    return np.concatenate([shard.read_documents(folder) for shard in manifest.shards])
-
-
-def _check_rows(rows: Sequence[int] | None, global_batch: int) -> np.ndarray:
-    chosen = np.arange(global_batch) if rows is None else np.asarray(rows, np.int64)
-    if not len(chosen) or chosen.min() < 0 or chosen.max() >= global_batch:
-        raise ConfigError(f"rows {rows} are not rows of data.global_batch={global_batch}; use 0 to {global_batch - 1}")
-    return chosen
+def _runs(manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
+    """Shard, first id and length of each run of adjacent documents in a shard."""
+    shard_of = np.repeat(np.arange(len(manifest.shards)), [shard.documents for shard in manifest.shards])
+    first_of_shard = np.concatenate([[0], np.cumsum([shard.tokens for shard in manifest.shards])])
+    ends = np.cumsum(tokens_of_documents, dtype=np.int64)
+    offsets = ends - tokens_of_documents.astype(np.int64) - first_of_shard[shard_of]
+    begins = documents.copy()
+    begins[1:] &= ~(documents[:-1] & (shard_of[1:] == shard_of[:-1]))
+    first = np.flatnonzero(begins)
+    run_of = np.cumsum(begins) - 1
+    lengths = np.bincount(run_of[documents], tokens_of_documents[documents], minlength=len(first)).astype(np.int64)
+    return shard_of[first], offsets[first], lengths

@@ -1,7 +1,6 @@
-"""Where documents come from: built-in text, or text, JSONL and Parquet files."""
+"""Where documents come from: built-in text, counting, or text, JSONL and Parquet files."""
 
 import contextlib
-import glob
 import gzip
 import hashlib
 import importlib.resources
@@ -10,15 +9,17 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
-from parallax.data import synthetic
-from parallax.data.records import read_jsonl, read_parquet
-from parallax.runtime.errors import DataError
+from parallax.runtime.errors import ConfigError, DataError, how_to_install, names_of, quoted
+from parallax.runtime.files import is_file, is_folder, matching, names_in, object_of, open_file, paths_below, size_bytes
 from parallax.runtime.progress import waiting
 
 # A longer text file is cut at line ends: it can then be held out in part, and tokenised in parallel.
-PIECE_BYTES = 1 << 16
+TEXT_PIECE_BYTES = 1 << 16
+COUNTING_BYTES = 1000  # of a document of the source "synthetic"
 SUFFIXES = {"text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"), "parquet": (".parquet",)}
 
 
@@ -42,17 +43,18 @@ def open_source(kind: str, *, path: str, field: str, synthetic_tokens: int) -> S
         DataError: no file matches.
     """
     if kind == "stdlib":
-        return _files(kind, sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), _read_whole)
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        return _files(kind, [folder / name for name in names_in(folder) if name.endswith(".py")], read_whole)
     if kind == "moby":
-        return _moby()
+        content = (importlib.resources.files("parallax.data") / "texts" / "moby_dick.txt").read_bytes()
+        description = {"kind": "moby", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        first, *chapters = content.decode("utf-8").split("\nCHAPTER ")
+        return Source(description, len(content), lambda: iter([first, *(f"CHAPTER {text}" for text in chapters)]))
     if kind == "synthetic":
         description = {"kind": kind, "tokens": synthetic_tokens}
-        return Source(description, synthetic_tokens, partial(synthetic.documents, synthetic_tokens))
-    files = find_files(path, SUFFIXES[kind])
-    if kind == "text":
-        return _files(kind, files, _read_pieces)
-    read = {"jsonl": read_jsonl, "parquet": read_parquet}[kind]
-    return _files(kind, files, partial(read, field=field), field=field)
+        return Source(description, synthetic_tokens, partial(counting, synthetic_tokens))
+    settings = {"field": field} if kind in ("jsonl", "parquet") else {}
+    return _files(kind, find_files(path, SUFFIXES[kind]), partial(READERS[kind], **settings), **settings)
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -63,22 +65,18 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """
     at = Path(path).expanduser()
     with _reading(at):
-        if at.is_file():
+        if is_file(at):
             return [at]
-        if at.is_dir():
-            found = [one for one in at.rglob("*") if one.name.endswith(suffixes) and not _hidden(one.relative_to(at))]
+        if is_folder(at):
+            hidden = lambda file: any(part.startswith(".") for part in file.relative_to(at).parts)  # noqa: E731
+            found = [one for one in paths_below(at) if one.name.endswith(suffixes) and not hidden(one)]
             wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
         else:
-            found = [Path(match) for match in glob.glob(str(at), recursive=True)]
-            wanted = "a match of this file, folder or glob"
-        files = sorted(file for file in found if file.is_file())
+            found, wanted = matching(at), "a match of this file, folder or glob"
+        files = [file for file in found if is_file(file)]
     if not files:
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()})")
     return files
-
-
-def _hidden(file: Path) -> bool:
-    return any(part.startswith(".") for part in file.parts)
 
 
 def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], **settings: str) -> Source:
@@ -88,7 +86,7 @@ def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], 
         for done, file in enumerate(files):
             show(done, len(files))
             with _reading(file):
-                text_bytes += file.stat().st_size
+                text_bytes += size_bytes(file)
                 sha256.update(_hash(file))
     description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": sha256.hexdigest()}
 
@@ -109,39 +107,33 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _hash(file: Path) -> bytes:
-    # Of contents, which follow in order, alone: a corpus that is moved to another folder is still the same.
-    with open(file, "rb") as opened:
+    # Of the contents alone, in order: a corpus that is moved to another folder is still the same.
+    with open_file(file) as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 
 
-def _moby() -> Source:
-    content = (importlib.resources.files("parallax.data") / "texts" / "moby_dick.txt").read_bytes()
-    description = {"kind": "moby", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    return Source(description, len(content), partial(_chapters, content.decode("utf-8")))
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
+    with open_file(file) as opened:
+        yield gzip.GzipFile(fileobj=opened) if file.suffix == ".gz" else opened
 
 
-def _chapters(text: str) -> Iterator[str]:
-    first, *others = text.split("\nCHAPTER ")
-    yield first
-    for chapter in others:
-        yield f"CHAPTER {chapter}"
+# ---- text
 
 
-def _open(file: Path):
-    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
-
-
-def _read_whole(file: Path) -> Iterator[str]:
+def read_whole(file: Path) -> Iterator[str]:
+    """A file as one document."""
     with _open(file) as opened:
         yield _decode(opened.read(), file, 0)
 
 
-def _read_pieces(file: Path) -> Iterator[str]:
+def read_text(file: Path) -> Iterator[str]:
+    """A file cut at line ends into documents of about TEXT_PIECE_BYTES."""
     offset = 0
     with _open(file) as opened:
-        while piece := opened.read(PIECE_BYTES):
-            if len(piece) == PIECE_BYTES:
-                piece += opened.readline(PIECE_BYTES) + _rest_of_character(opened)
+        while piece := opened.read(TEXT_PIECE_BYTES):
+            if len(piece) == TEXT_PIECE_BYTES:
+                piece += opened.readline(TEXT_PIECE_BYTES) + _rest_of_character(opened)
             yield _decode(piece, file, offset)
             offset += len(piece)
 
@@ -162,3 +154,103 @@ def _decode(content: bytes, file: Path, offset: int) -> str:
             f"{file} is not UTF-8 text: byte {content[error.start]:#04x} at offset {offset + error.start}; "
             "name text files alone, for example with a glob such as 'folder/**/*.txt'"
         ) from None
+
+
+# ---- records
+
+
+def read_jsonl(file: Path, *, field: str) -> Iterator[str]:
+    """The string in `field` of each line that is not empty.
+
+    Raises:
+        DataError: a line is not a JSON object with such a string; names file and line.
+    """
+    with _open(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _field(line, field, f"{file}:{number}")
+
+
+def _field(line: bytes, field: str, where: str) -> str:
+    try:
+        record = object_of(line, odd_numbers=True, read=field)  # pandas writes NaN in other fields
+    except ValueError as error:
+        raise DataError(f"{where} cannot be read as JSON: {error}") from None
+    if field not in record:
+        raise DataError(f"{where} has no field {quoted(field)} (data.field); fields: {names_of(record) or 'none'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} (data.field) holds {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: field {field!r} has half a surrogate pair at character {error.start}") from None
+    return text
+
+
+def read_parquet(file: Path, *, field: str) -> Iterator[str]:
+    """The strings of column `field`; a null is an empty document.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: the file is damaged, or the column is missing or holds no strings.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"data.source='parquet' needs pyarrow: {how_to_install('data')}") from None
+    rows = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            if field not in names:
+                raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(names)}")
+            kind = opened.schema_arrow.field(field).type
+            if str(kind) not in ("string", "large_string", "string_view"):
+                raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
+            for batch in opened.iter_batches(columns=[field]):
+                column = batch.column(0)
+                try:
+                    texts = column.to_pylist()
+                except UnicodeDecodeError:
+                    row, byte = _first_not_utf8(column)
+                    about = f"column {field!r} (data.field) is not UTF-8: {byte}; write it as UTF-8"
+                    raise DataError(f"{file}, row {rows + row}: {about}") from None
+                rows += len(texts)
+                yield from (text or "" for text in texts)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def _first_not_utf8(column) -> tuple[int, str]:
+    """The first string of a column that is not UTF-8: its number from 1, and the byte."""
+    for row, text in enumerate(column, start=1):
+        try:
+            text.as_py()
+        except UnicodeDecodeError as error:
+            return row, f"byte {error.object[error.start]:#04x} at offset {error.start}"
+
+
+# ---- counting
+
+
+def counting(tokens: int) -> Iterator[str]:
+    """Documents that count, which a small model learns within a few steps.
+
+    They have `tokens` bytes in all, ends included: exactly so many tokens of the bytes tokenizer. Each counts up from
+    a start of its own by a step of its own.
+    """
+    left = tokens
+    for number in count():
+        # The last document takes a byte more where one that is only an end would be left.
+        size = left - 1 if left <= COUNTING_BYTES + 2 else COUNTING_BYTES
+        if size < 1:
+            return
+        start, step = number * 7919 % 1000, 1 + number * 104_729 % 9
+        yield " ".join(map(str, range(start, start + step * size, step)))[:size]
+        left -= size + 1
+
+
+# By source, what yields the documents of a file.
+READERS = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet}

@@ -13,17 +13,17 @@ import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.runtime.errors import ConfigError, DataError, how_to_install
-from parallax.runtime.files import object_of, read_bytes, write_whole
+from parallax.runtime.files import is_folder, make_folder, object_of, read_bytes, write_whole
 
-FILE_NAME = "tokenizer.json"
-CONFIG_NAME = "tokenizer_config.json"  # which `transformers` puts beside it
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # which `transformers` puts beside it
 END_OF_DOCUMENT = "<|endoftext|>"
 # What other projects call the token that ends a document, for tokenizers that are loaded from their files.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 
 
 class Tokenizer(Protocol):
-    """What data and generation need of a tokenizer."""
+    """What data and generation use of a tokenizer."""
 
     name: str
     vocab: int  # ids are 0 ... vocab-1
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """The name of an id, as tokenizer.json writes it."""
 
     def save(self, folder: Path) -> None:
-        """Write what `load` reads: tokenizer.json, and tokenizer_config.json where there was one."""
+        """Write what `load_tokenizer` reads: tokenizer.json, and tokenizer_config.json where there was one."""
 
 
 class Bytes:
@@ -79,12 +79,14 @@ class Bytes:
         return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
 
     def save(self, folder: Path) -> None:
-        _write(folder / FILE_NAME, json.dumps({"parallax": self.name}))
+        make_folder(folder)
+        write_whole(folder / TOKENIZER_FILE, json.dumps({"parallax": self.name}))
 
     def as_bpe(self) -> dict[str, Any]:
         """The same ids as the `tokenizers` library writes them: a byte-level BPE that merges nothing."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         end = {"id": self.end, "content": END_OF_DOCUMENT, "special": True, "normalized": False}
+        nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
         return {
             "version": "1.0",
             "truncation": None,
@@ -96,13 +98,8 @@ class Bytes:
             "decoder": level,
             "model": {
                 "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": False,
+                **dict.fromkeys(nothing),
+                **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
                 "vocab": {self.token(number): number for number in range(self.vocab)},
                 "merges": [],
             },
@@ -110,7 +107,10 @@ class Bytes:
 
 
 def _byte_symbols() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    """The character that byte-level BPE writes for each byte: itself where it is printable, else one from U+0100 on.
+
+    The `tokenizers` library, an extra, has these characters too, but without their bytes.
+    """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
@@ -132,15 +132,15 @@ class Bpe:
 
     name = "bpe"
 
-    def __init__(self, text: str, origin: str = FILE_NAME, config: str = ""):
+    def __init__(self, text: str, origin: str = TOKENIZER_FILE, config: str = ""):
         try:
             self._inner = _library().Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{origin} is not a tokenizer: {error}") from error
         self._text, self._config = text, config
-        # Text that spells a special token is text: no document may hold an end that we did not put there.
+        # Text that spells a special token is encoded as text, so a document has no end inside it.
         self._inner.encode_special_tokens = True
-        # A file may remember the length of somebody's batches: documents are as long as they are.
+        # A file may have truncation and padding of its authors' batches; documents are encoded whole.
         self._inner.no_truncation()
         self._inner.no_padding()
         ids = self._inner.get_vocab()
@@ -149,10 +149,10 @@ class Bpe:
             raise DataError(f"{origin} has no token that ends a document; one of {', '.join(END_NAMES)} is needed")
         self.vocab = max(ids.values()) + 1
         self.end = ids[names[0]]
-        self.begin = self._begin(config, Path(origin).with_name(CONFIG_NAME))
+        self.begin = self._begin(config, Path(origin).with_name(TOKENIZER_CONFIG))
 
     def _begin(self, config: str, origin: Path) -> tuple[int, ...]:
-        """BOS where add_bos_token asks for it; where that is not written, what the post-processor puts first."""
+        """The BOS token if add_bos_token is true; where it is absent, the tokens that the post-processor puts first."""
         try:
             written = object_of(config) if config else {}
         except ValueError as error:
@@ -168,12 +168,12 @@ class Bpe:
         number = self._inner.token_to_id(name) if isinstance(name, str) else None
         if number is None:
             raise DataError(
-                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is no entry of {FILE_NAME}"
+                f"{origin} has add_bos_token={adds!r}, but bos_token={bos!r:.100} is no entry of {TOKENIZER_FILE}"
             )
         return (number,)
 
     def __reduce__(self):
-        return Bpe, (self._text, FILE_NAME, self._config)
+        return Bpe, (self._text, TOKENIZER_FILE, self._config)
 
     @property
     def fingerprint(self) -> str:
@@ -196,9 +196,10 @@ class Bpe:
         return self._inner.id_to_token(number)
 
     def save(self, folder: Path) -> None:
-        _write(folder / FILE_NAME, self._text)
+        make_folder(folder)
+        write_whole(folder / TOKENIZER_FILE, self._text)
         if self._config:
-            _write(folder / CONFIG_NAME, self._config)
+            write_whole(folder / TOKENIZER_CONFIG, self._config)
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
@@ -225,7 +226,7 @@ def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:
     return Bpe(inner.to_str())
 
 
-def load(path: Path | str) -> Tokenizer:
+def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a tokenizer.json, ours or of the `tokenizers` library, or of a folder that holds one.
 
     A tokenizer_config.json beside it may say whether documents begin with a BOS token.
@@ -234,7 +235,7 @@ def load(path: Path | str) -> Tokenizer:
         DataError: the file is missing, or one of them is damaged.
     """
     path = Path(path)
-    path = path / FILE_NAME if path.is_dir() else path
+    path = path / TOKENIZER_FILE if is_folder(path) else path
     try:
         written = read_bytes(path)
         content = object_of(written)
@@ -250,15 +251,13 @@ def load(path: Path | str) -> Tokenizer:
 
 
 def _config_beside(path: Path) -> str:
-    path = path.with_name(CONFIG_NAME)
+    path = path.with_name(TOKENIZER_CONFIG)
     try:
         return _text(read_bytes(path))
     except FileNotFoundError:
         return ""
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def _text(written: bytes) -> str:
@@ -273,8 +272,3 @@ def _library():
     except ImportError:
         raise ConfigError(f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}") from None
     return tokenizers
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)

@@ -7,7 +7,7 @@ from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
 from parallax.config.settings import Settings
-from parallax.data.tokenizer import FILE_NAME, Bytes, load
+from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, load_tokenizer
 from parallax.runtime.errors import ConfigError, DataError, quoted
 from parallax.runtime.run_files import RunFiles
 
@@ -83,7 +83,7 @@ def likely_entries(data: DataConfig) -> int:
         return data.bpe_vocab if data.tokenizer == "bpe" else SMALLEST_BPE_VOCAB
     file = data.path if data.source == "prepared" else data.tokenizer
     try:
-        return load(file).vocab
+        return load_tokenizer(file).vocab
     except DataError as error:
         raise ConfigError(
             f"model.vocab=0 takes that of the tokenizer {quoted(file)}, which cannot be read; "
@@ -101,9 +101,9 @@ def _tokenizer_of(checkpoints: Path) -> str:
     """As data.tokenizer names it: that of the newest step which can be read, as loading passes over damaged ones."""
     steps = sorted(complete_steps(checkpoints), reverse=True)
     for step in steps:
-        file = checkpoints / str(step) / FILE_NAME
+        file = checkpoints / str(step) / TOKENIZER_FILE
         try:
-            return Bytes.name if load(file).name == Bytes.name else str(file)
+            return Bytes.name if load_tokenizer(file).name == Bytes.name else str(file)
         except DataError:
             if step == steps[-1]:
                 raise

@@ -42,7 +42,7 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
 def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
     """The arrays of rows of token ids [rows, seq + 1], all real; without an `end` each row is one document.
 
-    What they are and may hold is in parallax.model.batch. Raises DataError for what are no rows of token ids.
+    parallax.model.batch describes them. Raises DataError where `ids` are not rows of token ids.
 
     >>> as_batch(np.array([[5, 6, 7]]))["labels"].tolist()
     [[6, 7]]

@@ -1,1 +1,1 @@
-"""What is done with trained weights: cached decoding, sampling, text, evaluation, and a look at activations."""
+"""Trained weights in use: cached decoding, sampling, text generation, and captured activations."""

@@ -1,6 +1,6 @@
-"""Inside a model: attention maps, what decoding would cache, and the loss of each token.
+"""Activations of a model: attention maps, the key-value cache, logits, and the loss of each token.
 
-The layers are run as they are, with no mesh: the same modules that every mesh is held to.
+The model's own layers are run, without a mesh.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
-from parallax.model.attention import SHOWN
+from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
 from parallax.model.checks import check_window
 from parallax.model.context import training_context
@@ -28,11 +28,11 @@ from parallax.sharding.activations import ROWS, activation
 FORM = EMBEDDINGS["vocab_parallel"]
 
 
-class Inside(NamedTuple):
+class Activations(NamedTuple):
     """NumPy arrays of one batch, float32; of `B` windows of `S` tokens, in `L` layers with `H` heads.
 
-    `attention` [L, B, H, S, S]: how much of each token (last dim) a query reads; a row adds up to 1.
-    `cache`: what a layer would keep for decoding, by name, [L, B, S, ...]: "latent" and "k_rope" of latent attention,
+    `attention` [L, B, H, S, S]: the weight of each token (last dim) for each query; a row adds up to 1.
+    `cache`: the entries of the decoding cache, by name, [L, B, S, ...]: "latent" and "k_rope" of latent attention,
     "k" and "v" of grouped-query attention; the keys are rotated.
     `losses` [B, S]: -log p(label) in nats, NaN where the label is ignored.
     `logits` [B, S, vocab].
@@ -65,8 +65,8 @@ class Inside(NamedTuple):
         )
 
 
-def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[str, Any]) -> Inside:
-    """Run a batch forward on one device and keep what is on the way.
+def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[str, Any]) -> Activations:
+    """Run a batch forward on one device and return its activations.
 
     Args:
         params: those of `model.init` or of a checkpoint, from any mesh; they must fit one device.
@@ -82,27 +82,30 @@ def look_inside(model: ShardedModel | ModelConfig, params: Any, batch: Mapping[s
     seen = jax.device_get(_run(config)(params, batch))
     as_float32 = lambda array: np.asarray(array, np.float32)  # noqa: E731
     losses = np.where(batch["labels"] == IGNORED, np.nan, seen.losses).astype(np.float32)
-    return Inside(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
+    return Activations(seen.attention, jax.tree.map(as_float32, seen.cache), losses, seen.logits)
 
 
 def _run(model: ModelConfig):
     family = FAMILIES["column_row"]
     parts = Parts.build(model, activation("d_model/tp"), family, FORM, model.kv(1), ROWS)
 
-    def run(params: Any, batch: Mapping[str, Array]) -> Inside:
+    def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
         context = training_context(rope_of(model), batch["positions"], batch["segments"], rows, None)
         x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
         def layer(x: Array, weights: Any) -> tuple[Array, dict]:
-            x, shown = parts.block.apply({"params": weights}, x, context, mutable=[SHOWN])
-            return x, shown[SHOWN]["attention"]["seen"]
+            x, sown = parts.block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
+            return x, sown[INTERMEDIATES]["attention"]["seen"]
 
         x, seen = lax.scan(layer, x, params["blocks"])
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
         losses, _ = token_losses(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
-        return Inside(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
+        return Activations(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
 
     return jax.jit(run)
+
+
+look_inside = capture_activations  # the name in version 0.1

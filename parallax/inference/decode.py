@@ -1,9 +1,9 @@
-"""Decoding with a cache: new tokens pass through the stages, each behind what the cache holds already.
+"""Decoding with a key-value cache: new tokens pass through the stages and attend to the cached ones.
 
-Decoding has strings of its own, whatever the model was trained with, because one token cannot be cut over seq: the
+Decoding has layouts of its own, whatever the model was trained with, because one token cannot be cut over seq: the
 residual stream is whole, kernels are column then row, the vocab is cut. A layer then sends one all-reduce for its
-attention, one for its MLP, and MLA's latents. Parameters are brought to these layouts once, before the first token:
-gathered over `dp` too, since a gather per token would send all weights for every token.
+attention, one for its MLP, and MLA's latents. Parameters are moved to these layouts once, before the first token, and
+gathered over `dp` too: a gather per token would send all weights for every token.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -38,7 +39,7 @@ Pick = Callable[[Array, Array, Array], Array]  # (logits [B, V], rows [B], posit
 
 
 class Prompts(NamedTuple):
-    """Token ids in rows of one length, and how many slots at the start of each row hold nothing."""
+    """Token ids in rows of one length, and how many slots at the start of each row are empty."""
 
     ids_BS: Array
     empty_B: Array
@@ -98,7 +99,7 @@ class Decoder:
         x, caches = self._advance(weights, caches, Prompts(ids_BS[:, :prefill], empty_B), 0)
         first_BSV = self._on_every_stage(lambda: self._head(weights, x))
         _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
-        return jnp.concatenate([first_BSV, rest_SBV.swapaxes(0, 1)], axis=1)
+        return jnp.concatenate([first_BSV, rearrange(rest_SBV, "s b v -> b s v")], axis=1)
 
     def _write(self, params, prompts, key, *, pick, tokens, end):
         weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape
@@ -111,9 +112,6 @@ class Decoder:
             choose = lambda: _once(pick(key, self._last_logits(weights, x), rows_B, positions_B))  # noqa: E731
             return self._on_every_stage(choose), caches
 
-        def more(state):
-            return (state.count < tokens) & state.running
-
         def step(state):
             ids_B = lax.dynamic_index_in_dim(state.ids_BN, state.count - 1, axis=1, keepdims=False)
             next_B, caches = following(ids_B[:, None], state.caches, prompt + state.count - 1)
@@ -121,7 +119,8 @@ class Decoder:
 
         first_B, caches = following(prompts.ids_BS, self._caches(batch, prompt + tokens), 0)
         ids_BN = as_varying(jnp.full((batch, tokens), end, jnp.int32), BATCH_AXES)
-        start = Written(ids_BN, caches, jnp.int32(0), True)
+        start = DecodeState(ids_BN, caches, jnp.int32(0), True)
+        more = lambda state: (state.count < tokens) & state.running  # noqa: E731
         return lax.while_loop(more, step, _append(start, first_B, end)).ids_BN
 
     def _advance(self, weights: Any, caches: Any, new: Prompts, cursor: Array | int) -> tuple[Array, Any]:
@@ -142,7 +141,7 @@ class Decoder:
         carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
         return carry
 
-    # A place without a layer has weights of zero, and adds nothing to the residual stream.
+    # A padding layer has weights of zero, and adds nothing to the residual stream.
     def _layers(self, blocks: Any, x: Array, caches: Any, context: Context) -> tuple[Array, Any]:
         def layer(x, own):
             weights, cache = own
@@ -152,7 +151,7 @@ class Decoder:
         return lax.scan(layer, x, (blocks, caches))
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
-        """New tokens see the slots up to their own, but not those that hold nothing."""
+        """New tokens see the slots up to their own, but not the empty ones."""
         slot_S, slot_T = cursor + jnp.arange(new.ids_BS.shape[1]), jnp.arange(slots)
         before_ST = slot_T[None, :] <= slot_S[:, None]
         own_ST = slot_T[None, :] == slot_S[:, None]  # an empty slot sees itself: a softmax over nothing is NaN
@@ -183,35 +182,33 @@ class Decoder:
         return all_gather(f"{LOGITS} -> {LOGITS.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
 
     def _on_every_stage(self, make: Callable[[], Array]) -> Array:
-        """What the first stage makes, which alone makes it, on all stages."""
+        """The result of `make`, which runs on the first stage alone, on all stages."""
         like = jax.eval_shape(make)
         zeros = as_varying(jnp.zeros(like.shape, like.dtype), jax.typeof(like).mat.varying)
         return sum_over(at_rank(0, self.mesh.shape["pp"], make, lambda: zeros), ["pp"])
 
     def _weights(self, params: Any) -> Any:
-        """Parameters in the layouts of decoding, kernels in the compute dtype: cast first, fewer bytes are sent."""
+        """Parameters in the layouts of decoding, kernels cast to the compute dtype before they are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            for axis in ("dp", "pp"):  # which tables are cut over; layers stay on their ranks
+            for axis in ("dp", "pp"):  # tables are cut over both; layers stay on their ranks
                 whole = stored if axis in wanted.used_axes() else stored.without(axis)
                 if whole != stored:
                     weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
                 stored = whole
             return reshard(f"{stored} -> {wanted}", weight)
 
-        layouts, staged = self.layouts, self._staged(params["blocks"])
-        layouts = layouts | {"blocks": jax.tree.map(_in_stages, layouts["blocks"])}
+        # One stage a rank, whatever the schedule that the model was trained with.
+        leaves, structure = jax.tree.flatten(params["blocks"])
+        stored = jax.tree.leaves(self.layouts["blocks"])
+        staged = jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
+        in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
+        layouts = self.layouts | {"blocks": jax.tree.map(in_stages, self.layouts["blocks"])}
         return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged})
 
-    def _staged(self, blocks: Any) -> Any:
-        """Each rank's layers, one stage a rank, whatever the schedule that the model was trained with."""
-        stored = jax.tree.leaves(self.layouts["blocks"])
-        leaves, structure = jax.tree.flatten(blocks)
-        return jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
 
-
-class Written(NamedTuple):
-    """What is carried from token to token."""
+class DecodeState(NamedTuple):
+    """The state carried from token to token."""
 
     ids_BN: Array
     caches: Any
@@ -219,16 +216,12 @@ class Written(NamedTuple):
     running: Array | bool  # whether any row of the global batch goes on
 
 
-def _append(state: Written, next_B: Array, end: int) -> Written:
+def _append(state: DecodeState, next_B: Array, end: int) -> DecodeState:
     ids_BN = lax.dynamic_update_slice_in_dim(state.ids_BN, next_B[:, None], state.count, axis=1)
     running = sum_over(jnp.any(next_B != end).astype(jnp.int32), BATCH_AXES) > 0
     return state._replace(ids_BN=ids_BN, count=state.count + 1, running=running)
 
 
 def _once(ids_B: Array) -> Array:
-    """Ids that all tp ranks chose alike, as one value that does not vary over tp."""
+    """Ids, which all tp ranks chose alike, as a value that does not vary over tp."""
     return sum_over(jnp.where(lax.axis_index("tp") == 0, ids_B, 0), ["tp"])
-
-
-def _in_stages(stored: Layout) -> Layout:
-    return stored.without("pp").with_cut("layers", ("pp",))

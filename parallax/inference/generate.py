@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import ModelConfig, SampleConfig
 from parallax.data.tokenizer import Tokenizer
 from parallax.inference.decode import Decoder, Prompts
-from parallax.inference.sample import choose, noise_keys
+from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -50,7 +50,7 @@ def generate(
     end: int | None = None,
     vocab: int | None = None,
 ) -> list[np.ndarray]:
-    """What the model writes behind each prompt of token ids: `config.tokens` ids, or up to `end`, which is left out.
+    """Continue each prompt of token ids by `config.tokens` ids, or up to `end`, which is left out.
 
     Ids of `vocab` and above, which a model's padded vocab has, are never chosen. The noise of a row depends on
     `config.seed`, the row and the position alone, so that every mesh writes the same; `config.prompt` is not read.
@@ -92,7 +92,7 @@ def _write(
 ) -> Array:
     def pick(key: Array, logits_BV: Array, rows_B: Array, positions_B: Array) -> Array:
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.model.vocab), logits_BV, -jnp.inf)
-        return choose(known_BV, noise_keys(key, rows_B, positions_B), config)
+        return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
     decoder = Decoder(model.model, model.layouts, model.mesh)
     ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, end=end)

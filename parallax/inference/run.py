@@ -1,28 +1,37 @@
-"""A run that was trained: its settings, numbers, weights and tokenizer, opened from its folder on any mesh."""
+"""A trained run, loaded from its folder onto any mesh: settings, metrics, parameters and tokenizer."""
 
 import dataclasses
+import math
+import sys
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import AXES, MeshConfig
+from parallax.config.sections import AXES, INFERRED, MeshConfig, PipelineConfig
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
-from parallax.data.tokenizer import Tokenizer
+from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.inference.generate import complete, encode
-from parallax.inference.trained import load_trained
 from parallax.pipeline.sharded_model import ShardedModel
-from parallax.runtime.errors import CheckpointError, ConfigError, nearest
+from parallax.runtime.compile_cache import use_compile_cache
+from parallax.runtime.devices import simulate_devices
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
+from parallax.runtime.files import exists
+from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
+from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import open_split
+from parallax.training.build import model_of
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 
-SHOWN = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
+LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve
 
 
@@ -40,11 +49,12 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        return read_metrics(RunFolder(self.path).metrics)
+        path = RunFolder(self.path).metrics
+        return read_metrics(path) if exists(path) else []
 
     @property
     def numbers(self) -> list[str]:
-        """What was measured in some step, by name."""
+        """Names of the numbers in metrics.jsonl."""
         numbers = {key for row in self.metrics for key, value in row.items() if number_of(value) is not None}
         return sorted(numbers - {"step"})
 
@@ -72,7 +82,7 @@ class Run:
         return complete(self.model, self.params, self.tokenizer, sample)
 
     def batch_of(self, text: str) -> dict[str, np.ndarray]:
-        """A text as a batch of one row: the arrays that `look_inside` and the model's loss read."""
+        """A text as a batch of one row: the arrays that `capture_activations` and the model's loss read."""
         ids = encode(self.tokenizer, text)
         if len(ids) < 2:
             raise ConfigError(f"{text!r} is {len(ids)} token, and has no next one; give it two or more")
@@ -92,16 +102,17 @@ class Run:
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
-        sizes = " ".join(f"{axis}={size}" for axis, size in self.model.axis_sizes.items())
+        sizes = lambda axes: " ".join(f"{axis}={size}" for axis, size in axes.items())  # noqa: E731
+        trained_on = sizes({axis: self.settings.mesh.sizes[axis] for axis in AXES})
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
-        ends = {label: (name, *self.curve(name)) for label, name in SHOWN.items() if name in self.numbers}
+        ends = {label: (name, *self.curve(name)) for label, name in LAST_VALUES.items() if name in self.numbers}
         return [
             ("run", f"{self.path}, step {self.step} of {self.settings.train.steps}"),
             ("model", f"{kind}, vocab {model.vocab}{padded}"),
-            ("mesh", f"{sizes} (trained on {_sizes(self.settings)})"),
+            ("mesh", f"{sizes(self.model.axis_sizes)} (trained on {trained_on})"),
             ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
-            *((label, f"{name} {_written(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
+            *((label, f"{name} {_number(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
         ]
 
     def _line(self) -> str:
@@ -135,9 +146,90 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     return Run(path, step, settings, model, params, tokenizer)
 
 
-def _written(value: float) -> str:
+class LoadedStep(NamedTuple):
+    """A step of a run on a mesh; `folder` is the step's, whose tokenizer has the checksum that was saved."""
+
+    step: int
+    folder: Path
+    model: ShardedModel
+    params: Any
+    tokenizer: Tokenizer
+
+
+def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> LoadedStep:
+    """A run's step, the newest that is whole where it is None; `choose` says with which flags a mesh is chosen.
+
+    Raises:
+        ConfigError: the mesh does not fit the devices or the model.
+        CheckpointError: there is no such step, or it is damaged.
+        DataError: the tokenizer does not fit the model.
+    """
+    checkpoints = workdir / "checkpoints"
+    if not complete_steps(checkpoints):
+        raise CheckpointError(f"{workdir} has no checkpoint; it comes with checkpoint.every_steps, or at the end")
+    with waiting("building the model"):
+        model = build_on(settings, mesh, choose)
+    with waiting("restoring the parameters"):
+        step, params = restore_params(checkpoints, step, model)
+    folder = checkpoints / str(step)
+    tokenizer, vocab = load_tokenizer(folder), model.model.vocab
+    if tokenizer.vocab > vocab:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={vocab}; "
+            "import the model with its own tokenizer.json"
+        )
+    return LoadedStep(step, folder, model, params, tokenizer)
+
+
+def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
+    """A run's model on another mesh than that of training."""
+    if mesh.simulate:
+        simulate_devices(mesh.simulate)
+    devices = jax.devices()
+    use_compile_cache(settings.train.compile_cache)
+    sizes = mesh.sizes.values()
+    if INFERRED not in sizes and not mesh.simulate and math.prod(sizes) < len(devices):
+        devices = devices[: math.prod(sizes)]  # inference need not use the whole machine
+    try:
+        laid_out = make_mesh(mesh, devices)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose with {choose}") from error
+    # Schedules are for training, and some need a certain number of stages.
+    pipeline: PipelineConfig = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
+    return model_of(dataclasses.replace(settings, pipeline=pipeline), laid_out)
+
+
+def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
+    """The run's mesh with the axes that were given; as many devices are simulated as it needs.
+
+    >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
+    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1)
+    """
+    mesh = dataclasses.replace(saved, **given)
+    sizes = mesh.sizes.values()
+    if saved.simulate and "simulate" not in given and INFERRED not in sizes:
+        mesh = dataclasses.replace(mesh, simulate=math.prod(sizes))
+    return mesh
+
+
+def sizes_of(model: ShardedModel) -> str:
+    """A model's mesh, as "pp1·dp2·tp4"."""
+    return "·".join(f"{axis}{size}" for axis, size in model.axis_sizes.items())
+
+
+def restore_params(checkpoints: Path, step: int | None, model: ShardedModel) -> tuple[int, Any]:
+    """The parameters of a step on the model's mesh, and the step: where it is None, the newest that is whole."""
+    like = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+    wanted = {"params": jax.tree.map(like, model.shapes, model.shardings)}
+    if step is not None:
+        return step, restore(checkpoints, step, wanted)["params"]
+    found = restore_newest(checkpoints, wanted)
+    for error in found.damaged:
+        make_room()
+        instead = f"going on with step {found.step}"
+        tell(f"the checkpoint of step {error.step} is damaged: {error.how}; {instead}", sys.stderr)
+    return found.step, found.parts["params"]
+
+
+def _number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def _sizes(settings: Settings) -> str:
-    return " ".join(f"{axis}={settings.mesh.sizes[axis]}" for axis in AXES)

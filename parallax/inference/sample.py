@@ -13,7 +13,7 @@ def noise_keys(key: Array, rows_B: Array, positions_B: Array) -> Array:
     return fold(rows_B, positions_B)
 
 
-def choose(logits_BV: Array, keys_B: Array, config: SampleConfig) -> Array:
+def sample_tokens(logits_BV: Array, keys_B: Array, config: SampleConfig) -> Array:
     """One token for each row, int32 [B]; equal logits, keys and config give equal tokens."""
     if config.temperature == 0:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)

@@ -1,1 +1,1 @@
-"""Parameters in files of other projects: safetensors, under plain names."""
+"""Parameters in files of other projects: safetensors, and the folders of Hugging Face's `transformers`."""

@@ -1,7 +1,6 @@
 """Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,212 +9,163 @@ import ml_dtypes
 import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, ArrayWriter
-from parallax.checkpoint.steps import shortened
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
-from parallax.data.tokenizer import CONFIG_NAME, FILE_NAME, Tokenizer, load
-from parallax.interop.architectures import (
-    FURTHER_LAYERS,
-    Described,
-    describe,
-    differing_keys,
-    same_rope,
-    with_window,
-    write_config,
-)
-from parallax.interop.folders import Arrays, Step, as_json, damaged, made_whole, make_run, open_step
-from parallax.interop.names import plain_names
-from parallax.interop.quantized import Weight, with_scales
-from parallax.interop.rope_fields import context_of, write_rope
-from parallax.interop.safetensors import Tensor, in_pieces
-from parallax.interop.shards import read_shards, write_shards
-from parallax.interop.special_tokens import GENERATION, as_text, special_ids, texts_beside
-from parallax.interop.weights import HEAD, LAYER, TABLE, Place, places
+from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
+from parallax.interop import export, hf_config
+from parallax.interop.export import SavedParams, SavedStep
+from parallax.interop.hf_config import HfConfig
+from parallax.interop.hf_weights import HEAD, LAYER, TABLE, StoredTensor, WeightView, weight_views, with_scales
+from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
-from parallax.runtime.errors import CheckpointError, ConfigError, DataError, shown
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.runtime.run_files import RECORD
 
 CONFIG = "config.json"
-# What users of such a folder want to find in it again: texts, and small.
-BESIDE = (GENERATION, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+GENERATION = "generation_config.json"
+# Small texts that users expect to find again in such a folder.
+BESIDE = (GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 BESIDE_LIMIT_BYTES = 1 << 24
 # Of a model of type qwen2 that reads with a tokenizer of its own.
 NOT_QWENS = "read its tokenizer with PreTrainedTokenizerFast: transformers 5's AutoTokenizer makes Qwen's splits of it"
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-# Tables of rotary angles, which follow from the config and which old files hold.
-FOLLOWS = ".rotary_emb.inv_freq"
+WEIGHT_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+ROPE_TABLE = ".rotary_emb.inv_freq"  # which follows from the config, and which old files hold
 
 
 # ---- in
 
 
-def from_hf(source: Path, workdir: Path, settings: Settings) -> Described:
+def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, but for its model.
 
-    Parameters are float32, as all runs have them: of bfloat16 and float16 every bit is kept.
+    Parameters are float32, as all runs have them; bfloat16 and float16 lose no bit.
 
     Raises:
         ConfigError: the model is none that is computed here, by the name of the field that says so.
         CheckpointError: the folder cannot be trusted, or has not the parameters of its config.
         DataError: its tokenizer is missing, damaged, or has more entries than the model.
     """
-    if not (source / CONFIG).is_file():
+    if not files.is_file(source / CONFIG):
         raise CheckpointError(
-            f"{source} has no {CONFIG}; name a folder with {CONFIG}, {FILE_NAME} and "
+            f"{source} has no {CONFIG}; name a folder with {CONFIG}, {TOKENIZER_FILE} and "
             f"safetensors, as `hf download NAME --local-dir FOLDER` makes one"
         )
     content = load_json(source / CONFIG)
-    described = describe(content)
+    config = hf_config.read_config(content)
     # As a config that somebody wrote, for the checks of sizes that no machine has.
     written = settings.to_dict()
-    settings = read_settings(written | {"model": written["model"] | described.model})
-    check_window(settings.model, settings.data.seq)
-    tokenizer = load(source)
-    if tokenizer.vocab > settings.model.vocab:
+    settings = read_settings(written | {"model": written["model"] | config.model})
+    model = settings.model
+    check_window(model, settings.data.seq)
+    tokenizer = load_tokenizer(source)
+    if tokenizer.vocab > model.vocab:
         raise DataError(
-            f"{source / FILE_NAME} has {tokenizer.vocab} entries, but vocab_size={settings.model.vocab}; "
+            f"{source / TOKENIZER_FILE} has {tokenizer.vocab} entries, but vocab_size={model.vocab}; "
             "put the model's own tokenizer there"
         )
-    tensors = read_shards(source)
-    at = places(settings.model, interleaved=described.interleaved)
-    tensors = _wanted(source, tensors, _theirs(settings.model, at), described)
-    beside = {name: _text_of(source / name) for name in BESIDE if _is_small(source / name)}
-    record = {"config": _without_what_is_left_out(content), "dtypes": _dtypes_to_write(content, tensors)}
+    views = weight_views(model, interleaved=config.interleaved)
+    tensors = _tensors_of_model(source, _hf_shapes(model, views), config)
+    record = {
+        # The config of the weights as they can be written again.
+        "config": {
+            k: v for k, v in content.items() if k not in ("quantization_config", *hf_config.FURTHER_LAYERS) or not v
+        },
+        "dtypes": _dtypes_to_write(content, tensors),
+        "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
+    }
 
     def write(arrays: Mapping[str, ArrayWriter]) -> None:
-        for here in plain_names(arrays).values():
-            place = at[here.name]
-            row = 0
-            for piece in _rows(place, tensors[_tensor_of(place, here.index)]):
-                values = np.ascontiguousarray(place.take(piece), np.float32)
-                arrays[here.name].write((*here.index, slice(row, row + len(values))), values)
-                row += len(values)
-            for zeros in _padding(here.shape, row):
-                arrays[here.name].write((slice(row, row + len(zeros)),), zeros)
-                row += len(zeros)
+        for here in export.plain_names(arrays).values():
+            view, array = views[here.name], arrays[here.name]
+            row = export.write_rows(array, here.index, _our_rows(view, tensors[view.name(here.index)]))
+            # Rows that pad the vocab.
+            zeros = np.broadcast_to(np.float32(0), (here.shape[0] - row, *here.shape[1:]))
+            for piece in in_pieces(zeros, PIECE_BYTES):
+                array.write((slice(row, row + len(piece)),), np.ascontiguousarray(piece))
+                row += len(piece)
 
-    carried = {CONFIG: as_json(settings), FILE_NAME: source / FILE_NAME, RECORD: json.dumps(record | {"files": beside})}
-    carried |= {CONFIG_NAME: source / CONFIG_NAME} if (source / CONFIG_NAME).is_file() else {}
-    with made_whole(workdir) as unfinished:
-        make_run(unfinished, settings, tokenizer, carried, write)
-    return described._replace(notes=(*described.notes, *_said_of_padding(settings.model)))
-
-
-def _rows(place: Place, found: Weight) -> Iterator[np.ndarray]:
-    """Rows of an array: out of the file where they lie there as they are, else out of the whole tensor."""
-    limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
-    if place.view is None:
-        return found.pieces(limit)
-    return in_pieces(place.ours(found.whole()), limit)
-
-
-def _said_of_padding(model: ModelConfig) -> list[str]:
+    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if files.is_file(source / name)]
+    carried = {CONFIG: export.as_json(settings), RECORD: json.dumps(record), **{name: source / name for name in copied}}
+    with export.new_folder(workdir) as unfinished:
+        export.make_run(unfinished, settings, tokenizer, carried, write)
     if model.padded_vocab == model.vocab:
-        return []
-    multiple = f"model.vocab_multiple={model.vocab_multiple}"
-    return [
-        f"vocab_size={model.vocab} is padded to {model.padded_vocab} ({multiple}), that mesh.tp may divide it; the "
-        "padding has no logits, and to-hf leaves it out"
-    ]
-
-
-def _padding(shape: tuple[int, ...], row: int) -> Iterator[np.ndarray]:
-    """Zeros for the rows of an array from `row` on: those of a table that pad its vocab."""
-    zeros = np.broadcast_to(np.float32(0), (shape[0] - row, *shape[1:]))
-    return map(np.ascontiguousarray, in_pieces(zeros, PIECE_BYTES))
-
-
-def _without_what_is_left_out(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json for the weights as they can be written again."""
-    left_out = ("quantization_config", *FURTHER_LAYERS)
-    return {key: value for key, value in content.items() if not (key in left_out and value)}
-
-
-def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, str]:
-    """Of each tensor its own; of what was quantized the one that config.json says of the model."""
-    said = content.get("torch_dtype") or content.get("dtype")
-    plain = said if said in tuple(DTYPES) else "bfloat16"
-    return {name: plain if weight.scales else str(weight.tensor.dtype) for name, weight in tensors.items()}
-
-
-def _tensor_of(place: Place, index: tuple[int, ...]) -> str:
-    return place.tensor.format(layer=index[0]) if index else place.tensor
-
-
-def _theirs(model: ModelConfig, at: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """The shape of each of their tensors."""
-    layers = range(model.layers)
-    return {place.tensor.format(layer=layer): place.shape for place in at.values() for layer in layers}
-
-
-def _wanted(
-    source: Path,
-    tensors: Mapping[str, tuple[Path, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    described: Described,
-) -> dict[str, Weight]:
-    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
-    further = tuple(
-        LAYER.format(layer=described.model["layers"] + number) for number in range(described.further_layers)
+        return config
+    note = (
+        f"vocab_size={model.vocab} is padded to {model.padded_vocab} (model.vocab_multiple={model.vocab_multiple}), "
+        "that mesh.tp may divide it; the padding has no logits, and to-hf leaves it out"
     )
+    return config._replace(notes=(*config.notes, note))
+
+
+def _our_rows(view: WeightView, found: StoredTensor) -> Iterator[np.ndarray]:
+    """Rows of an array in float32: from the file where they are the tensor's rows, else from the whole tensor."""
+    limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
+    pieces = found.pieces(limit) if view.view is None else in_pieces(view.ours(found.whole()), limit)
+    return (np.ascontiguousarray(view.read(piece), np.float32) for piece in pieces)
+
+
+def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """The dtype of each tensor; where it was quantized, the one that config.json has for the model."""
+    said = content.get("torch_dtype") or content.get("dtype")
+    plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
+    return {name: plain if found.scales else str(found.tensor.dtype) for name, found in tensors.items()}
+
+
+def _hf_shapes(model: ModelConfig, views: Mapping[str, WeightView]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that `transformers` has of a model."""
+    return {view.name((layer,)): view.shape for view in views.values() for layer in range(model.layers)}
+
+
+def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], config: HfConfig) -> dict[str, StoredTensor]:
+    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
+    layers = config.model["layers"]
+    further = tuple(LAYER.format(layer=layers + number) for number in range(config.further_layers))
     tensors = {
-        name: Weight(*found)
-        for name, found in tensors.items()
-        if not name.endswith(FOLLOWS) and not name.startswith(further)
+        name: StoredTensor(*found)
+        for name, found in read_model(source).items()
+        if not name.endswith(ROPE_TABLE) and not name.startswith(further)
     }
-    if described.block:
-        tensors = with_scales(tensors, described.block)
-    if HEAD in tensors and HEAD not in shapes and TABLE in tensors and _equal(tensors[HEAD], tensors[TABLE]):
-        del tensors[HEAD]  # a tied table that is there twice
-    differences = [f"{name} is missing" for name in shapes if name not in tensors]
-    differences += [f"{shown(name)} is of no use" for name in tensors if name not in shapes]
+    if config.block:
+        tensors = with_scales(tensors, config.block)
+    head, table = tensors.get(HEAD), tensors.get(TABLE)
+    if head and table and HEAD not in shapes and head.equals(table, PIECE_BYTES):
+        del tensors[HEAD]  # a tied table that is stored twice
+    differences = []
     for name in shapes.keys() & tensors.keys():
         tensor, scales = tensors[name].tensor, tensors[name].scales
         if tensor.shape != shapes[name]:
             differences.append(f"{name} is {list(tensor.shape)} there and {list(shapes[name])} here")
-        if tensor.dtype not in DTYPES.values() and not scales:
-            differences.append(f"{name} is {tensor.dtype} and none of {', '.join(DTYPES)}")
-    if differences:
-        raise CheckpointError(f"{source} has not the parameters of its config.json: {shortened(sorted(differences))}")
+        if tensor.dtype not in WEIGHT_DTYPES.values() and not scales:
+            differences.append(f"{name} is {tensor.dtype} and none of {', '.join(WEIGHT_DTYPES)}")
+    export.check_tensors(source, tensors, shapes, differences)
     return tensors
 
 
-def _equal(one: Weight, other: Weight) -> bool:
-    if one.tensor[:2] != other.tensor[:2]:
-        return False
-    pairs = zip(*(found.pieces(PIECE_BYTES) for found in (one, other)))
-    return all(a.tobytes() == b.tobytes() for a, b in pairs)
-
-
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")  # line ends as they are
+        return files.read_bytes(path).decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _is_small(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size <= BESIDE_LIMIT_BYTES
+    return files.is_file(path) and not files.is_link(path) and files.size_bytes(path) <= BESIDE_LIMIT_BYTES
 
 
 # ---- out
 
 
-class Target(NamedTuple):
-    """What is written: a config.json, which it describes, the dtype of each tensor, and texts beside it."""
-
-    config: dict[str, Any]
-    described: Described
-    dtypes: Mapping[str, np.dtype]
-    files: Mapping[str, str]
-
-
-class Theirs(NamedTuple):
-    """A tensor of theirs, of the arrays that lie in it: name and index of each, and its place."""
+class HfTensor(NamedTuple):
+    """A tensor to write, and the arrays that are stored in it: name, index and view of each."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: list[tuple[str, tuple[int, ...], Place]]
+    arrays: list[tuple[str, tuple[int, ...], WeightView]]
 
 
 def to_hf(
@@ -232,58 +182,69 @@ def to_hf(
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
         ConfigError: no architecture computes the model, or `like` is another one.
     """
-    source = open_step(workdir, step)
+    source = export.open_step(workdir, step)
     settings = read_settings(load_saved(source.folder / CONFIG))
-    tokenizer = load(source.folder)
-    record = _record_of(like, tokenizer) if like else _record(source)
+    model, tokenizer = settings.model, load_tokenizer(source.folder)
+    record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0
-    differing = _differing(record, settings.model)
+    differing = _differing(record, model)
     if differing and like:
         raise ConfigError(f"the model is not the one that was imported: {differing}")
-    record = None if differing else record
-    target = _target(settings, tokenizer, record, dtype, trained=trained)
-    config = {"max_position_embeddings": target.described.context} | target.config  # which files may leave out
-    files = texts_beside(config, tokenizer, _beside(source) | target.files, trained=trained)
-    at = places(settings.model, interleaved=target.described.interleaved)
-    with made_whole(out) as unfinished:
-        arrays = Arrays(source)
-        theirs: dict[str, Theirs] = {}
-        for here in plain_names(arrays.stored).values():
-            place = at[here.name]
-            name = _tensor_of(place, here.index)
-            theirs.setdefault(name, Theirs(place.shape, target.dtypes[name], []))
-            theirs[name].parts.append((here.name, here.index, place))
-        write_shards(unfinished, theirs, lambda name: _pieces(arrays, theirs[name]), shard_bytes=shard_bytes)
-        arrays.check()
-        shutil.copyfile(source.folder / FILE_NAME, unfinished / FILE_NAME)
-        for name, text in {CONFIG: as_text(target.config), **files}.items():
-            (unfinished / name).write_bytes(text.encode("utf-8"))
-    kinds = " and ".join(sorted({str(tensor.dtype) for tensor in theirs.values()}))
+    if record is None or differing:
+        record = {"files": {}}
+        content = (
+            hf_config.write_config(model, settings.data.seq)
+            | _special_ids(tokenizer)
+            | {"torch_dtype": dtype or "float32"}
+        )
+        config = hf_config.read_config(content)
+        dtypes = dict.fromkeys(_hf_shapes(model, weight_views(model, interleaved=False)), dtype or "float32")
+    else:
+        config = hf_config.read_config(record["config"])
+        content = hf_config.with_window(record["config"], config, model)
+        content = _extended(content, config, model, settings.data.seq) if trained else content
+        dtypes = record["dtypes"]
+        if dtype:
+            dtypes = dict.fromkeys(dtypes, dtype)
+            content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
+    # The tokenizer config of a run that knows no import, but reads with somebody's tokenizer.
+    own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
+    texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
+    views = weight_views(model, interleaved=config.interleaved)
+    with export.new_folder(out) as unfinished:
+        params = SavedParams(source)
+        tensors: dict[str, HfTensor] = {}
+        for here in export.plain_names(params.stored).values():
+            view = views[here.name]
+            name = view.name(here.index)
+            tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtypes[name]], []))
+            tensors[name].arrays.append((here.name, here.index, view))
+        write_model(unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes)
+        params.check()
+        files.copy_file(source.folder / TOKENIZER_FILE, unfinished / TOKENIZER_FILE)
+        for name, text in {CONFIG: json_text(content), **texts}.items():
+            files.write_file(unfinished / name, text)
+    kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
     aside = f", for it is not the model that was imported: {differing}" if differing else ""
-    if record is None and target.described.architecture == "Qwen2ForCausalLM" and CONFIG_NAME not in source.files:
+    if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not own:
         aside += f"; {NOT_QWENS}"
-    return source.number, f"{target.described.architecture}, {kinds}{aside}"
+    return source.number, f"{config.architecture}, {kinds}{aside}"
 
 
-def _beside(source: Step) -> dict[str, str]:
-    """The tokenizer config of a run that knows no import, but reads with somebody's tokenizer."""
-    return {CONFIG_NAME: _text_of(source.folder / CONFIG_NAME)} if CONFIG_NAME in source.files else {}
-
-
-def _pieces(arrays: Arrays, tensor: Theirs) -> Iterator[np.ndarray]:
+def _hf_pieces(params: SavedParams, tensor: HfTensor) -> Iterator[np.ndarray]:
     """A tensor as it is written: in pieces where it is one array of ours, else whole."""
-    (name, index, place), *more = tensor.parts
-    if not more and place.view is None:
+    (name, index, view), *more = tensor.arrays
+    if not more and view.view is None:
         row = 0  # all rows are read, and held to the array's fingerprint; those that pad a vocab are not written
-        for piece in arrays.pieces(name, index):
+        for piece in params.pieces(name, index):
             yield _narrowed(name, piece[: max(tensor.shape[0] - row, 0)], tensor.dtype)
             row += len(piece)
         return
     whole = np.empty(tensor.shape, tensor.dtype)
-    for name, index, place in tensor.parts:
-        ours, row = place.ours(whole), 0
-        for piece in arrays.pieces(name, index):
-            place.put(ours[row : row + len(piece)], _narrowed(name, piece, tensor.dtype))
+    for name, index, view in tensor.arrays:
+        ours, row = view.ours(whole), 0
+        for piece in params.pieces(name, index):
+            view.write(ours[row : row + len(piece)], _narrowed(name, piece, tensor.dtype))
             row += len(piece)
     yield whole
 
@@ -299,64 +260,108 @@ def _narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return narrow
 
 
-def _record(source: Step) -> dict[str, Any] | None:
-    """What an import kept of the folder that it read. A run may be anybody's, and its names are files to write."""
+def read_record(source: SavedStep) -> dict[str, Any] | None:
+    """What an import recorded of the folder that it read. A run may be anybody's, and its names are files to write."""
     if RECORD not in source.files:
         return None
     record = load_json(source.folder / RECORD)
-    config, dtypes, files = (record.get(part) for part in ("config", "dtypes", "files"))
-    known = all(isinstance(part, dict) for part in (config, dtypes, files))
-    known = known and all(kind in tuple(DTYPES) for kind in dtypes.values())
-    if not known or not all(name in BESIDE and isinstance(text, str) for name, text in files.items()):
-        raise damaged(source.folder, f"its file {RECORD} is none that an import writes")
+    config, dtypes, texts = (record.get(part) for part in ("config", "dtypes", "files"))
+    known = all(isinstance(part, dict) for part in (config, dtypes, texts))
+    known = known and all(kind in tuple(WEIGHT_DTYPES) for kind in dtypes.values())
+    if not known or not all(name in BESIDE and isinstance(text, str) for name, text in texts.items()):
+        raise export.damaged(source, f"its file {RECORD} is none that an import writes")
     return record
 
 
 def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The record of the run that --like names; ConfigError if there is none, or not of this tokenizer."""
-    source = open_step(like, None)
-    record = _record(source)
+    source = export.open_step(like, None)
+    record = read_record(source)
     if record is None:
         raise ConfigError(f"--like={like} was not made by from-hf; name the folder of a run that was")
-    if load(source.folder).fingerprint != tokenizer.fingerprint:
+    if load_tokenizer(source.folder).fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"--like={like} has another tokenizer, so that its special tokens are others; leave it out")
     return record
 
 
 def _differing(record: dict[str, Any] | None, model: ModelConfig) -> str:
     """In which keys a model is not the one that was imported, in words."""
-    described = describe(record["config"]) if record else None
-    keys = differing_keys(described, model) if described else []
-    return ", ".join(f"model.{key}={described.model[key]!r} there, {getattr(model, key)!r} here" for key in keys)
-
-
-def _target(
-    settings: Settings, tokenizer: Tokenizer, record: dict[str, Any] | None, dtype: str | None, *, trained: bool
-) -> Target:
-    model = settings.model
     if record is None:
-        config = write_config(model, settings.data.seq) | special_ids(tokenizer) | {"torch_dtype": dtype or "float32"}
-        names = _theirs(model, places(model, interleaved=False))
-        return Target(config, describe(config), dict.fromkeys(names, DTYPES[dtype or "float32"]), {})
-    config, files = record["config"], record["files"]
-    described = describe(config)
-    config = with_window(config, described, model)
-    config = _reaching(config, described, model, settings.data.seq) if trained else config
-    dtypes = {name: np.dtype(DTYPES[kind]) for name, kind in record["dtypes"].items()}
-    if dtype:
-        dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
-        config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
-    return Target(config, described, dtypes, files)
+        return ""
+    config = hf_config.read_config(record["config"])
+    keys = hf_config.differing_keys(config, model)
+    return ", ".join(f"model.{key}={config.model[key]!r} there, {getattr(model, key)!r} here" for key in keys)
 
 
-def _reaching(config: dict[str, Any], described: Described, model: ModelConfig, seq: int) -> dict[str, Any]:
-    """An imported config.json, stretched as the model was meanwhile, and no shorter than its windows of `seq`."""
-    known = described.context
-    if same_rope(described, model):
+def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq: int) -> dict[str, Any]:
+    """An imported config.json with the context extension of the model, and no shorter than its windows of `seq`."""
+    known = config.context
+    if hf_config.same_rope(config, model):
         if known >= seq or model.rope_scaling == "yarn":
-            return config
+            return content
     else:
         known = round(model.rope_original_seq * model.rope_factor)
     old = ("rope_parameters", "rope_scaling", "rope_theta")
-    config = {key: value for key, value in config.items() if key not in old} | write_rope(model)
-    return config | {"max_position_embeddings": context_of(model, max(known, seq))}
+    content = {key: value for key, value in content.items() if key not in old} | hf_config.rope_json(model)
+    return content | {"max_position_embeddings": hf_config.context_of(model, max(known, seq))}
+
+
+# ---- special tokens and generation
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """The fields of a config.json; null where there is none, as an absent field stands for some other id."""
+    return {"bos_token_id": tokenizer.begin[0] if tokenizer.begin else None, "eos_token_id": tokenizer.end}
+
+
+def _texts_beside(
+    content: Mapping[str, Any], context: int, tokenizer: Tokenizer, imported: Mapping[str, str], *, trained: bool
+) -> dict[str, str]:
+    """Texts by name, with which a model's text is encoded, and generation stops where a document ends.
+
+    `imported` texts stay as they are, but that a model which was trained here also stops at the end of a document.
+    Those that are missing are written.
+
+    Raises:
+        CheckpointError: the imported generation config is not a JSON object.
+    """
+    texts, end = dict(imported), tokenizer.end
+    if tokenizer.name == Bytes.name:
+        texts[TOKENIZER_FILE] = json_text(Bytes().as_bpe())
+    if TOKENIZER_CONFIG not in texts:
+        length = content.get("max_position_embeddings", context)
+        texts[TOKENIZER_CONFIG] = json_text(_tokenizer_config(tokenizer, length))
+    if GENERATION not in texts:
+        said = {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        known = {key: ids for key, ids in said.items() if ids is not None}
+        texts[GENERATION] = json_text({"eos_token_id": end, "pad_token_id": end} | known)
+    if trained:
+        try:
+            generation = files.object_of(texts[GENERATION])
+        except ValueError as error:
+            raise CheckpointError(f"the imported {GENERATION} is damaged: {error}; import it again") from error
+        ids = generation.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if end not in ids:
+            texts[GENERATION] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
+    return texts
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """An object as these files hold it."""
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
+    end = tokenizer.token(tokenizer.end)
+    begin = {"bos_token": tokenizer.token(tokenizer.begin[0])} if tokenizer.begin else {}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is, whatever the model
+        **begin,
+        "eos_token": end,
+        "pad_token": end,
+        "padding_side": "left",  # a model writes behind its prompts
+        "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],  # all that these models take
+        "clean_up_tokenization_spaces": False,  # which would take spaces out of decoded text
+    }

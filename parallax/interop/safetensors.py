@@ -1,15 +1,16 @@
-"""The safetensors format: a length, a JSON header that says where each tensor lies, and the tensors' bytes.
+"""Safetensors files, and models in several of them with an index that says which tensor is in which file.
 
-Headers are read by the `safetensors` library, as `transformers` reads them: it refuses what is no JSON, nested without
-end, negative, overflowing, overlapping, or does not cover the file, in a line, 30,000 names in 0.1 s. Ours is what it
-does not do (0.8.0, measured):
+A file has a length, a JSON header with the place of each tensor, and the tensors' bytes. The `safetensors` library
+reads headers, as `transformers` does: it refuses, in one line, a header that is not JSON, is nested without end, has
+negative, overflowing or overlapping offsets, or does not cover the file; 30,000 names take it 0.1 s. This module does
+what the library does not (0.8.0, measured):
 
-- It takes a name that is there twice, further keys in an entry, shapes that NumPy has no array for (65 dims, 2^63
-  entries by 0), and 16 s for a header of 99 MB: these are refused here.
-- Reading: through its memory map a whole file stays in memory (+262 MiB of 256, in pieces of 8 MiB), and one that is
+- Checks: the library accepts a name that is there twice, further keys in an entry, shapes that NumPy has no array for
+  (65 dims, 2^63 entries by 0), and takes 16 s for a header of 99 MB. These are refused here.
+- Reading: through its memory map a whole file stays in memory (+262 MiB of 256, in pieces of 8 MiB), and a file that is
   truncated meanwhile ends the process with SIGBUS; its slices without the map read the whole tensor for each piece.
-  `read_pieces` has one piece in memory, and a file that ends too early is an error.
-- Writing: it wants all of a file's tensors in memory at once (+297 MiB for a file of 256); `write` has one piece.
+  `read_pieces` holds one piece in memory, and a file that ends too early is an error.
+- Writing: it needs all of a file's tensors in memory at once (+297 MiB for a file of 256); `write_tensors` holds one.
 
 bfloat16 and float8 need ml_dtypes here and there, no torch; the library does not read float8 into NumPy.
 """
@@ -25,6 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from parallax.runtime.errors import CheckpointError, quoted, shown
+from parallax.runtime.files import exists, is_file, is_link, new_file, open_file, read_object, size_bytes, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -48,11 +50,15 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX_LIMIT_BYTES = HEADER_LIMIT_BYTES
+NAME_BYTES = 255  # of a file, in POSIX's file systems
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor; its bytes are `start` to `end` of the file."""
+    """A tensor's entry in a header; its bytes are `start` to `end` of the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -67,7 +73,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         CheckpointError: the header is none, or does not fit the file.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if length > HEADER_LIMIT_BYTES:
                 raise _bad(path, f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
@@ -83,7 +89,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     for name, (dtype, shape) in found.items():
         tensors[name] = _check_tensor(path, name, dtype, shape, at)
         at = tensors[name].end
-    if at != path.stat().st_size:  # there are no holes
+    if at != size_bytes(path):  # there are no holes
         raise _bad(path, f"its tensors end at byte {at}; it was written to meanwhile")
     _check_once(path, text)
     return tensors
@@ -94,7 +100,7 @@ def read_pieces(path: Path, tensor: Tensor, limit_bytes: int) -> Iterator[np.nda
     count = tensor.shape[0] if tensor.shape else 1
     rows = max(limit_bytes * count // max(nbytes(tensor), 1), 1)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(tensor.start)
             for start in range(0, count, rows):
                 piece = np.empty((min(rows, count - start), *tensor.shape[1:]), tensor.dtype)
@@ -105,25 +111,34 @@ def read_pieces(path: Path, tensor: Tensor, limit_bytes: int) -> Iterator[np.nda
         raise _unreadable(path, error) from error
 
 
+def in_pieces(array: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
+    """Rows of an array in memory, likewise."""
+    rows = max(limit_bytes // max(array[:1].nbytes, 1), 1)
+    return (array[start : start + rows] for start in range(0, len(array), rows))
+
+
 def read_tensor(path: Path, tensor: Tensor) -> np.ndarray:
     """A whole tensor."""
     whole = next(read_pieces(path, tensor, nbytes(tensor)), None)
     return np.empty(tensor.shape, tensor.dtype) if whole is None else whole  # no rows, no pieces
 
 
-def write(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
-    """Write a file tensor by tensor: `pieces(name)` gives the elements of each, in order.
+def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
+    """Write a new file tensor by tensor: `pieces(name)` gives the elements of each, in order.
 
     `tensors` are anything with shape and dtype, by name.
     """
     header, at = {}, 0
     for name, about in tensors.items():
         end = at + nbytes(about)
-        header[name] = {"dtype": _dtype_name(name, about), "shape": list(about.shape), "data_offsets": [at, end]}
+        if np.dtype(about.dtype) not in DTYPE_NAMES:
+            raise CheckpointError(f"{quoted(name)} is of {about.dtype}, for which safetensors has no name")
+        dtype = DTYPE_NAMES[np.dtype(about.dtype)]
+        header[name] = {"dtype": dtype, "shape": list(about.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps({METADATA: {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)  # tensors begin at a multiple of 8
-    with path.open("wb") as file:
+    with new_file(path) as file:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for name, about in tensors.items():
             before = file.tell()
@@ -135,12 +150,6 @@ def write(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterab
 def nbytes(about: Any) -> int:
     """Bytes of anything with shape and dtype."""
     return math.prod(about.shape) * np.dtype(about.dtype).itemsize
-
-
-def _dtype_name(name: str, about: Any) -> str:
-    if np.dtype(about.dtype) not in NAMES:
-        raise CheckpointError(f"{quoted(name)} is of {about.dtype}, for which safetensors has no name")
-    return NAMES[np.dtype(about.dtype)]
 
 
 def _check_tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...], start: int) -> Tensor:
@@ -155,7 +164,7 @@ def _check_tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...], sta
 
 
 def _check_once(path: Path, text: bytes) -> None:
-    """What the library takes of a header, and another reader may read otherwise."""
+    """Refuse a repeated name and further keys, which the library accepts and readers understand differently."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen = set()
@@ -179,11 +188,100 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({error.strerror or error})")
 
 
-def in_pieces(array: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
-    """Rows of an array, as many at a time as fit into a number of bytes."""
-    if array.ndim == 0:
-        yield array
-        return
-    rows = max(limit_bytes // max(array[:1].nbytes, 1), 1)
-    for start in range(0, len(array), rows):
-        yield array[start : start + rows]
+# ---- several files
+
+
+def write_model(
+    folder: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]], *, shard_bytes: int
+) -> None:
+    """Write tensors in their order into files of at most `shard_bytes`, but for one that is larger; the index last."""
+    groups = grouped(tensors, shard_bytes)
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    for name, group in zip(names, groups):
+        write_tensors(folder / name, group, pieces)
+    index = {
+        "metadata": {"total_size": sum(map(nbytes, tensors.values()))},
+        "weight_map": {tensor: name for name, group in zip(names, groups) for tensor in group},
+    }
+    write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
+
+
+def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:
+    """Tensors in their order, in groups of at most so many bytes; a larger one has a group of its own.
+
+    >>> [list(group) for group in grouped({name: np.zeros(3, np.uint8) for name in "abc"}, 6)]
+    [['a', 'b'], ['c']]
+    """
+    groups: list[dict[str, Any]] = [{}]
+    held = 0
+    for name, about in tensors.items():
+        if groups[-1] and held + nbytes(about) > limit_bytes:
+            groups.append({})
+            held = 0
+        groups[-1][name] = about
+        held += nbytes(about)
+    return groups
+
+
+def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
+    """Every tensor of a folder, with the file that holds it; of each file the header alone is read.
+
+    Raises:
+        CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
+    """
+    if not exists(folder / INDEX) and is_file(folder / SINGLE):
+        path = _checked_file(folder, SINGLE)
+        return {name: (path, tensor) for name, tensor in read_header(path).items()}
+    homes = _read_index(folder)
+    of_shard: dict[str, set[str]] = {}
+    for name, home in homes.items():
+        of_shard.setdefault(home, set()).add(name)
+    found = {}
+    for shard, names in sorted(of_shard.items()):
+        path = _checked_file(folder, shard)
+        tensors = read_header(path)
+        odd = names ^ set(tensors)
+        if odd:
+            raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {quoted(min(odd))}")
+        found |= {name: (path, tensor) for name, tensor in tensors.items()}
+    return {name: found[name] for name in homes}
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        if size_bytes(path) > INDEX_LIMIT_BYTES:
+            raise CheckpointError(f"{path} has {size_bytes(path)} bytes, more than {INDEX_LIMIT_BYTES}")
+        homes = read_object(path)["weight_map"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: it has no weight_map") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
+        raise CheckpointError(f"{path} is damaged: its weight_map does not lead from names to files")
+    return homes
+
+
+def _checked_file(folder: Path, name: str) -> Path:
+    """A file of the folder itself: a name with a path in it, or a link, could be any file of the machine."""
+    path = folder / name
+    is_path = Path(name).name != name or name in ("", ".", "..") or "\\" in name
+    if is_path or not name.isprintable() or len(name.encode()) > NAME_BYTES:
+        raise CheckpointError(
+            f"{folder / INDEX} names {quoted(name)}, which is no file's name; it must be in the folder"
+        )
+    if not name.endswith(".safetensors"):
+        raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; nothing but .safetensors is read")
+    if is_link(path):
+        raise CheckpointError(f"{path} is a link; put the file itself there")
+    if not is_file(path):
+        raise CheckpointError(f"{path} is missing")
+    return path

@@ -18,7 +18,7 @@ from parallax.sharding.activations import activation
 from parallax.sharding.collectives import offset, reshard
 from parallax.sharding.layout import Layout
 
-SHOWN = "intermediates"  # Flax's collection of what is no result
+INTERMEDIATES = "intermediates"  # a collection of Flax
 
 
 def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str) -> Array:
@@ -45,15 +45,15 @@ def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: 
     return jax.nn.softmax(jnp.where(context.mask_B1ST, scores_BHST, -jnp.inf), axis=-1)
 
 
-def show(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
-    """Leave what a layer reads and caches to those who look inside; to others nothing is computed."""
-    if layer.is_mutable_collection(SHOWN):
+def sow_intermediates(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
+    """Sow attention weights and cache entries where INTERMEDIATES is mutable; elsewhere nothing is computed."""
+    if layer.is_mutable_collection(INTERMEDIATES):
         seen = {"weights": attention_weights(q, k, context, scale=scale), "cache": cache}
-        layer.sow(SHOWN, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+        layer.sow(INTERMEDIATES, "seen", seen, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
-def remember(cache_BT: Array, new_BS: Array, context: Context) -> Array:
-    """Write the entries of new tokens into the cache, behind the `context.cursor` that it holds."""
+def update_kv_cache(cache_BT: Array, new_BS: Array, context: Context) -> Array:
+    """Write the entries of new tokens into the cache, from slot `context.cursor` on."""
     return lax.dynamic_update_slice_in_dim(cache_BT, new_BS.astype(cache_BT.dtype), context.cursor, axis=1)
 
 
@@ -101,13 +101,13 @@ class GQA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
-        show(self, context, q, k, scale=self._scale, cache={"k": k, "v": v})
+        sow_intermediates(self, context, q, k, scale=self._scale, cache={"k": k, "v": v})
         return self.out(self._attend(q, k, v, context))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens to all that the cache holds; returns the longer cache too."""
         q, k, v = self._project(x, context)
-        cache = {"k": remember(cache["k"], k, context), "v": remember(cache["v"], v, context)}
+        cache = {"k": update_kv_cache(cache["k"], k, context), "v": update_kv_cache(cache["v"], v, context)}
         return self.out(self._attend(q, cache["k"], cache["v"], context)), cache
 
     def cache_layouts(self) -> dict[str, str]:

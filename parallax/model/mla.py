@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.model.attention import attend, remember, show
+from parallax.model.attention import attend, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
@@ -72,7 +72,7 @@ class MLA(nn.Module):
         k, v = (keep(up(latent), of="attention") for up in (self.up_k, self.up_v))
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
-        show(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
+        sow_intermediates(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
         return self.out(attend(q, k, v, context, scale=self._scale, kernel=self.kernel))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -80,8 +80,8 @@ class MLA(nn.Module):
         q, latent, k_rope = self._project(x, context)
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         cache = {
-            "latent": remember(cache["latent"], latent, context),
-            "k_rope": remember(cache["k_rope"], k_rope, context),
+            "latent": update_kv_cache(cache["latent"], latent, context),
+            "k_rope": update_kv_cache(cache["k_rope"], k_rope, context),
         }
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         absorbed = self.up_k.absorb_query(q_head)

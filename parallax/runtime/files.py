@@ -161,6 +161,12 @@ def write_file(path: Path, content: str | bytes) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def new_file(path: Path) -> IO[bytes]:
+    """A file to write piece by piece, in place of what has its name; a kill may leave a part of it."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
 def copy_file(path: Path, target: Path) -> None:
     """Copy what is in a file."""
     shutil.copyfile(path, target)

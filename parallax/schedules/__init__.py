@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: an order of actions for each rank; a new schedule is a function in `named`.
+"""Pipeline schedules as data: an order of actions for each rank. A new schedule is a function in `definitions`.
 
     >>> print(by_name("gpipe", ranks=2, microbatches=3))
     gpipe ranks=2 stages=2 microbatches=3 ticks=8 lockstep bubble=25.0%
@@ -6,14 +6,13 @@
     rank 0 0F0 0F1 0F2   .   . 0B0 0B1 0B2
     rank 1   . 1F0 1F1 1F2 1B0 1B1 1B2   .
 
-`1F0` is the forward pass of microbatch 0 in stage 1, `1B0` its backward pass, `1W0` the part of it that makes the
-weights' gradients, where a schedule splits it off. A tick holds at most one action of each kind per rank, in that
-order. When it ends, every rank passes on what it made, so it lasts as long as its dearest rank.
+`1F0` is the forward pass of microbatch 0 in stage 1 and `1B0` its backward pass. Where a schedule splits the backward
+pass, `1W0` is the part that computes the weights' gradients. In a tick, a rank runs at most one action of each kind, in
+this order. At its end all ranks send what they made, so a tick lasts as long as its slowest rank.
 """
 
-from parallax.schedules.draw import gantt
-from parallax.schedules.files import load_csv, save_csv
-from parallax.schedules.named import (
+from parallax.schedules.csv_files import load_csv, save_csv
+from parallax.schedules.definitions import (
     SCHEDULES,
     accumulate,
     by_name,
@@ -26,31 +25,6 @@ from parallax.schedules.named import (
     zero_bubble,
     zero_bubble_v,
 )
-from parallax.schedules.order import KINDS, Action, ScheduleError
+from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import Costs, Figures, figures
-from parallax.schedules.tables import Schedule, Segment
-
-__all__ = [
-    "KINDS",
-    "SCHEDULES",
-    "Action",
-    "Costs",
-    "Figures",
-    "Schedule",
-    "ScheduleError",
-    "Segment",
-    "accumulate",
-    "by_name",
-    "check_name",
-    "check_virtual",
-    "figures",
-    "gantt",
-    "gpipe",
-    "in_turn",
-    "interleaved",
-    "load_csv",
-    "one_f_one_b",
-    "save_csv",
-    "zero_bubble",
-    "zero_bubble_v",
-]
+from parallax.schedules.schedule import KINDS, Action, Schedule, ScheduleError, Segment

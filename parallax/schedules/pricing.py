@@ -1,11 +1,11 @@
-"""What a schedule costs: time in lockstep and asynchronous, bubbles, activations held, messages sent."""
+"""What a schedule costs: its time in lockstep and asynchronous, bubbles, activations held, messages sent."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from parallax.runtime.errors import ConfigError
-from parallax.schedules.order import Action, Orders
+from parallax.schedules.schedule import Action, Schedule
 
 SHORTEST, LONGEST = 1e-9, 1e9  # times of an action, in any unit; sums of them stay exact enough to compare
 
@@ -22,14 +22,8 @@ class Costs(NamedTuple):
     weights: float = 1
     send: float = 0
 
-    def of(self, schedule: Orders) -> dict[str, float]:
+    def of(self, schedule: Schedule) -> dict[str, float]:
         """Time of one action of each kind. Raises ConfigError for costs that cannot be."""
-        self._check()
-        backward = self.backward - (self.weights if schedule.split else 0)
-        whole = {"F": self.forward, "B": backward, "W": self.weights}
-        return {kind: time / schedule.virtual for kind, time in whole.items()}
-
-    def _check(self) -> None:
         for name, time in self._asdict().items():
             if time != 0 and not SHORTEST <= time <= LONGEST:
                 allowed = f"write 0, or a number from {SHORTEST:g} to {LONGEST:g}"
@@ -39,43 +33,39 @@ class Costs(NamedTuple):
             raise ConfigError(f"{larger}, of which it is a part; use weights of {self.backward:g} or less.")
         if self.forward + self.backward == 0:
             raise ConfigError("forward=0 and backward=0: there is no work to take a share of; make one more than 0.")
+        backward = self.backward - (self.weights if schedule.split else 0)
+        whole = {"F": self.forward, "B": backward, "W": self.weights}
+        return {kind: time / schedule.virtual for kind, time in whole.items()}
 
 
 USUAL = Costs()
 
 
 class Figures(NamedTuple):
-    """A schedule's price. Bubbles are the share of the time in which an average rank does nothing."""
+    """What a schedule costs. A bubble is the share of the time in which an average rank does nothing."""
 
     ticks: int
     lockstep_time: float
     lockstep_bubble: float
     asynchronous_time: float
     asynchronous_bubble: float
-    activations: tuple[float, ...]  # per rank, at the worst moment, in microbatches of all the rank's layers
+    activations: tuple[float, ...]  # per rank, the most held at once, in microbatches of all the rank's layers
     sends: tuple[int, ...]  # per rank, messages to another
 
 
-def figures(schedule: Orders, costs: Costs = USUAL) -> Figures:
-    """The price of a schedule in both ways of running it.
+def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
+    """The cost of a schedule in both ways of running it.
 
-    In lockstep, as the executor runs, a tick lasts as long as its dearest rank and ends in a message. Asynchronous,
-    as papers count, a rank waits for what it needs alone.
+    In lockstep, as the executor runs, a tick lasts as long as its slowest rank and ends in a message. Asynchronous, as
+    papers count, a rank waits only for what it needs.
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
     lockstep, free = lockstep_time(schedule, costs), asynchronous_time(schedule, costs)
-    return Figures(
-        schedule.ticks,
-        lockstep,
-        1 - work / lockstep,
-        free,
-        1 - work / free,
-        tuple(float(held) for held in activations(schedule)),
-        sends(schedule),
-    )
+    held = tuple(float(most) for most in activations(schedule))
+    return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
 
-def tick_times(schedule: Orders, costs: Costs = USUAL) -> np.ndarray:
+def tick_times(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
     """`[tick]`: how long each tick lasts in lockstep, without the message after it."""
     time_of = costs.of(schedule)
     busy = np.zeros((schedule.ticks, schedule.ranks))
@@ -84,31 +74,30 @@ def tick_times(schedule: Orders, costs: Costs = USUAL) -> np.ndarray:
     return busy.max(axis=1)
 
 
-def send_time(schedule: Orders, costs: Costs = USUAL) -> float:
-    """Time of the messages that end a tick."""
-    return costs.send * (schedule.ranks > 1)
+def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
+    """`[tick]`: when each tick and the message after it end in lockstep."""
+    return np.cumsum(tick_times(schedule, costs) + costs.send * (schedule.ranks > 1))
 
 
-def lockstep_time(schedule: Orders, costs: Costs = USUAL) -> float:
-    """Time of all ticks, each as long as its dearest rank, and a message after each."""
-    return float(tick_times(schedule, costs).sum() + schedule.ticks * send_time(schedule, costs))
+def lockstep_time(schedule: Schedule, costs: Costs = USUAL) -> float:
+    """Time of all ticks and of the message after each."""
+    return float(tick_times(schedule, costs).sum() + schedule.ticks * costs.send * (schedule.ranks > 1))
 
 
-def lockstep_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, float]:
+def lockstep_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action, float]:
     """When each action begins in lockstep; in a tick, a rank runs F, B and W one after the other."""
-    time_of = costs.of(schedule)
-    begins = np.cumsum([0, *(tick_times(schedule, costs) + send_time(schedule, costs))])
+    time_of, begins = costs.of(schedule), [0.0, *tick_ends(schedule, costs).tolist()]
     free: dict[tuple[int, int], float] = {}
     starts = {}
     for action in schedule.as_run:
         cell = (schedule.rank_of(action.stage), schedule.tick_of[action])
-        starts[action] = free.get(cell, float(begins[cell[1]]))
+        starts[action] = free.get(cell, begins[cell[1]])
         free[cell] = starts[action] + time_of[action.kind]
     return starts
 
 
-def asynchronous_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, float]:
-    """When each action begins, if a rank, in its order, waited for what it needs, not for ticks."""
+def asynchronous_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action, float]:
+    """When each action begins if a rank, which keeps its order, waits only for what it needs."""
     time_of = costs.of(schedule)
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
@@ -123,13 +112,13 @@ def asynchronous_starts(schedule: Orders, costs: Costs = USUAL) -> dict[Action, 
     return starts
 
 
-def asynchronous_time(schedule: Orders, costs: Costs = USUAL) -> float:
-    """Time until the last action has ended, if ranks waited for what they need, not for ticks."""
+def asynchronous_time(schedule: Schedule, costs: Costs = USUAL) -> float:
+    """When the last action ends if ranks wait only for what they need."""
     time_of = costs.of(schedule)
     return max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
 
 
-def activations(schedule: Orders) -> np.ndarray:
+def activations(schedule: Schedule) -> np.ndarray:
     """`[rank]`: most activations held at once, from F until the last action that reads them, in full microbatches."""
     last = schedule.kinds[-1]
     held = np.zeros((schedule.ticks, schedule.ranks))
@@ -140,11 +129,10 @@ def activations(schedule: Orders) -> np.ndarray:
     return held.max(axis=0)
 
 
-def sends(schedule: Orders) -> tuple[int, ...]:
+def sends(schedule: Schedule) -> tuple[int, ...]:
     """Messages that each rank sends to others: outputs forward, their gradients back."""
     counts = [0] * schedule.ranks
-    for stage, rank in enumerate(schedule.placement):
-        for neighbour in (stage - 1, stage + 1):
-            if 0 <= neighbour < schedule.stages and schedule.placement[neighbour] != rank:
-                counts[rank] += schedule.microbatches
+    for one, other in zip(schedule.placement, schedule.placement[1:]):
+        for rank in (one, other) if one != other else ():
+            counts[rank] += schedule.microbatches
     return tuple(counts)

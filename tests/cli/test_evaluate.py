@@ -17,10 +17,10 @@ from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.sections import DataConfig, MeshConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data import open_reader
-from parallax.data.split import documents_of_split
-from parallax.data.tokenizer import Bytes, load
+from parallax.data.reader import documents_of_split
+from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.data.vocabulary import with_tokenizer, with_vocab_of_source
-from parallax.inference.trained import Trained, load_trained
+from parallax.inference.run import LoadedStep, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
@@ -150,7 +150,7 @@ def test_what_cannot_be_evaluated_is_one_line(observed_run, capsys, arguments, s
 
 def one_batch(run, folder):
     """A text of exactly one batch of windows, of 8 x 32 tokens by the run's tokenizer and one more, its end."""
-    tokenizer, long = load(run), TEXT * 20
+    tokenizer, long = load_tokenizer(run), TEXT * 20
     size = next(at for at in range(256, len(long)) if len(tokenizer.encode(long[:at])) == 8 * 32)
     (folder / "one.txt").write_text(long[:size])
     return folder / "one.txt"
@@ -169,7 +169,7 @@ def test_a_run_that_starts_from_weights_reads_with_their_tokenizer_and_begins_at
     file = one_batch(observed_run, tmp_path)
     train(tuned_config(observed_run, file), tmp_path / "tuned")
     assert f"the tokenizer is that of {observed_run}: bpe, 280 ids" in capsys.readouterr().out
-    assert load(tmp_path / "tuned").fingerprint == load(observed_run).fingerprint
+    assert load_tokenizer(tmp_path / "tuned").fingerprint == load_tokenizer(observed_run).fingerprint
     losses = [row["train/loss"] for row in read_metrics(tmp_path / "tuned" / "metrics.jsonl")]
     before = evaluate(observed_run, on(observed_run), data=str(file))
     assert before.tokens == 8 * 32
@@ -262,7 +262,7 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(tmp_path, monkey
     monkeypatch.setattr("parallax.cli.evaluate.own_rows", lambda sharding, shape: np.arange(shape[0]))
     sizes = SimpleNamespace(vocab=384)
     model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=None)
-    trained = Trained(8, tmp_path, model, None, SimpleNamespace(fingerprint="of another corpus"))
+    trained = LoadedStep(8, tmp_path, model, None, SimpleNamespace(fingerprint="of another corpus"))
     monkeypatch.setattr("parallax.cli.evaluate.open_reader", lambda config, **_: SimpleNamespace(tokenizer=Bytes()))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
         open_text(trained, config, None, tmp_path)

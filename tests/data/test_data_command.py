@@ -11,11 +11,11 @@ import pytest
 from pyarrow import parquet
 
 from configs.base import get_config
+from parallax.cli import data as data_command
+from parallax.cli.data import main
 from parallax.config.sections import DataConfig
-from parallax.data import __main__ as data_command
 from parallax.data import open_reader
-from parallax.data.__main__ import main
-from parallax.data.manifest import read_manifest
+from parallax.data.shards import Manifest
 
 MOBY = ["prepare", "--source", "moby", "--tokenizer", "bytes", "--out"]
 
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_as_in_training(tmp_path, corpora):
         config = DataConfig(**get_config().data.to_dict() | sizes | {"source": source, "path": str(path)})
         open_reader(config, folder=tmp_path / "run", vocab=None, split="all")
         (run,) = (tmp_path / "run").glob(f"{source}-*")
-        assert read_manifest(out).request == read_manifest(run).request
+        assert Manifest.read(out).request == Manifest.read(run).request
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from parallax.data.order import shuffled
+from parallax.data.shuffle import shuffled
 
 sizes = st.integers(1, 3000)
 seeds = st.integers(0, 2**63)

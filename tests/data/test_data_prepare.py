@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, source_of
 
-from parallax.data import __main__ as data_command
+from parallax.cli import data as data_command
 from parallax.data import prepare as prepare_module
-from parallax.data.manifest import read_manifest
-from parallax.data.prepare import Request, prepare, remove
-from parallax.data.shard import smallest_dtype
+from parallax.data.prepare import Request, prepare, remove_prepared, write_shards
+from parallax.data.shards import Manifest, smallest_dtype
 from parallax.data.tokenizer import Bytes
-from parallax.data.workers import write_shards
 from parallax.runtime.errors import DataError
 
 MANY = [f"document {number} " * (number % 7) for number in range(60)]
@@ -47,7 +45,7 @@ def test_shards_hold_the_documents_in_order(tmp_path):
     assert [shard.name for shard in manifest.shards] == ["00000", "00001"]
     assert (manifest.documents, manifest.empty_documents, manifest.tokens) == (5, 1, len(ids))
     assert manifest.text_bytes == len("".join(TEXTS).encode())
-    assert manifest == read_manifest(tmp_path)
+    assert manifest == Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -67,29 +65,29 @@ def test_what_is_finished_is_not_made_again(tmp_path, made):
     assert not made
 
 
-def stop_after(shards, folder, made, monkeypatch):
+def stop_after(shards, folder, made):
     """Make some shards, then stop as a kill does: with a line, and a file, that are half written."""
-    count_bytes = prepare_module._count_bytes
     made.clear()
 
-    def stop(texts):
-        if len(made) == shards:
-            raise KeyboardInterrupt
-        return count_bytes(texts)
+    def documents():
+        for text in MANY:
+            if len(made) == shards:
+                raise KeyboardInterrupt
+            yield text
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, "_count_bytes", stop)
-        prepare_texts(MANY, folder)
+    source = dataclasses.replace(source_of(MANY), documents=documents)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Request(source=source, tokenizer="bytes", bpe_vocab=300, shard_bytes=40), folder, workers=1)
     with open(folder / "unfinished.jsonl", "a") as journal:
         journal.write('{"name": "0000')
     (folder / "00009.ids.tmp").write_bytes(b"half")
 
 
-def test_a_run_that_was_stopped_is_resumed(tmp_path, made, monkeypatch):
+def test_a_run_that_was_stopped_is_resumed(tmp_path, made):
     whole = prepare_texts(MANY, tmp_path / "whole")
     folder = tmp_path / "stopped"
-    stop_after(5, folder, made, monkeypatch)
-    stop_after(3, folder, made, monkeypatch)
+    stop_after(5, folder, made)
+    stop_after(3, folder, made)
     assert not (folder / "manifest.json").exists()
     made.clear()
     assert prepare_texts(MANY, folder) == whole
@@ -97,10 +95,10 @@ def test_a_run_that_was_stopped_is_resumed(tmp_path, made, monkeypatch):
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_a_refused_request_leaves_the_folder_as_it_was(tmp_path, made, monkeypatch):
+def test_a_refused_request_leaves_the_folder_as_it_was(tmp_path, made):
     prepare_texts(MANY, tmp_path / "other", tokenizer="bpe")
     folder = tmp_path / "stopped"
-    stop_after(3, folder, made, monkeypatch)
+    stop_after(3, folder, made)
     before = contents(folder)
     with pytest.raises(DataError, match="holds data of other settings: tokenizer='bytes'"):
         prepare_texts(MANY, folder, tokenizer=str(tmp_path / "other" / "tokenizer.json"))
@@ -183,7 +181,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     def full(file, content):
         raise OSError(28, "No space left on device", str(file))
 
-    monkeypatch.setattr("parallax.data.shard.write_whole", full)
+    monkeypatch.setattr("parallax.data.shards.write_whole", full)
     with pytest.raises(DataError, match=r"stopped at .*00000\.ids: No space left on device; run again to resume"):
         prepare_texts(TEXTS, tmp_path)
 
@@ -194,7 +192,7 @@ def test_two_at_once_share_the_work_of_one(tmp_path, made):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == len(read_manifest(tmp_path).shards)
+    assert len(made) == len(Manifest.read(tmp_path).shards)
 
 
 class Dying(Bytes):
@@ -230,12 +228,12 @@ def test_a_large_vocab_is_stored_in_four_bytes(tmp_path):
 def test_only_prepared_data_is_removed(tmp_path):
     prepare_texts(MANY, tmp_path / "data", tokenizer="bpe")
     (tmp_path / "data" / "00000.ids.tmp").write_text("half")
-    remove(tmp_path / "data")
+    remove_prepared(tmp_path / "data")
     assert not (tmp_path / "data").exists()
-    remove(tmp_path / "data")
+    remove_prepared(tmp_path / "data")
     (tmp_path / "thesis.doc").write_text("dear")
     with pytest.raises(DataError, match=r"more than prepared data \(thesis\.doc\)"):
-        remove(tmp_path)
+        remove_prepared(tmp_path)
 
 
 def test_an_attempt_that_came_to_no_shard_does_not_stand_in_the_way_of_its_correction(tmp_path):
@@ -245,7 +243,7 @@ def test_an_attempt_that_came_to_no_shard_does_not_stand_in_the_way_of_its_corre
     command = ["prepare", "--source=jsonl", f"--path={tmp_path / 'a.jsonl'}", f"--out={made}", "--tokenizer=bytes"]
     assert data_command.main(command) == 5
     assert data_command.main([*command, "--field=body"]) == 0
-    assert read_manifest(made).documents == 40
+    assert Manifest.read(made).documents == 40
     other = tmp_path / "other"
     prepare_texts(TEXTS, other, tokenizer="bpe")
     (other / "manifest.json").unlink()

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from parallax.data.sources import PIECE_BYTES, open_source
+from parallax.data.sources import TEXT_PIECE_BYTES, open_source
 from parallax.runtime.errors import ConfigError, DataError
 
 
@@ -46,12 +46,12 @@ def test_a_long_file_is_cut_at_line_ends(tmp_path):
     pieces = documents("text", tmp_path)
     assert "".join(pieces) == "".join(lines)
     assert len(pieces) == 4
-    assert all(piece.endswith("\n") and len(piece.encode()) < PIECE_BYTES + 40 for piece in pieces)
+    assert all(piece.endswith("\n") and len(piece.encode()) < TEXT_PIECE_BYTES + 40 for piece in pieces)
 
 
 @pytest.mark.parametrize("shift", range(4))
 def test_a_line_without_an_end_is_cut_between_characters(shift, tmp_path):
-    text = "x" * shift + "𝛑" * PIECE_BYTES
+    text = "x" * shift + "𝛑" * TEXT_PIECE_BYTES
     write(tmp_path, long__txt=text)
     pieces = documents("text", tmp_path)
     assert "".join(pieces) == text
@@ -114,10 +114,10 @@ def test_no_files_are_an_error_that_names_the_place(kind, path, message, tmp_pat
 
 
 def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path):
-    write(tmp_path, a__txt=b"caf\xe9 au lait", b__txt=b"x\n" * PIECE_BYTES + b"ab\xff")
+    write(tmp_path, a__txt=b"caf\xe9 au lait", b__txt=b"x\n" * TEXT_PIECE_BYTES + b"ab\xff")
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text: byte 0xe9 at offset 3"):
         documents("text", tmp_path / "a.txt")
-    with pytest.raises(DataError, match=rf"b\.txt is not UTF-8 text: byte 0xff at offset {2 * PIECE_BYTES + 2}"):
+    with pytest.raises(DataError, match=rf"b\.txt is not UTF-8 text: byte 0xff at offset {2 * TEXT_PIECE_BYTES + 2}"):
         documents("text", tmp_path / "b.txt")
 
 

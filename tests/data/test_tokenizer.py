@@ -12,9 +12,9 @@ import tokenizers
 from hypothesis import given
 
 from parallax.data.prepare import Request, prepare
-from parallax.data.shard import ids_file
+from parallax.data.shards import ids_file
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import Bytes, load, train_bpe
+from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
 from parallax.inference.generate import encode
 from parallax.runtime.errors import ConfigError, DataError
 
@@ -57,7 +57,7 @@ def test_decoding_leaves_out_ends_and_the_padding_of_a_model(tokenizer):
 def test_a_tokenizer_is_loaded_as_it_was_saved(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     for place in (tmp_path, tmp_path / "tokenizer.json"):
-        loaded = load(place)
+        loaded = load_tokenizer(place)
         assert loaded.fingerprint == tokenizer.fingerprint
         assert (loaded.vocab, loaded.end, loaded.name) == (tokenizer.vocab, tokenizer.end, tokenizer.name)
         np.testing.assert_array_equal(loaded.encode("the cat"), tokenizer.encode("the cat"))
@@ -87,7 +87,7 @@ def test_bytes_as_a_bpe_know_every_id_and_are_known_again(tmp_path):
     assert BYTES_AS_BPE.get_vocab_size() == Bytes().vocab
     assert BYTES_AS_BPE.token_to_id("<|endoftext|>") == Bytes().end and Bytes().token(256) == "<|endoftext|>"
     (tmp_path / "tokenizer.json").write_text(json.dumps(Bytes().as_bpe()))
-    assert load(tmp_path).name == "bytes" and load(tmp_path).fingerprint == Bytes().fingerprint
+    assert load_tokenizer(tmp_path).name == "bytes" and load_tokenizer(tmp_path).fingerprint == Bytes().fingerprint
 
 
 # ---- what begins a document
@@ -108,7 +108,7 @@ def with_bos(folder, *, template=False, **config):
     (folder / "tokenizer.json").write_text(inner.to_str())
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return load(folder)
+    return load_tokenizer(folder)
 
 
 NUMBER = BPE.vocab  # of BOS: the next after all
@@ -132,7 +132,7 @@ def test_a_document_begins_as_the_tokenizers_files_say(tmp_path, what):
     assert encode(tokenizer, "the cat").tolist() == [*begin, *BPE.encode("the cat")]
     assert tokenizer.decode([*begin, *BPE.encode("the cat"), tokenizer.end]) == "the cat"
     tokenizer.save(tmp_path / "here")
-    for other in (load(tmp_path / "here"), pickle.loads(pickle.dumps(tokenizer))):
+    for other in (load_tokenizer(tmp_path / "here"), pickle.loads(pickle.dumps(tokenizer))):
         assert (other.begin, other.fingerprint) == (begin, tokenizer.fingerprint)
 
 
@@ -153,7 +153,7 @@ def test_prepared_documents_begin_so_and_end_as_ever(tmp_path):
     pieces = [[NUMBER, *BPE.encode(text), BPE.end] for text in ("the cat", "the mat")]
     assert ids == [*pieces[0], *pieces[1]] and made.tokens == len(ids)
     assert made.shards[0].read_documents(tmp_path / "made")["tokens"].tolist() == list(map(len, pieces))
-    assert load(tmp_path / "made").fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(tmp_path / "made").fingerprint == tokenizer.fingerprint
 
 
 def test_an_empty_prompt_is_one_where_documents_begin_with_a_token(tmp_path):
@@ -175,7 +175,7 @@ def test_a_config_beside_a_tokenizer_that_does_not_fit_is_named(tmp_path, conten
     BPE.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
-        load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_character_that_was_cut_is_shown_as_such():
@@ -202,7 +202,7 @@ def test_bpe_without_its_library_names_the_extra(monkeypatch):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no\.json' does not exist"):
-        load(tmp_path / "no.json")
+        load_tokenizer(tmp_path / "no.json")
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 3}', "[1]", "{}", b"\xff\xfe"])
@@ -210,7 +210,7 @@ def test_a_damaged_file_is_named(content, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
-        load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_file_that_remembers_the_length_of_a_batch_cuts_and_fills_nothing(tmp_path):
@@ -218,7 +218,7 @@ def test_a_file_that_remembers_the_length_of_a_batch_cuts_and_fills_nothing(tmp_
     inner.enable_truncation(4)
     inner.enable_padding(length=64, direction="left", pad_id=BPE.end, pad_token="<|endoftext|>")
     (tmp_path / "tokenizer.json").write_text(inner.to_str())
-    found = load(tmp_path)
+    found = load_tokenizer(tmp_path)
     assert found.begin == ()
     for text in DOCUMENTS:
         np.testing.assert_array_equal(found.encode(text), BPE.encode(text))
@@ -230,11 +230,11 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|other|>"))
     with pytest.raises(DataError, match=r"no token that ends a document; one of <\|endoftext\|>, .*</s>"):
-        load(file)
+        load_tokenizer(file)
 
 
 def test_the_end_of_other_projects_is_found(tmp_path):
     BPE.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
-    assert load(file).end == json.loads(file.read_text())["model"]["vocab"]["</s>"]
+    assert load_tokenizer(file).end == json.loads(file.read_text())["model"]["vocab"]["</s>"]

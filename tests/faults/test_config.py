@@ -16,7 +16,7 @@ from configs.base import get_config
 from parallax.analysis.devices import check_fits, device_memory
 from parallax.config.sections import SECTIONS
 from parallax.config.settings import load_settings, read_settings
-from parallax.data.tokenizer import load
+from parallax.data.tokenizer import load_tokenizer
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.training import run as run_module
 from parallax.training.loop import LearningRates
@@ -244,4 +244,4 @@ def test_what_a_run_has_saved_and_is_no_object_is_named(tmp_path, text):
     with pytest.raises(ParallaxError, match=r"config\.json cannot be read: "):
         load_settings(tmp_path)
     with pytest.raises(ParallaxError, match=r"tokenizer\.json is not a tokenizer: "):
-        load(tmp_path)
+        load_tokenizer(tmp_path)

@@ -19,8 +19,7 @@ from run_examples import tiny_config
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
-from parallax.data import shard
-from parallax.data.manifest import read_manifest
+from parallax.data.shards import Manifest, write_shard
 from parallax.data.tokenizer import Bytes
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.training.logger import RunLogger, read_metrics
@@ -104,7 +103,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_not_written(wrong, tmp_path):
     """As unsigned numbers of 16 bits, -1 and 70,000 would be other ids."""
     ids = rf"gives ids from {min(wrong, 1)} to {max(wrong, 256)}, but says that it has 257 \(0 to 256\)"
     with pytest.raises(DataError, match=ids):
-        shard.write_shard(tmp_path, "00000", ["text"], Wrong(wrong))
+        write_shard(tmp_path, "00000", ["text"], Wrong(wrong))
     assert not list(tmp_path.iterdir())
 
 
@@ -128,7 +127,7 @@ def test_a_disk_that_is_full_while_tokenising_is_named_and_the_next_run_complete
     assert not [*(tmp_path / "out").glob("manifest.json"), *(tmp_path / "out").glob("*.tmp")]
     assert subprocess.run(command, **run).returncode == 0
     written = sum(file.stat().st_size for file in (tmp_path / "corpus").iterdir())
-    assert read_manifest(tmp_path / "out").text_bytes == written and not list((tmp_path / "out").glob("*.tmp"))
+    assert Manifest.read(tmp_path / "out").text_bytes == written and not list((tmp_path / "out").glob("*.tmp"))
 
 
 @pytest.fixture

@@ -28,10 +28,11 @@ from parallax.cli.watch.__main__ import write_svg
 from parallax.cli.watch.run import WatchedRun
 from parallax.cli.watch.view import View
 from parallax.config.settings import load_settings
-from parallax.data import Reader, sources, stream
-from parallax.data.manifest import read_manifest
+from parallax.data import Reader, sources
+from parallax.data import reader as reader_module
+from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
-from parallax.data.tokenizer import load
+from parallax.data.tokenizer import load_tokenizer
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
 from parallax.runtime.files import AppendFile, object_of
@@ -87,7 +88,7 @@ def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(
             raise OSError(number, os.strerror(number))
         return preadv(*arguments)
 
-    monkeypatch.setattr(stream.os, "preadv", fails)
+    monkeypatch.setattr(reader_module.os, "preadv", fails)
     at_step(monkeypatch, 2, lambda: failing.append(1))
     with pytest.raises(DataError, match=rf"^shard .*\.ids cannot be read: {os.strerror(number)}; put it back") as error:
         train(config, run)
@@ -104,7 +105,7 @@ def anew(open_shard):
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(how, shards, monkeypatch):
     folder, config, run = shards
-    monkeypatch.setattr(stream, "lru_cache", anew)
+    monkeypatch.setattr(reader_module, "lru_cache", anew)
     aside = folder.with_name("aside")
 
     def harm():
@@ -127,7 +128,7 @@ def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_w
 
 
 def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "lru_cache", anew)
+    monkeypatch.setattr(reader_module, "lru_cache", anew)
     prepare_texts(["some text " * 40, "and more " * 40], tmp_path)
     reader = prepared_reader(tmp_path)
     first = reader.batch(0)
@@ -352,7 +353,7 @@ def test_a_manifest_nested_without_end_is_refused_in_one_line(tmp_path):
     prepare_texts(["some text " * 9], tmp_path)
     (tmp_path / "manifest.json").write_text(DEEP)
     with pytest.raises(DataError, match=r"manifest\.json is damaged: it is nested without end$") as error:
-        read_manifest(tmp_path)
+        Manifest.read(tmp_path)
     assert error.value.exit_status == 5
 
 
@@ -378,11 +379,11 @@ def test_json_that_is_odd_is_refused_in_one_line_wherever_it_is_read(what, tmp_p
     text, why = ODD_JSON[what]
     for name in ("config.json", "tokenizer.json", "manifest.json"):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    readers = {read_manifest: tmp_path, load_settings: tmp_path, load: tmp_path / "tokenizer.json"}
+    readers = {Manifest.read: tmp_path, load_settings: tmp_path, load_tokenizer: tmp_path / "tokenizer.json"}
     for reads, path in readers.items():
         with pytest.raises((DataError, CheckpointError)) as error:
             reads(path)
-        if reads is read_manifest and what in ("NaN", "infinity", "1e400"):
+        if reads == Manifest.read and what in ("NaN", "infinity", "1e400"):
             assert "lacks, or should not have, a" in str(error.value)  # numbers are checked by name
         else:
             assert why in str(error.value)
@@ -438,7 +439,7 @@ def test_a_parquet_file_cut_or_changed_anywhere_is_refused_or_read(tmp_path):
 
 @pytest.mark.parametrize("where", ["hashed", "read"])
 def test_a_source_that_cannot_be_read_ends_with_status_5_and_its_name(where, tmp_path, monkeypatch, capsys):
-    from parallax.data.__main__ import main
+    from parallax.cli.data import main
 
     (tmp_path / "a.txt").write_text("some text")
 
@@ -522,7 +523,7 @@ def test_a_pipe_in_place_of_a_file_that_is_read_is_not_waited_for(name, received
     if name in ("config.json", "tokenizer.json"):
         with pytest.raises((CheckpointError, DataError), match=rf"{name} cannot be read: {name} is no plain file"):
             load_settings(received)
-            load(received)
+            load_tokenizer(received)
 
 
 @pytest.mark.parametrize("name", [".lock", "manifest.json.tmp", "unfinished.jsonl", "unfinished.jsonl.tmp"])
@@ -667,5 +668,5 @@ def test_names_of_a_stranger_are_a_line_that_has_an_end(tmp_path):
     file = tmp_path / "made" / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | record))
     with pytest.raises(DataError, match="lacks, or should not have") as error:
-        read_manifest(tmp_path / "made")
+        Manifest.read(tmp_path / "made")
     assert "\n" not in str(error.value) and len(str(error.value)) < 2000

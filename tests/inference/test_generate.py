@@ -16,6 +16,7 @@ from run_examples import tiny_config, write_corpus
 from configs.base import get_config
 from parallax.cli.generate import main
 from parallax.config.sections import (
+    DataParallelConfig,
     FsdpConfig,
     LayoutConfig,
     LossConfig,
@@ -79,6 +80,7 @@ def model_on(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
         PipelineConfig(**{**defaults.pipeline.to_dict(), "schedule": schedule, "virtual": virtual}),
+        DataParallelConfig(),
         FsdpConfig(**defaults.fsdp.to_dict()),
         LossConfig(**defaults.loss.to_dict()),
         laid_out,
@@ -247,7 +249,7 @@ def test_the_command_runs_as_a_module(run_folder):
     "flags, status, message",
     [
         (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
-        (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' is no text: surrogates not allowed; write it in UTF-8"),
+        (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' holds a zero byte or half a surrogate pair, no text"),
         (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
         (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
         (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallax.config.sections import SampleConfig
-from parallax.inference.sample import choose, keep_top_p, noise_keys
+from parallax.inference.sample import keep_top_p, noise_keys, sample_tokens
 from parallax.runtime.errors import ConfigError
 
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -27,7 +27,7 @@ def keys(rows=50, seed=0):
 def test_the_ends_of_every_setting_are_greedy(change):
     config = dataclasses.replace(SAMPLED, **change)
     best = random_logits().argmax(axis=-1).tolist()
-    assert all(choose(random_logits(), keys(seed=seed), config).tolist() == best for seed in (0, 1))
+    assert all(sample_tokens(random_logits(), keys(seed=seed), config).tolist() == best for seed in (0, 1))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
@@ -44,7 +44,7 @@ def test_choices_follow_the_probabilities_at_the_temperature():
     draws, temperature = 20_000, 1.7
     logits_BV = jnp.broadcast_to(random_logits(1), (draws, 20))
     config = dataclasses.replace(GREEDY, temperature=temperature)
-    counts = np.bincount(choose(logits_BV, keys(draws), config), minlength=20)
+    counts = np.bincount(sample_tokens(logits_BV, keys(draws), config), minlength=20)
     expected = np.asarray(jax.nn.softmax(random_logits(1)[0] / temperature), np.float64)
     sigma = np.sqrt(expected * (1 - expected) / draws)
     assert (np.abs(counts / draws - expected) < 4 * sigma).all()  # 4 sigma, 20 bins: one seed in a thousand
@@ -52,8 +52,8 @@ def test_choices_follow_the_probabilities_at_the_temperature():
 
 def test_the_noise_of_a_row_does_not_depend_on_its_neighbours():
     config, alone = dataclasses.replace(SAMPLED, top_k=0), slice(7, 9)
-    all_rows = choose(random_logits(), keys(), config)
-    assert choose(random_logits()[alone], keys()[alone], config).tolist() == all_rows[alone].tolist()
+    all_rows = sample_tokens(random_logits(), keys(), config)
+    assert sample_tokens(random_logits()[alone], keys()[alone], config).tolist() == all_rows[alone].tolist()
 
 
 @pytest.mark.parametrize(

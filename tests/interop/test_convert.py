@@ -21,8 +21,16 @@ from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import read_manifest
 from parallax.cli.convert import main
 from parallax.config.sections import CheckpointConfig
-from parallax.interop.safetensors import NAMES, Tensor, read_header, read_pieces, read_tensor, write
-from parallax.interop.shards import read_shards, write_shards
+from parallax.interop.safetensors import (
+    DTYPE_NAMES,
+    Tensor,
+    read_header,
+    read_model,
+    read_pieces,
+    read_tensor,
+    write_model,
+    write_tensors,
+)
 from parallax.runtime.errors import CheckpointError
 from parallax.training.loop import TrainingLoop
 from parallax.training.run import train
@@ -109,20 +117,20 @@ def test_imported_weights_are_not_taken_for_a_run(corpus, exported, tmp_path):
 def test_shards_hold_at_most_their_size_and_the_index_leads_to_each(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=(size, 4)).astype(np.float32) for name, size in zip("abcde", (4, 4, 9, 1, 2))}
-    write_shards(tmp_path, tensors, lambda name: [tensors[name][:1], tensors[name][1:]], shard_bytes=128)
+    write_model(tmp_path, tensors, lambda name: [tensors[name][:1], tensors[name][1:]], shard_bytes=128)
     names = [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == names
-    found = read_shards(tmp_path)
+    found = read_model(tmp_path)
     assert [found[name][0].name for name in "abcde"] == [names[at] for at in (0, 0, 1, 2, 2)]
     for name, (path, tensor) in found.items():
         assert read_tensor(path, tensor).tobytes() == tensors[name].tobytes() == tensors_of(path)[name].tobytes()
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
 def test_every_dtype_round_trips_bit_for_bit(tmp_path, dtype):
     bits = np.random.default_rng(0).integers(0, 2 if dtype.kind == "b" else 256, 24 * dtype.itemsize, np.uint8)
     x = {"x": bits.view(dtype).reshape(2, 3, 4), "scalar": bits.view(dtype)[0], "empty": np.zeros((0, 3), dtype)}
-    write(tmp_path / "file", x, lambda name: [x[name]])
+    write_tensors(tmp_path / "file", x, lambda name: [x[name]])
     header = read_header(tmp_path / "file")
     for name, array in x.items():
         found = read_tensor(tmp_path / "file", header[name])
@@ -135,7 +143,7 @@ def test_every_dtype_round_trips_bit_for_bit(tmp_path, dtype):
 def test_the_library_of_the_format_reads_what_is_written_and_writes_what_is_read(tmp_path):
     rng = np.random.default_rng(0)
     x = {"b": rng.normal(size=(4, 2)).astype(np.float32), "a": rng.normal(size=3).astype(ml_dtypes.bfloat16)}
-    write(tmp_path / "ours", x, lambda name: [x[name]])
+    write_tensors(tmp_path / "ours", x, lambda name: [x[name]])
     safetensors.numpy.save_file({name: array.view(np.uint16) for name, array in x.items()}, tmp_path / "theirs")
     with safetensors.safe_open(tmp_path / "ours", framework="numpy") as file:
         assert {name: file.get_tensor(name).tobytes() for name in file.offset_keys()} == {
@@ -152,7 +160,7 @@ def test_bfloat16_of_a_checkpoint_is_stored_and_read_bit_for_bit(tmp_path):
         checkpoints.save(1, {"params": {"x": jax.numpy.asarray(x)}})
     about = read_manifest(tmp_path, 1)["arrays"]["params"]["x"]
     stored = ArrayReader(tmp_path / "1" / "params", "x", about)
-    write(tmp_path / "file", {"x": stored}, lambda name: stored.pieces())
+    write_tensors(tmp_path / "file", {"x": stored}, lambda name: stored.pieces())
     assert tensors_of(tmp_path / "file")["x"].tobytes() == x.tobytes()
 
 
@@ -169,9 +177,9 @@ def test_an_export_holds_no_more_than_a_piece_in_memory(tmp_path, monkeypatch):
 
 EXPORT = """
 import pathlib, re, sys
-from parallax.checkpoint import arrays
-from parallax.interop.move import export_params
-arrays.CACHE_BYTES = 1 << 26
+from parallax.checkpoint import stored
+from parallax.interop.export import export_params
+stored.CACHE_BYTES = 1 << 26
 # Of this process alone: getrusage begins with the memory of the one that started it.
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
 before = peak()
@@ -348,7 +356,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused_at_once_in_one_line(tmp_
     (tmp_path / "model.safetensors").write_bytes(content)
     began = time.monotonic()
     with pytest.raises(CheckpointError) as error:
-        read_shards(tmp_path)
+        read_model(tmp_path)
     assert time.monotonic() - began < 2
     said = str(error.value)
     assert f"{tmp_path / 'model.safetensors'} is no safetensors file that can be trusted: " in said and message in said
@@ -359,8 +367,8 @@ def test_30_000_names_and_a_name_of_5_000_letters_are_read_at_once(tmp_path):
     names = [*(f"n{n}" for n in range(30_000)), LONG]
     tensors = dict.fromkeys(names, np.zeros(1, np.uint8))
     began = time.monotonic()
-    write_shards(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=10_000)
-    assert len(read_shards(tmp_path)) == 30_001
+    write_model(tmp_path, tensors, lambda name: [tensors[name]], shard_bytes=10_000)
+    assert len(read_model(tmp_path)) == 30_001
     assert time.monotonic() - began < 5
 
 
@@ -368,7 +376,7 @@ def test_tensors_of_no_use_are_named_in_one_short_line(exported, tmp_path, capsy
     (path,) = exported.glob("*.safetensors")
     names = [LONG, "two\nlines", *(f"n{n}" for n in range(30_000))]
     tensors = dict.fromkeys(names, np.zeros(1, np.uint8))
-    write_shards(exported, tensors, lambda name: [tensors[name]], shard_bytes=1 << 20)
+    write_model(exported, tensors, lambda name: [tensors[name]], shard_bytes=1 << 20)
     assert main(["import", str(exported), str(tmp_path / "imported")]) == 3
     error = capsys.readouterr().err
     assert "is of no use" in error and len(error.splitlines()) == 1 and len(error) < 2000
@@ -376,7 +384,7 @@ def test_tensors_of_no_use_are_named_in_one_short_line(exported, tmp_path, capsy
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path):
     x = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
-    write(tmp_path / "file", {"x": x}, lambda name: [x])
+    write_tensors(tmp_path / "file", {"x": x}, lambda name: [x])
     (tensor,) = read_header(tmp_path / "file").values()
     pieces = read_pieces(tmp_path / "file", tensor, 1 << 20)
     next(pieces)
@@ -390,7 +398,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path):
 
 def test_a_header_that_fits_is_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(file_of(header_of(a=GOOD)))
-    ((path, tensor),) = read_shards(tmp_path).values()
+    ((path, tensor),) = read_model(tmp_path).values()
     assert path.name == "model.safetensors" and tensor[:2] == Tensor(np.dtype(np.float32), (2, 4), 0, 0)[:2]
 
 
@@ -414,7 +422,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path, name):
     (tmp_path / "model.safetensors").write_bytes(file_of(header_of(a=GOOD)))
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="which is no file's name|nothing but .safetensors is read") as error:
-        read_shards(tmp_path / "in")
+        read_model(tmp_path / "in")
     assert len(str(error.value)) < 500 and str(error.value).isprintable()
 
 
@@ -423,10 +431,10 @@ def test_a_link_is_not_followed_and_a_missing_shard_is_named(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "s.safetensors"}}))
     with pytest.raises(CheckpointError, match="s.safetensors is missing"):
-        read_shards(tmp_path / "in")
+        read_model(tmp_path / "in")
     (tmp_path / "in" / "s.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="s.safetensors is a link"):
-        read_shards(tmp_path / "in")
+        read_model(tmp_path / "in")
 
 
 def test_an_index_and_its_shards_must_agree(exported):
@@ -435,22 +443,22 @@ def test_an_index_and_its_shards_must_agree(exported):
     del index["weight_map"]["embedding.table"]
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="do not agree about 'embedding.table'"):
-        read_shards(exported)
+        read_model(exported)
     path.unlink()
     with pytest.raises(CheckpointError, match="has neither model.safetensors.index.json nor"):
-        read_shards(exported)
+        read_model(exported)
 
 
 def test_an_index_that_has_no_end_is_refused(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     with pytest.raises(CheckpointError, match=r"index\.json is no plain file"):
-        read_shards(tmp_path)
+        read_model(tmp_path)
 
 
 def test_an_index_that_is_a_folder_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").mkdir()
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read \(Is a directory\)"):
-        read_shards(tmp_path)
+        read_model(tmp_path)
 
 
 def test_parameters_of_another_model_are_refused_by_name(exported, tmp_path, capsys):

@@ -12,7 +12,7 @@ from own_runs import OWN, own_run, own_settings
 from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
 
 from parallax.cli.convert import main
-from parallax.data.tokenizer import Bytes, load
+from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.inference.generate import encode
 
 EXTRA = 'needs the extra hf-tests: pip install -e ".[hf-tests]" -c constraints.txt'
@@ -229,7 +229,7 @@ def chat(tmp_path):
 
 
 def test_a_prompt_is_encoded_as_they_encode_it(chat):
-    theirs, ours = AutoTokenizer.from_pretrained(chat / "theirs"), load(chat / "run")
+    theirs, ours = AutoTokenizer.from_pretrained(chat / "theirs"), load_tokenizer(chat / "run")
     for text in TEXTS:
         assert encode(ours, text).tolist() == theirs(text).input_ids
         assert theirs(text).input_ids[0] == theirs.bos_token_id
@@ -244,5 +244,5 @@ def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus, monke
     turns = [{"role": "user", "content": "It is"}]
     assert here.apply_chat_template(turns, tokenize=False) == there.apply_chat_template(turns, tokenize=False)
     assert here.special_tokens_map == there.special_tokens_map
-    for end in (load(run).end, here.eos_token_id):
+    for end in (load_tokenizer(run).end, here.eos_token_id):
         stops_at(chat / "out", end)  # no batch: what came has no token to pad with

@@ -18,13 +18,13 @@ from test_convert import params_of
 from configs.saved import get_config as load_config
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import complete_steps
-from parallax.cli.convert import main, parse
+from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import train_bpe
-from parallax.interop.architectures import describe, write_config
-from parallax.interop.folders import RECORD, Step
-from parallax.interop.huggingface import _record
+from parallax.interop.export import RECORD, SavedStep
+from parallax.interop.hf_config import read_config, write_config
+from parallax.interop.huggingface import read_record
 from parallax.model.rope import rope_of
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.training.loop import TrainingLoop
@@ -131,13 +131,13 @@ def test_the_config_becomes_keys_of_the_model_and_the_rest_stays_as_configured(t
 
 
 def described(architecture, **changes):
-    return describe(config_of(architecture, **changes)).model
+    return read_config(config_of(architecture, **changes)).model
 
 
 def test_both_ways_of_writing_a_rotary_embedding_say_the_same():
     old = described("LlamaForCausalLM", rope_scaling=LLAMA3, rope_theta=500000.0)
     new = without(config_of("LlamaForCausalLM", rope_parameters=LLAMA3 | {"rope_theta": 500000.0}), "rope_theta")
-    assert describe(new).model == old and old["rope_theta"] == 500000.0
+    assert read_config(new).model == old and old["rope_theta"] == 500000.0
 
 
 def test_yarn_sharpens_all_of_a_head_or_what_is_rotated():
@@ -274,7 +274,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, capsys, what):
 
 def test_a_window_that_is_not_written_is_the_one_that_it_stands_for():
     assert described("MistralForCausalLM")["sliding_window"] == 0
-    assert describe(without(config_of("MistralForCausalLM"), "sliding_window")).model["sliding_window"] == 4096
+    assert read_config(without(config_of("MistralForCausalLM"), "sliding_window")).model["sliding_window"] == 4096
 
 
 def test_tables_of_angles_and_a_tied_head_that_is_there_twice_are_passed_over(tmp_path):
@@ -341,7 +341,7 @@ def test_a_folder_without_its_tokenizer_or_with_one_that_is_too_large_is_refused
 )
 def test_settings_that_the_folder_has_or_nobody_knows_are_refused(tmp_path, flags, message):
     with pytest.raises(ConfigError) as error:
-        read_settings(parse(["from-hf", "theirs", "--workdir", "run", *flags]).settings, tmp_path)
+        settings_of_import(parse(["from-hf", "theirs", "--workdir", "run", *flags]).settings, tmp_path)
     assert message in str(error.value)
 
 
@@ -488,13 +488,13 @@ FORGED = {
 def test_a_record_that_no_import_writes_is_refused(tmp_path, what):
     """Its checksum is right: who hands on a run may have written both. Its names must not lead out of the folder."""
     record = {"config": config_of("LlamaForCausalLM"), "dtypes": {"lm_head.weight": "float32"}, "files": {}}
-    step = Step(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
+    step = SavedStep(0, tmp_path / "run" / "checkpoints" / "0", {}, {RECORD: None})
     step.folder.mkdir(parents=True)
     (step.folder / RECORD).write_text(json.dumps(record))
-    assert _record(step) == record
+    assert read_record(step) == record
     (step.folder / RECORD).write_text(json.dumps(record | FORGED[what]))
     with pytest.raises(CheckpointError, match="huggingface.json is none that an import writes"):
-        _record(step)
+        read_record(step)
 
 
 def test_texts_beside_the_model_keep_their_line_ends(tmp_path):

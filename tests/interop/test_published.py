@@ -7,13 +7,13 @@ from published import FP8, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
 from parallax.config.settings import read_settings
-from parallax.interop.architectures import describe, write_config
+from parallax.interop.hf_config import read_config, write_config
 from parallax.model.checks import check_divides, check_window
 from parallax.runtime.errors import ConfigError
 
 
 def model_of(config, **more):
-    return read_settings(get_config(), model=describe(config).model | more).model
+    return read_settings(get_config(), model=read_config(config).model | more).model
 
 
 def parameters(model):
@@ -49,7 +49,7 @@ def test_forty_dense_models_are_there_with_every_family():
 def test_what_is_not_computed_is_refused_by_its_field_and_value(name):
     config, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message) as error:
-        describe(config)
+        read_config(config)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -99,25 +99,25 @@ WOULD_MATTER = {
 def test_a_field_that_is_taken_at_its_default_is_refused_at_another_value(field):
     value, message = WOULD_MATTER[field]
     with pytest.raises(ConfigError, match=message):
-        describe(LLAMA | {field: value})
+        read_config(LLAMA | {field: value})
 
 
 @pytest.mark.parametrize("field", ["is_llama_config", "neftune_noise_alpha", "transformers.js_config"])
 def test_a_field_that_changes_nothing_changes_nothing(field):
     for value in (True, 5.0, {"kv_cache_dtype": {}}, None):
-        assert describe(LLAMA | {field: value}) == describe(LLAMA)
+        assert read_config(LLAMA | {field: value}) == read_config(LLAMA)
 
 
 def test_a_misspelt_factor_of_yarn_is_passed_over_as_transformers_does_and_said():
     config, _ = TAKEN["deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"]
-    found = describe(config)
+    found = read_config(config)
     plain = {key: value for key, value in config["rope_scaling"].items() if key != "attn_factor"}
-    assert found.model == describe(config | {"rope_scaling": plain}).model
+    assert found.model == read_config(config | {"rope_scaling": plain}).model
     (note,) = found.notes
     assert note.startswith(
         "config.json: rope_scaling: attn_factor=0.8782488562869419 is passed over: transformers reads"
     )
-    other = describe(config | {"rope_scaling": plain | {"attention_factor": 0.8782488562869419}})
+    other = read_config(config | {"rope_scaling": plain | {"attention_factor": 0.8782488562869419}})
     assert other.model["rope_temperature"] == pytest.approx(0.8782488562869419**2) and not other.notes
 
 
@@ -125,7 +125,7 @@ def test_a_context_that_is_absent_is_the_one_that_it_stands_for():
     contexts = {}
     for config in (LLAMA, MISTRAL, QWEN2, QWEN3):
         left = {key: value for key, value in config.items() if key != "max_position_embeddings"}
-        contexts[config["model_type"]] = describe(left).model["rope_original_seq"]
+        contexts[config["model_type"]] = read_config(left).model["rope_original_seq"]
     assert contexts == {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
@@ -133,12 +133,12 @@ def test_a_context_that_is_absent_is_the_one_that_it_stands_for():
 
 
 def window_of(config, **changes):
-    return describe(config | changes).model["sliding_window"]
+    return read_config(config | changes).model["sliding_window"]
 
 
 def test_a_window_is_kept_with_the_model_and_bounds_its_seq():
     model = model_of(MISTRAL)
-    assert model.sliding_window == 4096 and "sliding_window=4096 hides nothing" in describe(MISTRAL).notes[0]
+    assert model.sliding_window == 4096 and "sliding_window=4096 hides nothing" in read_config(MISTRAL).notes[0]
     check_window(model, 4096)
     with pytest.raises(
         ConfigError, match="data.seq=4097 is longer than model.sliding_window=4096, .* use 4096 or less"
@@ -161,7 +161,7 @@ def test_a_window_of_qwen_is_one_where_it_is_used_and_some_layer_has_it():
     with pytest.raises(
         ConfigError, match="layer_types=.* is not supported; supported: 'full_attention' in every layer"
     ):
-        describe(QWEN2 | {"layer_types": types})
+        read_config(QWEN2 | {"layer_types": types})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_a_model_with_a_window_is_written_with_it(config):
     model = model_of(config)
     written = write_config(model, 64)
     assert model.sliding_window and written["architectures"] == config["architectures"]
-    assert describe(written).model["sliding_window"] == model.sliding_window
-    assert describe(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
+    assert read_config(written).model["sliding_window"] == model.sliding_window
+    assert read_config(write_config(model_of(LLAMA, sliding_window=64), 64)).architecture == "MistralForCausalLM"
     latents = V3 | {"first_k_dense_replace": V3["num_hidden_layers"]}
     with pytest.raises(ConfigError, match="sliding_window=64 together"):
         write_config(model_of(latents, sliding_window=64), 64)
@@ -182,11 +182,11 @@ def test_a_model_with_a_window_is_written_with_it(config):
 
 
 def test_blocks_of_float8_are_read_and_their_lines_said():
-    found = describe(V3 | {"first_k_dense_replace": 61})
+    found = read_config(V3 | {"first_k_dense_replace": 61})
     assert (found.block, found.further_layers) == ((128, 128), 1)
     assert "float8 weights become float32, each block of 128 x 128 times its scale" in found.notes
     assert "1 layer for multi-token prediction, behind the model's, left out" in found.notes
-    assert describe(QWEN3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}).block == (128, 128)
+    assert read_config(QWEN3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}).block == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +203,4 @@ def test_blocks_of_float8_are_read_and_their_lines_said():
 )
 def test_float8_of_another_kind_is_refused(changes, message):
     with pytest.raises(ConfigError, match=f"config.json: quantization_config: {message}"):
-        describe(QWEN3 | {"quantization_config": FP8 | changes})
+        read_config(QWEN3 | {"quantization_config": FP8 | changes})

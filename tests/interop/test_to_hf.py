@@ -15,7 +15,7 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings
-from parallax.data.tokenizer import Bytes, load, train_bpe
+from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
 from parallax.model.rope import rope_of
 from parallax.training.loop import TrainingLoop, parts_of
 from parallax.training.run import train
@@ -54,7 +54,7 @@ def test_what_went_out_with_bytes_comes_back_with_them(corpus, tmp_path):
     own_run(tmp_path / "run", own_settings(corpus))
     exported(tmp_path / "run", tmp_path / "out")
     assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
-    assert load(tmp_path / "back").fingerprint == Bytes().fingerprint
+    assert load_tokenizer(tmp_path / "back").fingerprint == Bytes().fingerprint
     again = exported(tmp_path / "back", tmp_path / "again")
     assert again == content(tmp_path / "out", "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -127,7 +127,7 @@ def published(folder, *, template=False, **config):
     (folder / "tokenizer.json").write_text(inner.to_str())
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=3))
-    return load(folder)
+    return load_tokenizer(folder)
 
 
 BESIDE = {
@@ -193,9 +193,9 @@ def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, t
 def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_path, monkeypatch):
     imported(tmp_path)
     run = tuned(corpus, tmp_path, monkeypatch)
-    (begin,) = load(tmp_path / "theirs").begin
+    (begin,) = load_tokenizer(tmp_path / "theirs").begin
     for folder in (run, run / "checkpoints" / "4", tmp_path / "run"):
-        assert load(folder).begin == (begin,)
+        assert load_tokenizer(folder).begin == (begin,)
     opened = px.load(run)
     batches = [opened.batch(index) for index in range(6)]
     tokens, segments, positions = (
@@ -220,7 +220,7 @@ def test_an_export_in_our_own_names_keeps_what_begins_a_document(tmp_path):
     imported(tmp_path)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
-    assert load(tmp_path / "back").fingerprint == load(tmp_path / "theirs").fingerprint
+    assert load_tokenizer(tmp_path / "back").fingerprint == load_tokenizer(tmp_path / "theirs").fingerprint
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -247,7 +247,7 @@ def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path
     config = imported(tmp_path, **changes)
     settings = load_settings(tmp_path / "run").to_dict()
     settings["data"]["seq"] = 32
-    own_run(tmp_path / "tuned", read_settings(settings), load(tmp_path / "run"))
+    own_run(tmp_path / "tuned", read_settings(settings), load_tokenizer(tmp_path / "run"))
     found = exported(tmp_path / "tuned", tmp_path / "out", "--like", str(tmp_path / "run"))
     assert found["max_position_embeddings"] == context
     assert found == config if context == config["max_position_embeddings"] else found != config
@@ -264,7 +264,7 @@ def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, 
         "LlamaForCausalLM, float32, for it is not the model that was imported: model.norm_eps=1e-06 there, 1e-05 here"
     )
     assert said in capsys.readouterr().out and config["rms_norm_eps"] == 1e-5
-    assert config["bos_token_id"] == load(tmp_path / "theirs").begin[0]
+    assert config["bos_token_id"] == load_tokenizer(tmp_path / "theirs").begin[0]
 
 
 def test_an_import_without_its_companions_gets_those_it_lacks(tmp_path):

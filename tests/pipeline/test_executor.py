@@ -22,7 +22,7 @@ from parallax.model.rope import rope_of
 from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.jaxprs import loop
-from parallax.schedules.files import save_csv
+from parallax.schedules.csv_files import save_csv
 
 
 def flops_by_rank(mesh, **changes):

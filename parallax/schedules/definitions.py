@@ -1,18 +1,17 @@
-"""The schedules that have names, each an order of actions per rank."""
+"""GPipe, 1F1B, interleaved 1F1B and zero bubble: each a function that gives every rank its order of actions."""
 
 import itertools
 from collections.abc import Callable, Sequence
 
 from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
-from parallax.schedules.files import load_csv
-from parallax.schedules.order import KINDS, Action
-from parallax.schedules.tables import Schedule
+from parallax.schedules.csv_files import load_csv
+from parallax.schedules.schedule import KINDS, Action, Schedule
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards: bubble (P-1)/(M+P-1), M slots (Huang et al. 2019, section 2.3).
 
-    The head's work lies between the two, where all ranks can share it.
+    The head runs between the two, where all ranks can share it.
     """
     return in_turn(tuple(range(ranks)), microbatches)
 
@@ -22,8 +21,8 @@ def in_turn(placement: Sequence[int], microbatches: int) -> Schedule:
     orders = []
     for rank in range(max(placement) + 1):
         own = [stage for stage, at in enumerate(placement) if at == rank]
-        passes = [(kind, stage) for kind, stages in (("F", own), ("B", own[::-1])) for stage in stages]
-        orders.append(tuple(Action(stage, kind, m) for kind, stage in passes for m in range(microbatches)))
+        passes = [*((stage, "F") for stage in own), *((stage, "B") for stage in reversed(own))]
+        orders.append(tuple(Action(*which, m) for which in passes for m in range(microbatches)))
     return Schedule("gpipe", tuple(placement), microbatches, tuple(orders), head="between")
 
 
@@ -152,14 +151,14 @@ def check_virtual(name: str, virtual: int) -> None:
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is that of a schedule, or of a file of one."""
-    if not isinstance(name, str) or (name not in SCHEDULES and not is_file(name)):
+    if not isinstance(name, str) or (name not in SCHEDULES and not is_schedule_file(name)):
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
         advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
         raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
 
 
-def is_file(name: str) -> bool:
+def is_schedule_file(name: str) -> bool:
     """Whether a schedule of this name is one that a user wrote to a file."""
     return isinstance(name, str) and name.endswith(".csv")
 
@@ -172,24 +171,16 @@ def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sched
     """
     check_name(name)
     check_virtual(name, virtual)
-    if is_file(name):
-        written = load_csv(name)
-        _check_fits(name, written, ranks, microbatches)
-        return written if ranks > 1 else accumulate(microbatches)
+    written = load_csv(name) if is_schedule_file(name) else None
+    if written:
+        sizes = [("mesh.pp", written.ranks, ranks, "ranks")] * (ranks > 1)
+        sizes += [("pipeline.microbatches", written.microbatches, microbatches, "microbatches")]
+        for key, has, given, what in sizes:
+            if has != given:
+                raise ConfigError(
+                    f"pipeline.schedule={quoted(name, LONGEST_PATH)} is of {has} {what}, and {key}={given}; "
+                    f"use {key}={has}, or a schedule of {given} {what}."
+                )
     if ranks == 1:
         return accumulate(microbatches)
-    more = {"virtual": virtual} if name == "interleaved" else {}
-    return SCHEDULES[name](ranks, microbatches, **more)
-
-
-def _check_fits(name: str, written: Schedule, ranks: int, microbatches: int) -> None:
-    sizes = {
-        "mesh.pp": (written.ranks, ranks, "ranks"),
-        "pipeline.microbatches": (written.microbatches, microbatches, "microbatches"),
-    }
-    for key, (has, given, what) in sizes.items():
-        if has != given and not (key == "mesh.pp" and ranks == 1):
-            raise ConfigError(
-                f"pipeline.schedule={quoted(name, LONGEST_PATH)} is of {has} {what}, and {key}={given}; "
-                f"use {key}={has}, or a schedule of {given} {what}."
-            )
+    return written or SCHEDULES[name](ranks, microbatches, *[virtual] * (name == "interleaved"))

@@ -1,4 +1,4 @@
-"""A shuffled order that is computed, not stored: position to window, for any position, at once."""
+"""A shuffled order that is computed, not stored: it maps any position to its window."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ ROUNDS = 6  # with four, one bit more in the position often moves the place by o
 
 
 def shuffled(positions: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where `positions` (all below `size`) go in the permutation that belongs to (size, seed, epoch).
+    """The entries at `positions` (all below `size`) of the permutation of (size, seed, epoch).
 
     Adding, multiplying by an odd number and folding the upper half onto the lower are each a bijection of
     the numbers below a power of two, so a few keyed rounds of them are a permutation. What falls outside of

@@ -1,19 +1,17 @@
-"""Schedules as CSV files: a row for each rank, a column for each tick, in a cell what runs then.
+"""Schedules as CSV files: a row for each rank, a column for each tick, in a cell the actions that run then.
 
-A cell is empty, or holds actions as they print: `1F2`, or `1F2+1B0`. No headings. A stage stands on the rank in whose
-row its actions are.
+A cell is empty, or holds actions as they print: `1F2`, or `1F2+1B0`. There are no headings. A stage is on the rank in
+whose row its actions are.
 """
 
 import csv
 import difflib
-import os
 from collections.abc import Collection
 from pathlib import Path
 
-from parallax.schedules.order import KINDS, Action, ScheduleError, refusal
-from parallax.schedules.tables import Schedule
+from parallax.runtime.files import is_file, names_in, open_file, write_whole
+from parallax.schedules.schedule import KINDS, Action, Schedule, ScheduleError, refused
 
-Place = tuple[int, int]  # rank and tick
 Grid = list[list[list[Action]]]  # [rank][tick]
 
 
@@ -33,25 +31,18 @@ def load_csv(path: str | Path) -> Schedule:
     grid = _parse(path.stem, rows)
     placement = _placement(path.stem, rows, grid)
     microbatches = _count(path.stem, rows, grid, "microbatch")
-    placed = [
+    rows_of_actions = [
         [(action, tick) for tick, cell in enumerate(row) for action in sorted(cell, key=lambda a: KINDS.index(a.kind))]
         for row in grid
     ]
-    orders = tuple(tuple(action for action, _ in row) for row in placed)
-    starts = tuple(tuple(tick for _, tick in row) for row in placed)
+    orders, starts = (tuple(tuple(pair[i] for pair in row) for row in rows_of_actions) for i in (0, 1))
     return Schedule(path.stem, placement, microbatches, orders, starts=starts)
 
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a whole file or none of it. Raises ScheduleError where that cannot be done."""
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole(Path(path), text)
     except OSError as error:
         raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
 
@@ -60,10 +51,10 @@ def _read(path: Path) -> list[list[str]]:
     """Cells as they are written, without empty rows and columns at the end."""
     try:
         # Spreadsheets put a byte order mark first.
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_file(path, "r", encoding="utf-8-sig", newline="") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except FileNotFoundError:
-        there = [other.name for other in path.parent.glob("*.csv") if other.is_file()]  # a link may lead nowhere
+        there = [name for name in names_in(path.parent) if name.endswith(".csv") and is_file(path.parent / name)]
         close = difflib.get_close_matches(path.name, there, n=1)
         guess = f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
         raise ScheduleError(f"{path} does not exist{guess}") from None
@@ -90,43 +81,46 @@ def _parse(name: str, rows: list[list[str]]) -> Grid:
                 unreadable[rank, tick] = error
     if unreadable:
         (rank, tick), error = next(iter(unreadable.items()))
-        raise _refusal(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
+        raise _refused(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
     return grid
+
+
+def _cells_by(grid: Grid, what: str) -> dict[int, list[tuple[int, int]]]:
+    """The cells, (rank, tick), in which each stage or microbatch occurs."""
+    cells: dict[int, list[tuple[int, int]]] = {}
+    for rank, row in enumerate(grid):
+        for tick, cell in enumerate(row):
+            for action in cell:
+                cells.setdefault(getattr(action, what), []).append((rank, tick))
+    return cells
 
 
 def _placement(name: str, rows: list[list[str]], grid: Grid) -> tuple[int, ...]:
     """The rank of each stage."""
-    found: dict[int, dict[int, list[Place]]] = {}
-    for rank, row in enumerate(grid):
-        for tick, cell in enumerate(row):
-            for action in cell:
-                found.setdefault(action.stage, {}).setdefault(rank, []).append((rank, tick))
-    for stage, by_rank in sorted(found.items()):
+    found = _cells_by(grid, "stage")
+    for stage, cells in sorted(found.items()):
+        by_rank = {rank: [cell for cell in cells if cell[0] == rank] for rank, _ in cells}
         if len(by_rank) > 1:
             both = " and ".join(f"rank {rank}" for rank in by_rank)
             few = min(by_rank.values(), key=len)  # the likelier mistake
-            raise _refusal(name, f"stage {stage} stands on {both}, and can on one alone", rows, few)
-    return tuple(next(iter(found[stage])) for stage in range(_count(name, rows, grid, "stage")))
+            raise _refused(name, f"stage {stage} stands on {both}, and can on one alone", rows, few)
+    return tuple(found[stage][0][0] for stage in range(_count(name, rows, grid, "stage")))
 
 
 def _count(name: str, rows: list[list[str]], grid: Grid, what: str) -> int:
     """How many stages or microbatches there are; their numbers must have no gap."""
-    places: dict[int, list[Place]] = {}
-    for rank, row in enumerate(grid):
-        for tick, cell in enumerate(row):
-            for action in cell:
-                places.setdefault(getattr(action, what), []).append((rank, tick))
-    gap = next(number for number in range(len(places) + 1) if number not in places)
-    if gap < len(places):
-        beyond = [place for number in places if number > gap for place in places[number]]
-        why = f"missing: {what} {gap}, though there is {what} {max(places)}; numbers start at 0 and have no gap"
-        raise _refusal(name, why, rows, beyond)
-    return len(places)
+    cells = _cells_by(grid, what)
+    gap = next(number for number in range(len(cells) + 1) if number not in cells)
+    if gap < len(cells):
+        beyond = [cell for number in cells if number > gap for cell in cells[number]]
+        why = f"missing: {what} {gap}, though there is {what} {max(cells)}; numbers start at 0 and have no gap"
+        raise _refused(name, why, rows, beyond)
+    return len(cells)
 
 
-def _refusal(name: str, why: str, rows: list[list[str]], marked: Collection[Place]) -> ScheduleError:
+def _refused(name: str, why: str, rows: list[list[str]], marked: Collection[tuple[int, int]]) -> ScheduleError:
+    mark = lambda rank, tick, cell: f">{cell}<" if (rank, tick) in marked else cell  # noqa: E731
     cells = [
-        [([f">{cell}<"] if (rank, tick) in marked else [cell] if cell else []) for tick, cell in enumerate(row)]
-        for rank, row in enumerate(rows)
+        [[mark(rank, tick, cell)] if cell else [] for tick, cell in enumerate(row)] for rank, row in enumerate(rows)
     ]
-    return refusal(name, why, cells)
+    return refused(name, why, cells)

@@ -1,13 +1,12 @@
-"""A schedule as a picture: a Gantt chart in SVG, ranks down, time along."""
+"""A schedule as a Gantt chart in SVG: a row for each rank, time from left to right."""
 
 import math
 from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from parallax.schedules.order import Action
-from parallax.schedules.pricing import Costs, asynchronous_starts, figures, lockstep_starts, send_time, tick_times
-from parallax.schedules.tables import Schedule
+from parallax.schedules.pricing import Costs, asynchronous_starts, figures, lockstep_starts, tick_ends
+from parallax.schedules.schedule import Action, Schedule
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
@@ -17,10 +16,15 @@ LIGHTEST = 0.62  # how far towards white a rank's last stage is
 WIDTH, WIDEST_UNIT = 960, 44  # of the plot, and of the cost of one F, in pixels
 LEFT, RIGHT, TOP, ROW, GAP, BOTTOM = 64, 16, 62, 30, 5, 84
 DIGIT = 6.4  # width of a number in a cell, per digit
+HATCH = (
+    "<pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
+    "<rect width='6' height='6' fill='#f4f4f4'/><line x1='0' y1='0' x2='0' y2='6' stroke='#d9d9d9' stroke-width='2'/>"
+    "</pattern>"
+)
 
 
-class Frame(NamedTuple):
-    """Where things are: `end` is the last moment, `scale` pixels per unit of time."""
+class Canvas(NamedTuple):
+    """Positions in the picture: `end` is the last moment, `scale` pixels per unit of time."""
 
     ranks: int
     end: float
@@ -42,9 +46,9 @@ class Frame(NamedTuple):
 
 
 def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> str:
-    """SVG of the schedule as it runs in lockstep, each tick as wide as its dearest rank, or asynchronous.
+    """A Gantt chart in SVG: in lockstep, where each tick is as wide as its slowest rank, or asynchronous.
 
-    Stages of one rank are shades of a kind's colour, the first darkest; hatched is a rank with nothing to do.
+    The stages of one rank are shades of the action's colour, the first darkest; hatched is a rank that is idle.
 
         >>> from parallax.schedules import gpipe
         >>> gantt(gpipe(2, 2), Costs()).count("class='action'")
@@ -52,42 +56,27 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     """
     time_of = costs.of(schedule)
     starts = (asynchronous_starts if asynchronous else lockstep_starts)(schedule, costs)
-    separators = [] if asynchronous else _tick_ends(schedule, costs)
+    separators = [] if asynchronous else tick_ends(schedule, costs).tolist()
     end = max([start + time_of[action.kind] for action, start in starts.items()] + separators)
     widest = WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2)
-    frame = Frame(schedule.ranks, end, min(WIDTH / end, widest))
+    plot = Canvas(schedule.ranks, end, min(WIDTH / end, widest))
     legend = 560 if schedule.virtual == 1 else 700 + 36 * schedule.virtual
-    width = max(frame.right + RIGHT, LEFT + legend)
-    parts = [
-        *_heading(schedule, costs, asynchronous),
-        *_rows(frame),
-        *_cells(schedule, costs, starts, frame),
-        *_separators(separators, frame),
-        *_axis(schedule, costs, frame),
-        *_legend(schedule, frame),
-    ]
-    return _document(width, frame.bottom + BOTTOM, parts)
-
-
-def _tick_ends(schedule: Schedule, costs: Costs) -> list[float]:
-    ends, time = [], 0.0
-    for length in tick_times(schedule, costs):
-        time += float(length) + send_time(schedule, costs)
-        ends.append(time)
-    return ends
-
-
-def _document(width: float, height: float, parts: list[str]) -> str:
+    width, height = max(plot.right + RIGHT, LEFT + legend), plot.bottom + BOTTOM
+    fonts = "font-family='Helvetica, Arial, sans-serif' font-size='11'"
     size = f"width='{width:.0f}' height='{height:.0f}' viewBox='0 0 {width:.0f} {height:.0f}'"
-    hatch = (
-        "<pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
-        "<rect width='6' height='6' fill='#f4f4f4'/><line x1='0' y1='0' x2='0' y2='6' stroke='#d9d9d9' "
-        "stroke-width='2'/></pattern>"
-    )
-    body = "\n".join(parts)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='Helvetica, Arial, sans-serif' font-size='11'>\n"
-        f"<defs>{hatch}</defs>\n<rect width='100%' height='100%' fill='{PAPER}'/>\n{body}\n</svg>\n"
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' {size} {fonts}>",
+            f"<defs>{HATCH}</defs>",
+            f"<rect width='100%' height='100%' fill='{PAPER}'/>",
+            *_heading(schedule, costs, asynchronous),
+            *_rows(plot),
+            *_cells(schedule, costs, starts, plot),
+            *_separators(separators, plot),
+            *_axis(schedule, costs, plot),
+            *_legend(schedule, plot),
+            "</svg>\n",
+        ]
     )
 
 
@@ -105,18 +94,18 @@ def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> Iterator[s
     yield _text(LEFT, 45, f"{bubbles}; drawn {drawn}", "font-size='12'", fill="#555555")
 
 
-def _rows(frame: Frame) -> Iterator[str]:
-    for rank in range(frame.ranks):
-        place = f"x='{LEFT}' y='{frame.y(rank)}' width='{frame.end * frame.scale:.2f}' height='{ROW}'"
+def _rows(plot: Canvas) -> Iterator[str]:
+    for rank in range(plot.ranks):
+        place = f"x='{LEFT}' y='{plot.y(rank)}' width='{plot.end * plot.scale:.2f}' height='{ROW}'"
         yield f"<rect class='rank' {place} fill='url(#idle)'/>"
-        yield _text(LEFT - 8, frame.y(rank) + ROW / 2 + 4, f"rank {rank}", "text-anchor='end' font-size='12'")
+        yield _text(LEFT - 8, plot.y(rank) + ROW / 2 + 4, f"rank {rank}", "text-anchor='end' font-size='12'")
 
 
-def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], frame: Frame) -> Iterator[str]:
+def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], plot: Canvas) -> Iterator[str]:
     time_of = costs.of(schedule)
     for action, start in starts.items():
-        x, y = frame.x(start), frame.y(schedule.rank_of(action.stage))
-        width = time_of[action.kind] * frame.scale
+        x, y = plot.x(start), plot.y(schedule.rank_of(action.stage))
+        width = time_of[action.kind] * plot.scale
         fill, ink = _shade(schedule, action)
         place = f"x='{x:.3f}' y='{y}' width='{width:.3f}' height='{ROW}'"
         edge = f"stroke='{PAPER}' stroke-width='{min(1, width / 8):.2f}'"
@@ -136,21 +125,21 @@ def _shade(schedule: Schedule, action: Action) -> tuple[str, str]:
     return "#{:02x}{:02x}{:02x}".format(*mixed), INK if bright else PAPER
 
 
-def _separators(ends: list[float], frame: Frame) -> Iterator[str]:
-    if len(ends) * 6 > frame.end * frame.scale:
+def _separators(ends: list[float], plot: Canvas) -> Iterator[str]:
+    if len(ends) * 6 > plot.end * plot.scale:
         return
     for end in ends[:-1]:
-        x = frame.x(end)
-        line = f"x1='{x:.2f}' x2='{x:.2f}' y1='{TOP - 4}' y2='{frame.bottom + 4:.2f}'"
+        x = plot.x(end)
+        line = f"x1='{x:.2f}' x2='{x:.2f}' y1='{TOP - 4}' y2='{plot.bottom + 4:.2f}'"
         yield f"<line class='tick' {line} stroke='{INK}' stroke-opacity='0.35' stroke-dasharray='2 2'/>"
 
 
-def _axis(schedule: Schedule, costs: Costs, frame: Frame) -> Iterator[str]:
-    y = frame.bottom + 8
-    yield f"<line x1='{LEFT}' x2='{frame.right:.2f}' y1='{y}' y2='{y}' stroke='{INK}'/>"
-    step = _nice(frame.end / max(frame.end * frame.scale / 60, 1))
-    for at in range(math.floor(frame.end / step + 1e-9) + 1):
-        x = frame.x(at * step)
+def _axis(schedule: Schedule, costs: Costs, plot: Canvas) -> Iterator[str]:
+    y = plot.bottom + 8
+    yield f"<line x1='{LEFT}' x2='{plot.right:.2f}' y1='{y}' y2='{y}' stroke='{INK}'/>"
+    step = _nice(plot.end / max(plot.end * plot.scale / 60, 1))
+    for at in range(math.floor(plot.end / step + 1e-9) + 1):
+        x = plot.x(at * step)
         yield f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{y}' y2='{y + 4}' stroke='{INK}'/>"
         yield _text(x, y + 16, f"{at * step:g}", "text-anchor='middle'")
     whole = f"time; a microbatch in all stages of a rank takes F {costs.forward:g}, "
@@ -171,11 +160,11 @@ def _nice(least: float) -> float:
     return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
 
 
-def _legend(schedule: Schedule, frame: Frame) -> Iterator[str]:
+def _legend(schedule: Schedule, plot: Canvas) -> Iterator[str]:
     words = {"F": "forward", "B": "backward"}
     if schedule.split:
         words |= {"B": "backward to the inputs", "W": "backward to the weights"}
-    x, y = float(LEFT), frame.bottom + 58
+    x, y = float(LEFT), plot.bottom + 58
     first = {schedule.chunks[stage]: stage for stage in reversed(range(schedule.stages))}
     for kind, word in words.items():
         for chunk in range(schedule.virtual):

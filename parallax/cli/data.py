@@ -1,0 +1,131 @@
+"""Prepare text for training, and look at what was prepared.
+
+    python -m parallax.data prepare --source text --path corpus --tokenizer bpe --bpe-vocab 8192 --out shards
+    python -m parallax.data inspect shards
+
+Train on it with --config.data.source=prepared --config.data.path=shards --config.data.tokenizer=bpe.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from parallax.cli.arguments import Parser, about_command, local_path
+from parallax.config.sections import AUTO, BUILT_IN, FILES, DataConfig, check_tokenizer
+from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
+from parallax.data.shards import Manifest
+from parallax.data.sources import open_source
+from parallax.data.tokenizer import Bytes
+from parallax.runtime.errors import ConfigError, DataError, check_local, exit_status
+
+TRAINING = DataConfig()
+AGAIN = "stopped; run the same command again to resume"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, or 2 for wrong arguments, 5 for wrong data."""
+
+    def run() -> int:
+        parsed = _parser().parse_args(arguments)
+        return parsed.run(parsed)
+
+    return exit_status(run, one_line=True, interrupted=AGAIN)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("python -m parallax.data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect")
+    add = lambda name, text: commands.add_parser(name, help=text, description=about_command(name, text, __doc__))  # noqa: E731
+    _add_prepare(add("prepare", "tokenise documents into shards; run it again to resume"))
+    inspect = add("inspect", "print what is in a folder of shards, and check every byte of it")
+    inspect.add_argument("folder", type=local_path, help="the --out of prepare")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    meaning = {field.name: field.metadata["key"].meaning for field in fields(DataConfig)}
+    as_training = lambda name, text: f"{text} (default: {getattr(TRAINING, name)}, as in training)"  # noqa: E731
+    add("--source", required=True, choices=(*FILES, *BUILT_IN), help=meaning["source"])
+    add("--path", default="", help="text, jsonl, parquet: a file, a folder (all files below it) or a quoted glob")
+    add("--field", help=as_training("field", meaning["field"]))
+    names = "auto (which is bytes here), bytes, bpe (trained on these documents) or the path of a tokenizer.json"
+    add("--tokenizer", default=TRAINING.tokenizer, help=as_training("tokenizer", names))
+    add("--bpe-vocab", type=int, help=as_training("bpe_vocab", f"{meaning['bpe_vocab']}, 257 or more"))
+    add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
+    add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
+    cores, mib = os.cpu_count() or 1, SHARD_BYTES >> 20
+    add("--workers", type=_positive, default=cores, help="processes (default: one per core, %(default)s here)")
+    add("--shard-mib", type=_positive, default=mib, help="MiB of text in a shard (default: %(default)s)")
+    add("--rebuild", action="store_true", help="first delete what an earlier prepare left in --out")
+    parser.set_defaults(run=_prepare)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _prepare(parsed: argparse.Namespace) -> int:
+    _fill_in(parsed)
+    source = open_source(parsed.source, path=parsed.path, field=parsed.field, synthetic_tokens=parsed.synthetic_tokens)
+    how = {"tokenizer": parsed.tokenizer, "bpe_vocab": parsed.bpe_vocab, "shard_bytes": parsed.shard_mib << 20}
+    request = Request(source=source, **how)
+    if parsed.rebuild:
+        remove_prepared(parsed.out)
+    print(_describe(prepare(request, parsed.out, workers=parsed.workers), parsed.out))
+    return 0
+
+
+def _fill_in(parsed: argparse.Namespace) -> None:
+    """Give what is left out training's default, where it is read; refuse what is not read, and what is wrong."""
+    if parsed.tokenizer == AUTO:
+        parsed.tokenizer = Bytes.name
+    read_by = {
+        "path": (parsed.source in FILES, f"--source {parsed.source}"),
+        "field": (parsed.source in ("jsonl", "parquet"), f"--source {parsed.source}"),
+        "synthetic_tokens": (parsed.source == "synthetic", f"--source {parsed.source}"),
+        "bpe_vocab": (parsed.tokenizer == "bpe", f"--tokenizer {parsed.tokenizer}"),
+    }
+    for key, (needed, by) in read_by.items():
+        flag, value = f"--{key.replace('_', '-')}", getattr(parsed, key)
+        if value and not needed:
+            raise ConfigError(f"{flag}={value} is not read by {by}")
+        if value is None:
+            value = getattr(TRAINING, key)
+            setattr(parsed, key, value)
+        if needed and not value:
+            raise ConfigError(f"{by} needs {flag}")
+    for name in ("path", "tokenizer"):
+        check_local(f"--{name}", getattr(parsed, name))
+    check_tokenizer(parsed.tokenizer, parsed.bpe_vocab)
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    manifest = Manifest.read(parsed.folder)
+    print(_describe(manifest, parsed.folder))
+    damaged = 0
+    for shard in manifest.shards:
+        try:
+            shard.check(parsed.folder, manifest.dtype, contents=True)
+        except DataError as error:
+            damaged += 1
+            print(f"DataError: {error}", file=sys.stderr)
+    print(f"checked     {len(manifest.shards)} shards: {damaged or 'none'} damaged")
+    return DataError.exit_status if damaged else 0
+
+
+def _describe(manifest: Manifest, folder: Path) -> str:
+    source = ", ".join(f"{name} {value}" for name, value in manifest.request["source"].items())
+    return f"""\
+folder      {folder}
+source      {source}
+tokenizer   {manifest.tokenizer}, {manifest.vocab} ids, {manifest.tokenizer_fingerprint[:12]}
+documents   {manifest.documents:,} ({manifest.empty_documents:,} empty ones left out)
+tokens      {manifest.tokens:,} in {len(manifest.shards):,} shards as {manifest.dtype.name}
+text        {manifest.text_bytes:,} bytes, {manifest.bytes_per_token:.3f} per token
+entropy     {manifest.token_entropy_nats:.3f} nats per token, {manifest.byte_entropy_nats:.3f} nats per byte"""

@@ -1,0 +1,233 @@
+"""Prepared data on disk: shards of token ids with tables of their documents, and the manifest of a folder of them."""
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallax.data.tokenizer import Tokenizer
+from parallax.runtime.errors import DataError, names_of
+from parallax.runtime.files import is_file, open_file, read_object, size_bytes, write_whole
+
+MANIFEST_FILE = "manifest.json"
+SHARD_FORMAT = "parallax shards 1"
+# Per document: how many ids, begin and end included, and 8 bytes of the text's hash, which decide the split.
+DOCUMENT = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
+ADVICE = "run `python -m parallax.data prepare` again to remake it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A shard as the manifest lists it; its ids are one flat array. `name` is its number in five digits or more."""
+
+    name: str
+    documents: int
+    empty_documents: int  # left out
+    text_bytes: int
+    tokens: int  # begins and ends of documents included
+    ids_sha256: str
+    documents_sha256: str
+
+    def check(self, folder: Path, dtype: np.dtype, *, contents: bool) -> None:
+        """Compare the files' sizes, and with `contents` their checksums, to the manifest.
+
+        Raises:
+            DataError: a file is missing, of another size or changed; names it.
+        """
+        ids, documents = ids_file(folder, self.name), documents_file(folder, self.name)
+        check_file(ids, self.tokens * dtype.itemsize, self.ids_sha256 if contents else None)
+        check_file(documents, self.documents * DOCUMENT.itemsize, self.documents_sha256 if contents else None)
+
+    def read_documents(self, folder: Path) -> np.ndarray:
+        """The table of documents, of dtype `DOCUMENT`."""
+        file = documents_file(folder, self.name)
+        with reading_shard(file), open_file(file) as opened:
+            return np.fromfile(opened, DOCUMENT)
+
+    @classmethod
+    def parse(cls, content: object, file: Path) -> "Shard":
+        """A shard from its JSON; DataError names `file` where it is not one."""
+        record = _check_fields(content, cls, file)
+        if not re.fullmatch(r"\d{5,}", record["name"]):
+            raise DataError(f"{file} is damaged: shard name {record['name']!r:.80} is not a number of five digits")
+        return cls(**record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder of shards was made of, and must contain.
+
+    Counts are over all shards. Entropies are of unigrams: the loss of a model that knows token frequencies only.
+    """
+
+    format: str = SHARD_FORMAT
+    request: dict  # source, tokenizer and shard size that were asked for
+    tokenizer: str  # name
+    tokenizer_fingerprint: str
+    vocab: int
+    documents: int
+    empty_documents: int  # left out
+    tokens: int
+    text_bytes: int
+    token_entropy_nats: float  # per token
+    byte_entropy_nats: float  # per byte of text
+    shards: tuple[Shard, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return smallest_dtype(self.vocab)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token: a loss per token divided by it is a loss per byte."""
+        return self.text_bytes / self.tokens
+
+    def read_documents(self, folder: Path) -> np.ndarray:
+        """The tables of documents of all shards."""
+        return np.concatenate([shard.read_documents(folder) for shard in self.shards])
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json, after all other files: a folder that has one is complete."""
+        write_whole(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest of a folder.
+
+        Raises:
+            DataError: it is missing, is damaged, or names files outside of its folder.
+        """
+        file = folder / MANIFEST_FILE
+        try:
+            content = read_object(file, odd_numbers=True)  # fields are checked one by one
+        except FileNotFoundError:
+            advice = "make it with `python -m parallax.data prepare`"
+            raise DataError(f"{str(folder)!r} has no {MANIFEST_FILE}; {advice}") from None
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise DataError(f"{file} is damaged: {error}") from None
+        if content.get("format", SHARD_FORMAT) != SHARD_FORMAT:
+            found = reprlib.repr(content["format"])
+            raise DataError(f"{file} has format {found}; this version reads {SHARD_FORMAT!r}")
+        record = _check_fields(content, cls, file)
+        manifest = cls(shards=tuple(Shard.parse(shard, file) for shard in record.pop("shards")), **record)
+        if not manifest.documents:
+            raise DataError(f"{file} is damaged: it has no documents")
+        if not manifest.text_bytes:
+            raise DataError(f"{file} is damaged: text_bytes=0, but no document is empty")
+        for name, found in totals(manifest.shards).items():
+            if found != getattr(manifest, name):
+                raise DataError(f"{file} is damaged: {name}={getattr(manifest, name)}, but its shards have {found}")
+        return manifest
+
+
+def totals(shards: Sequence[Shard]) -> dict[str, int]:
+    """Counts over all shards, by the manifest's names."""
+    names = ("documents", "empty_documents", "tokens", "text_bytes")
+    return {name: sum(getattr(shard, name) for shard in shards) for name in names}
+
+
+LEGAL_VALUES: dict[object, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and value >= 0,
+    float: lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    str: lambda value: type(value) is str,
+    dict: lambda value: type(value) is dict,
+    tuple[Shard, ...]: lambda value: type(value) is list,
+}
+
+
+def _check_fields(content: object, kind: type, file: Path) -> dict:
+    if not isinstance(content, dict):
+        raise DataError(f"{file} is damaged: {kind.__name__.lower()} is {type(content).__name__}, not an object")
+    names = {field.name for field in fields(kind)}
+    if differing := sorted(content.keys() ^ names):
+        raise DataError(f"{file} is damaged: {kind.__name__.lower()} lacks, or should not have, {names_of(differing)}")
+    for field in fields(kind):
+        if not LEGAL_VALUES[field.type](content[field.name]):
+            raise DataError(f"{file} is damaged: {field.name}={reprlib.repr(content[field.name])} is not a legal value")
+    return dict(content)
+
+
+def ids_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.ids"
+
+
+def documents_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.documents"
+
+
+def smallest_dtype(vocab: int) -> np.dtype:
+    """The dtype of ids on disk: two bytes hold 0 ... 65535."""
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
+
+
+def text_hash(content: bytes) -> int:
+    """The hash that identifies a document, of its text in UTF-8."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def write_shard(folder: Path, name: str, texts: Sequence[str], tokenizer: Tokenizer) -> Shard:
+    """Tokenise `texts` into the files of one shard; each file appears whole or not at all."""
+    filled = [text for text in texts if text]
+    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
+    encoded = tokenizer.encode_many(filled)
+    ids = np.concatenate([np.zeros(0, np.int32), *(piece for ids in encoded for piece in (begin, ids, end))])
+    # An unsigned dtype would hold another id in place of one that is negative or too large.
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab:
+        raise DataError(
+            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but says that it has {tokenizer.vocab} "
+            f"(0 to {tokenizer.vocab - 1}); use a tokenizer.json whose entries agree with its size"
+        )
+    contents = [text.encode("utf-8") for text in filled]
+    table = np.empty(len(filled), DOCUMENT)
+    table["tokens"] = [len(begin) + len(ids) + 1 for ids in encoded]
+    table["hash"] = [text_hash(content) for content in contents]
+    return Shard(
+        name=name,
+        documents=len(filled),
+        empty_documents=len(texts) - len(filled),
+        text_bytes=sum(map(len, contents)),
+        tokens=len(ids),
+        ids_sha256=_write(ids_file(folder, name), ids.astype(smallest_dtype(tokenizer.vocab))),
+        documents_sha256=_write(documents_file(folder, name), table),
+    )
+
+
+def _write(file: Path, array: np.ndarray) -> str:
+    """Write an array; returns its checksum."""
+    content = memoryview(array.view(np.uint8))
+    write_whole(file, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextlib.contextmanager
+def reading_shard(file: Path) -> Iterator[None]:
+    """Turn an OSError while a shard is read into a DataError with the file's name and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"shard {file} cannot be read: {error.strerror}; put it back, or {ADVICE}") from error
+
+
+def check_file(file: Path, size: int, sha256: str | None) -> None:
+    """Raise DataError unless a file of a shard has its size, and its checksum if that is given."""
+    with reading_shard(file):
+        if not is_file(file):
+            raise DataError(f"shard {file} is missing; {ADVICE}")
+        if size_bytes(file) != size:
+            raise DataError(f"shard {file} has {size_bytes(file)} bytes where the manifest says {size}; {ADVICE}")
+        if sha256 is None:
+            return
+        with open_file(file) as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != sha256:
+        raise DataError(f"shard {file} is damaged: sha256 {found[:8]}..., in the manifest {sha256[:8]}...; {ADVICE}")

@@ -1,0 +1,269 @@
+"""A run's parameters to safetensors files, and such files to a new run, without a whole model in memory."""
+
+import contextlib
+import dataclasses
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, flatten, new_cache
+from parallax.checkpoint.fingerprint import RunningFingerprint
+from parallax.checkpoint.steps import (
+    DamagedError,
+    complete_steps,
+    files_of,
+    read_manifest,
+    shortened,
+    write_manifest,
+    wrong_files,
+)
+from parallax.config.sections import MeshConfig
+from parallax.config.settings import Settings, load_saved, read_settings
+from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from parallax.interop.safetensors import read_model, read_pieces, write_model
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, shown, writing
+from parallax.runtime.run_files import RECORD
+from parallax.runtime.version import code_version
+from parallax.sharding.mesh import make_mesh
+from parallax.training.build import model_of
+
+STACKED = "blocks."  # how names of arrays begin that have a dim for layers
+CARRIED = ("config.json", TOKENIZER_FILE)
+CARRIED_IF_THERE = (TOKENIZER_CONFIG,)
+
+
+def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: int) -> int:
+    """Write the parameters of a run's checkpoint, the newest where `step` is None, as safetensors; returns the step.
+
+    `out` appears when it is complete, with the run's config and tokenizer.
+
+    Raises:
+        DamagedError: a parameter, its config or its tokenizer is damaged; an older step is never taken in its place.
+        CheckpointError: there is no such checkpoint, or `out` cannot be written.
+    """
+    source = open_step(workdir, step)
+    with new_folder(out) as unfinished:
+        params = SavedParams(source)
+        plain = plain_names(params.stored)
+        pieces = lambda name: params.pieces(plain[name].name, plain[name].index)  # noqa: E731
+        write_model(unfinished, plain, pieces, shard_bytes=shard_bytes)
+        params.check()
+        for name in (*CARRIED, *CARRIED_IF_THERE):
+            if name in source.files:
+                files.copy_file(source.folder / name, unfinished / name)
+    return source.number
+
+
+def import_params(source: Path, workdir: Path) -> None:
+    """Make a run folder whose step 0 has the parameters of `source`, which has a config.json and a tokenizer.json too.
+
+    Raises:
+        CheckpointError: `source` cannot be trusted, or has not the parameters of the model in its config.
+        DataError: its tokenizer is missing or damaged.
+    """
+    settings = read_settings(load_saved(source / "config.json"))
+    tokenizer = load_tokenizer(source)
+    tensors, wanted = read_model(source), plain_names(param_shapes(settings))
+    differences = []
+    for name in wanted.keys() & tensors.keys():
+        there, here = (f"{np.dtype(about.dtype)}{list(about.shape)}" for about in (tensors[name][1], wanted[name]))
+        differences += [] if there == here else [f"{name} is {there} there and {here} here"]
+    check_tensors(source, tensors, wanted, differences)
+
+    def write(arrays: Mapping[str, ArrayWriter]) -> None:
+        for name, here in plain_names(arrays).items():
+            write_rows(arrays[here.name], here.index, read_pieces(*tensors[name], PIECE_BYTES))
+
+    names = (*CARRIED, *(name for name in CARRIED_IF_THERE if files.is_file(source / name)))
+    with new_folder(workdir) as unfinished:
+        make_run(unfinished, settings, tokenizer, {name: source / name for name in names}, write)
+
+
+def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: list[str]) -> None:
+    """Raise CheckpointError with these differences, and with the names that are missing or too many."""
+    differences = [
+        *(f"{name} is missing" for name in wanted if name not in tensors),
+        *(f"{shown(name)} is of no use" for name in tensors if name not in wanted),
+        *differences,
+    ]
+    if differences:
+        raise CheckpointError(f"{source} has not the parameters of its config.json: {shortened(sorted(differences))}")
+
+
+def write_rows(array: ArrayWriter, index: tuple[int, ...], pieces: Iterator[np.ndarray]) -> int:
+    """Write pieces of rows that follow one another into an array, or into a layer of it; returns how many rows."""
+    row = 0
+    for piece in pieces:
+        array.write((*index, slice(row, row + len(piece))) if piece.ndim else index, piece)
+        row += len(piece) if piece.ndim else 0
+    return row
+
+
+# ---- names
+
+
+class TensorSource(NamedTuple):
+    """The array that a tensor is part of: `index` is empty, or a layer. `shape` is the tensor's."""
+
+    name: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def plain_names(arrays: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Tensors by name, layer by layer, in the order of the model; `arrays` are anything with shape and dtype.
+
+    >>> from jax import ShapeDtypeStruct as Shape
+    >>> arrays = {"blocks.mlp.up.kernel": Shape((2, 4, 8), "float32"), "embedding.table": Shape((9, 4), "float32")}
+    >>> list(plain_names(arrays))
+    ['embedding.table', 'blocks.0.mlp.up.kernel', 'blocks.1.mlp.up.kernel']
+    """
+    stacked = {name: about for name, about in arrays.items() if name.startswith(STACKED)}
+    layers = range(max((about.shape[0] for about in stacked.values()), default=0))
+    part = lambda name, about, *index: TensorSource(name, index, tuple(about.shape[len(index) :]), about.dtype)  # noqa: E731
+    single = {name: part(name, about) for name, about in arrays.items() if name not in stacked}
+    first = {name: source for name, source in single.items() if name.startswith("embedding.")}
+    of_layers = {
+        name.replace(STACKED, f"{STACKED}{layer}.", 1): part(name, about, layer)
+        for layer in layers
+        for name, about in stacked.items()
+    }
+    return {**first, **of_layers, **single}
+
+
+# ---- out of a run
+
+
+class SavedStep(NamedTuple):
+    """A step of a run whose parameters are read; `arrays` and `files` are the manifest's."""
+
+    number: int
+    folder: Path
+    arrays: Mapping[str, Any]
+    files: Mapping[str, Any]
+
+
+def open_step(workdir: Path, step: int | None) -> SavedStep:
+    """A step, the newest where `step` is None.
+
+    Files that are copied are held to their checksums. For arrays, which are held to their fingerprints when they are
+    read, sizes will do.
+
+    Raises:
+        DamagedError: its config, its tokenizer or a file's size is not as saved; an older step is never taken instead.
+        CheckpointError: there is no such checkpoint, or it has no parameters.
+    """
+    folder = workdir / "checkpoints"
+    step = max(complete_steps(folder), default=None) if step is None else step
+    if step is None:
+        raise CheckpointError(f"{workdir} has no checkpoint to export")
+    manifest = read_manifest(folder, step)
+    arrays = manifest["arrays"].get("params")
+    if not arrays:
+        raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
+    found = SavedStep(step, folder / str(step), arrays, files_of(manifest, ["params"]))
+    copied = {name: found.files[name] for name in (*CARRIED, *CARRIED_IF_THERE, RECORD) if name in found.files}
+    wrong = (
+        [f"its file {name} is missing" for name in CARRIED if name not in found.files]
+        or wrong_files(found.folder, copied, contents=True)
+        or wrong_files(found.folder, found.files, contents=False)
+    )
+    if wrong:
+        raise damaged(found, shortened(wrong))
+    return found
+
+
+def damaged(step: SavedStep, how: str) -> DamagedError:
+    return DamagedError(step.folder.parent, step.number, how)
+
+
+class SavedParams:
+    """The parameters of a step, read piece by piece, each in order and once; `check` compares their fingerprints."""
+
+    def __init__(self, step: SavedStep):
+        self._step, self._running = step, {name: RunningFingerprint() for name in step.arrays}
+        try:
+            cache, folder = new_cache(), step.folder / "params"
+            self.stored = {name: ArrayReader(folder, name, about, cache) for name, about in step.arrays.items()}
+        except (ValueError, OSError) as error:
+            raise damaged(step, str(error).splitlines()[0]) from error
+
+    def pieces(self, name: str, index: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """Rows of an array, or of a layer of it, that follow one another."""
+        try:
+            for piece in self.stored[name].pieces(index):
+                self._running[name].add(piece)
+                yield piece
+        except ValueError as error:  # tensorstore's, for all that is wrong with its files
+            raise damaged(self._step, f"params {name} cannot be read") from error
+
+    def check(self) -> None:
+        """Raise DamagedError unless all arrays were read, and are as saved."""
+        arrays = self._step.arrays.items()
+        wrong = [f"params {name}" for name, about in arrays if self._running[name].value != about["fingerprint"]]
+        if wrong:
+            raise damaged(self._step, f"{shortened(wrong)} not as saved")
+
+
+# ---- into a run
+
+
+def make_run(
+    unfinished: Path,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    carried: Mapping[str, Path | str],
+    write: Callable[[Mapping[str, ArrayWriter]], None],
+) -> None:
+    """Make a run of step 0 in an empty folder. `write` fills its parameters.
+
+    `carried` are files to copy, or their texts, by name. All but RECORD are beside the checkpoints too.
+    """
+    step = unfinished / "checkpoints" / "0"
+    files.make_folder(step / "params")
+    arrays = {name: ArrayWriter(step / "params", name, about) for name, about in param_shapes(settings).items()}
+    write(arrays)
+    for name, content in carried.items():
+        for folder in (step,) if name == RECORD else (step, unfinished):
+            if isinstance(content, Path):
+                files.copy_file(content, folder / name)
+            else:
+                files.write_file(folder / name, content)
+    about = {**settings.to_dict(), "corpus": {"tokenizer": tokenizer.fingerprint}, "code": {"parallax": code_version()}}
+    described = {"params": {name: array.described() for name, array in arrays.items()}}
+    write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
+
+
+def as_json(settings: Settings) -> str:
+    """The text of a run's config.json."""
+    return json.dumps(settings.to_dict(), indent=2) + "\n"
+
+
+def param_shapes(settings: Settings) -> dict[str, Any]:
+    """Shapes and dtypes of the model's parameters, on one device."""
+    mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), jax.devices()[:1])
+    pipeline = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
+    return flatten(model_of(dataclasses.replace(settings, pipeline=pipeline), mesh).shapes)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when it is complete, and is removed if it never is."""
+    if files.exists(folder) and (not files.is_folder(folder) or files.names_in(folder)):
+        raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
+    whole = folder.resolve()
+    unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
+    files.check_writable(unfinished)
+    try:
+        with writing(folder, "make room, or choose another folder"):
+            yield unfinished
+            files.move(unfinished, whole)
+    finally:
+        files.remove_what_can_be(unfinished)

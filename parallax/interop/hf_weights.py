@@ -1,0 +1,211 @@
+"""How each parameter is stored in the tensors of Hugging Face's `transformers`: one description, for both directions.
+
+Their kernels are `[out, in]`, with heads side by side in `out`; ours have named dims. Each is a view of the other, but
+for rotated pairs: ours are (i, i + width/2), as Llama's are; DeepSeek's are neighbours, (2i, 2i + 1).
+
+Weights in float8, of which each block has a scale as in DeepSeek-V3, are read as float32.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from einops import rearrange
+
+from parallax.config.sections import ModelConfig
+from parallax.interop.hf_config import ScaleBlock
+from parallax.interop.safetensors import Tensor, read_pieces, read_tensor
+
+LAYER = "model.layers.{layer}."
+HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+SCALES = "_scale_inv"  # after a weight's name; the weight is multiplied by it
+WHOLE_PIECE_BYTES = 1 << 24  # of a tensor that is made float32: all that is held besides it
+
+
+class WeightView(NamedTuple):
+    """One of our arrays, of one layer where layers are stacked, as a view of their tensor.
+
+    `view` makes of the tensor, `shape`, a view with the array's shape; `order` then reorders its last dim. Without both
+    the array is the tensor.
+    """
+
+    tensor: str  # its name, with {layer} where layers are stacked
+    shape: tuple[int, ...]
+    view: Callable[[np.ndarray], np.ndarray] | None = None
+    order: np.ndarray | None = None
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """The tensor's name; `index` is the layer, or empty."""
+        return self.tensor.format(layer=index[0]) if index else self.tensor
+
+    def ours(self, tensor: np.ndarray) -> np.ndarray:
+        """The array as a view of the tensor, its last dim not yet reordered."""
+        return self.view(tensor) if self.view else tensor
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of `ours`, reordered."""
+        return rows if self.order is None else rows[..., self.order]
+
+    def write(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write rows of the array into rows of `ours`."""
+        rows[..., slice(None) if self.order is None else self.order] = values
+
+
+def weight_views(model: ModelConfig, *, interleaved: bool) -> dict[str, WeightView]:
+    """The view of every array; `interleaved` says that rotated pairs are neighbours in the tensors.
+
+    >>> table = dict(zip(("vocab", "d_model"), (64, 8)))
+    >>> WeightView("model.embed_tokens.weight", tuple(table.values())).ours(np.zeros((64, 8))).shape
+    (64, 8)
+    """
+    d_model, d_ff, heads, width = model.d_model, model.d_ff, model.heads, model.d_head
+    table = model.vocab, d_model
+    found = {
+        "embedding.table": WeightView(TABLE, table),
+        "blocks.attention_norm.scale": _scale(f"{LAYER}input_layernorm", d_model),
+        "blocks.mlp_norm.scale": _scale(f"{LAYER}post_attention_layernorm", d_model),
+        "blocks.mlp.gate.kernel": _kernel("mlp.gate_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
+        "blocks.mlp.up.kernel": _kernel("mlp.up_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
+        "blocks.mlp.down.kernel": _kernel("mlp.down_proj", "d_model d_ff -> d_ff d_model", d_model, d_ff),
+        "blocks.attention.out.kernel": _kernel(
+            "self_attn.o_proj", "d_model (heads d_head) -> heads d_head d_model", d_model, heads * width, heads=heads
+        ),
+        "head.norm.scale": _scale("model.norm", d_model),
+    }
+    if not model.tied:
+        found["head.table"] = WeightView(HEAD, table)
+    of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
+    return found | {f"blocks.attention.{name}": view for name, view in of_attention.items()}
+
+
+def _scale(name: str, size: int) -> WeightView:
+    return WeightView(f"{name}.weight", (size,))
+
+
+def _kernel(name: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int) -> WeightView:
+    """A kernel whose tensor has a shape and becomes ours by a pattern of einops."""
+    return WeightView(f"{LAYER}{name}.weight", shape, partial(rearrange, pattern=pattern, **sizes), order)
+
+
+HEADS = "(heads d_head) d_in -> d_in heads d_head"
+
+
+def _gqa(model: ModelConfig) -> dict[str, WeightView]:
+    found = {}
+    for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
+        theirs, out = f"self_attn.{name}_proj", heads * model.d_head
+        found[f"{name}.kernel"] = _kernel(theirs, HEADS, out, model.d_model, heads=heads)
+        if model.qkv_bias:
+            view = partial(rearrange, pattern="(heads d_head) -> heads d_head", heads=heads)
+            found[f"{name}.bias"] = WeightView(f"{LAYER}{theirs}.bias", (out,), view)
+        if model.qk_norm and name != "v":
+            found[f"{name}_norm.scale"] = _scale(f"{LAYER}self_attn.{name}_norm", model.d_head)
+    return found
+
+
+def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
+    heads, width, latent, rope = model.heads, model.d_head, model.d_latent, model.d_rope
+    pairs = np.arange(rope)
+    pairs = rearrange(pairs, "(pair two) -> (two pair)", two=2) if interleaved else pairs
+    down = f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", (latent + rope, model.d_model)
+    up = f"{LAYER}self_attn.kv_b_proj.weight", (heads * 2 * width, latent)
+    # Keys and values side by side in each head.
+    halves = partial(rearrange, pattern="(heads kv d_head) latent -> kv latent heads d_head", heads=heads, kv=2)
+    found = {
+        "down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
+        "k_rope.kernel": WeightView(*down, lambda tensor: tensor[latent:].T, pairs),
+        "norm.scale": _scale(f"{LAYER}self_attn.kv_a_layernorm", latent),
+        "up_k.kernel": WeightView(*up, lambda tensor: halves(tensor)[0]),
+        "up_v.kernel": WeightView(*up, lambda tensor: halves(tensor)[1]),
+    }
+    order = np.concatenate([np.arange(width), width + pairs])
+    queries = lambda name, d_in: _kernel(name, HEADS, heads * len(order), d_in, order=order, heads=heads)  # noqa: E731
+    if not model.d_latent_q:
+        return found | {"queries_0.kernel": queries("self_attn.q_proj", model.d_model)}
+    narrow = model.d_latent_q
+    return found | {
+        "queries_0.kernel": _kernel("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
+        "queries_1.scale": _scale(f"{LAYER}self_attn.q_a_layernorm", narrow),
+        "queries_3.kernel": queries("self_attn.q_b_proj", narrow),
+    }
+
+
+# ---- tensors in files, and scales of float8
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file, and the scales of its blocks where it is float8."""
+
+    path: Path
+    tensor: Tensor
+    scales: "StoredTensor | None" = None
+    block: ScaleBlock = (1, 1)
+
+    def pieces(self, limit_bytes: int) -> Iterator[np.ndarray]:
+        """Rows, as many at a time as fit into a number of bytes; float32 where they have scales."""
+        if self.scales is None:
+            yield from read_pieces(self.path, self.tensor, limit_bytes)
+            return
+        scales, row = self.scales.whole().astype(np.float32), 0
+        for piece in read_pieces(self.path, self.tensor, limit_bytes // 4):  # a byte becomes four
+            yield dequantized(piece, scales, self.block, row)
+            row += len(piece)
+
+    def whole(self) -> np.ndarray:
+        """The tensor; float32 where it has scales."""
+        if self.scales is None:
+            return read_tensor(self.path, self.tensor)
+        values, row = np.empty(self.tensor.shape, np.float32), 0
+        for piece in self.pieces(WHOLE_PIECE_BYTES):
+            values[row : row + len(piece)] = piece
+            row += len(piece)
+        return values
+
+    def equals(self, other: "StoredTensor", limit_bytes: int) -> bool:
+        """Whether another tensor has the same dtype, shape and bytes."""
+        pairs = zip(self.pieces(limit_bytes), other.pieces(limit_bytes))
+        return self.tensor[:2] == other.tensor[:2] and all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def dequantized(values_RC: np.ndarray, scales: np.ndarray, block: ScaleBlock, first_row: int) -> np.ndarray:
+    """Rows of a matrix in float32, each entry times the scale of its block; `first_row` is the rows' place in it.
+
+    >>> dequantized(np.ones((2, 3), FLOAT8), np.float32([[1, 2], [3, 4]]), (2, 2), first_row=1)
+    array([[1., 1., 2.],
+           [3., 3., 4.]], dtype=float32)
+    """
+    found_RC = values_RC.astype(np.float32)
+    of_row = (first_row + np.arange(len(found_RC))) // block[0]
+    for column in range(scales.shape[1]):
+        found_RC[:, column * block[1] : (column + 1) * block[1]] *= scales[of_row, column][:, None]
+    return found_RC
+
+
+def scales_shape(shape: tuple[int, ...], block: ScaleBlock) -> tuple[int, ...]:
+    """Shape of a matrix's scales: blocks at its lower and right edge may be smaller.
+
+    >>> scales_shape((576, 7168), (128, 128))
+    (5, 56)
+    """
+    return tuple(math.ceil(size / side) for size, side in zip(shape, block))
+
+
+def with_scales(tensors: Mapping[str, StoredTensor], block: ScaleBlock) -> dict[str, StoredTensor]:
+    """Tensors by name, float8 ones joined to the scales that are stored beside them as tensors of their own.
+
+    A tensor that is not float8, or has no scales of the right shape, stays as it is, and so do such scales.
+    """
+    found = dict(tensors)
+    for name, (path, tensor, *_) in tensors.items():
+        scales = tensors.get(name + SCALES)
+        fits = scales and scales.tensor.shape == scales_shape(tensor.shape, block) and len(tensor.shape) == 2
+        if tensor.dtype == FLOAT8 and fits and scales.tensor.dtype in SCALE_DTYPES:
+            found[name] = StoredTensor(path, tensor, found.pop(name + SCALES), block)
+    return found
