@@ -4,6 +4,7 @@ Inside `jax.shard_map` every function below sends what its pattern says, and its
 of JAX make of it. Outside, with no axis bound, all are the identity: that run is the reference.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,13 +68,13 @@ def _bound(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
-    """Collect pieces: the axes that `after` lacks are gathered, the innermost first.
+    """Collect pieces: the axes that `after` lacks are gathered, those of one dim together.
 
-    With `first`, each in two steps: among so many neighbouring ranks, then among those groups. It is the same result,
-    and as many bytes.
+    With `first`, one axis is gathered in two steps: among so many neighbouring ranks, then among those groups. It is
+    the same result, and as many bytes.
 
     Communication:
-        forward   all_gather of x over each axis that goes
+        forward   all_gather of x over the axes that go
         backward  the transposes
 
     >>> all_gather("d_model/dp d_ff/tp -> d_model d_ff/tp", jnp.ones((2, 3))).shape
@@ -86,10 +87,12 @@ def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
                 pattern,
                 f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
             )
-        for axis in reversed(old[len(new) :]):
-            if is_bound(axis):
-                for groups in _gather_groups(lax.axis_size(axis), first):
-                    x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+        gone = tuple(axis for axis in old[len(new) :] if is_bound(axis))
+        if len(gone) == 1:
+            for groups in _gather_groups(lax.axis_size(gone[0]), first):
+                x = lax.all_gather(x, gone[0], axis=dim, tiled=True, axis_index_groups=groups)
+        elif gone:
+            x = lax.all_gather(x, gone, axis=dim, tiled=True)
     return x
 
 
@@ -109,17 +112,16 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
     """Add partial sums and keep one's own piece; `before` may leave its `+axis` unsaid.
 
     Communication:
-        forward   reduce_scatter of x over each axis that comes
+        forward   reduce_scatter of x over the axes that come
         backward  the transposes
     """
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if new[: len(old)] != old:
             _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
-        for axis in new[len(old) :]:
-            if is_bound(axis):
-                _check_divides(pattern, before.names[dim], x.shape[dim], axis)
-                x = lax.psum_scatter(as_varying(x, [axis]), axis, scatter_dimension=dim, tiled=True)
+        if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
+            _check_divides(pattern, before.names[dim], x.shape[dim], come)
+            x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
     return x
 
 
@@ -129,7 +131,7 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     something is computed, and a reduce_scatter not.
 
     Communication:
-        forward   all_to_all of x over each axis that comes
+        forward   all_to_all of x over the axes that come
         backward  the transposes
 
     >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
@@ -139,13 +141,12 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if new[: len(old)] != old:
             _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
-        for axis in new[len(old) :]:
-            if is_bound(axis):
-                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
-                pieces = lax.all_to_all(as_varying(x, [axis]), axis, split_axis=dim, concat_axis=dim, tiled=True)
-                pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
-                # One after the other: of TPU programs, a reduction would be the slowest part of this.
-                x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
+        if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
+            size = _check_divides(pattern, before.names[dim], x.shape[dim], come)
+            pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
+            pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+            # One after the other: of TPU programs, a reduction would be the slowest part of this.
+            x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
     return x.astype(jnp.float32)
 
 
@@ -204,7 +205,7 @@ def all_to_all(pattern: str, x: Array) -> Array:
         _refuse(pattern, f"{axis} must be the last axis of both dims")
     if not is_bound(axis):
         return x
-    _check_divides(pattern, before.names[target], x.shape[target], axis)
+    _check_divides(pattern, before.names[target], x.shape[target], (axis,))
     return lax.all_to_all(x, axis, split_axis=target, concat_axis=source, tiled=True)
 
 
@@ -221,7 +222,7 @@ def cut(pattern: str, x: Array) -> Array:
             _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
         for axis in new[len(old) :]:
             if is_bound(axis):
-                size = _check_divides(pattern, before.names[dim], x.shape[dim], axis)
+                size = _check_divides(pattern, before.names[dim], x.shape[dim], (axis,))
                 x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
     return x
 
@@ -282,11 +283,17 @@ def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     return before, after
 
 
-def _check_divides(pattern: str, name: str, size: int, axis: str) -> int:
-    pieces = lax.axis_size(axis)
+def _check_divides(pattern: str, name: str, size: int, axes: tuple[str, ...]) -> int:
+    pieces = math.prod(map(lax.axis_size, axes))
     if size % pieces:
-        _refuse(pattern, f"a local {name} of {size} does not divide over {axis}={pieces}")
+        over = " x ".join(f"{axis}={lax.axis_size(axis)}" for axis in axes)
+        _refuse(pattern, f"a local {name} of {size} does not divide over {over}")
     return size // pieces
+
+
+def _named(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Axes as JAX takes them: one by its name."""
+    return axes if len(axes) > 1 else axes[0]
 
 
 def _dim_of(layout: Layout, axis: str) -> int | None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from pieces import SIZES, along, exchanged, forward_of, gathered, kept, on_mesh, pieces_of, scattered, transpose
 from tiny import mesh_of
 
@@ -129,6 +130,29 @@ def test_permute_goes_round_more_than_two_ranks():
     y, dx, weights = on_mesh(lambda x: permute("seq", x, axis="pp", shift=1), pieces, sizes=(4, 1, 1))
     assert y.ravel().tolist() == [3, 0, 1, 2]
     np.testing.assert_array_equal(dx.ravel(), np.roll(weights.ravel(), -1))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_axes_that_cut_one_dim_are_one_collective(dim):
+    """Gathered, scattered and exchanged at once, the major axis first, as a PartitionSpec has them."""
+    names = ["d_model", "d_ff"]
+    cut_names = [f"{name}/tp/dp" if at == dim else name for at, name in enumerate(names)]
+    whole, cut_layout = " ".join(names), " ".join(cut_names)
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    mesh, spec = mesh_of(2, 2, 2), Layout.parse(cut_layout).spec()
+    on_mesh = lambda f, inside, outside: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=inside, out_specs=outside))  # noqa: E731
+    gather = on_mesh(
+        lambda x: reduce_scatter(f"{whole} -> {cut_layout}", all_gather(f"{cut_layout} -> {whole}", x)), spec, spec
+    )
+    np.testing.assert_allclose(gather(x), 4 * x, rtol=1e-6)
+    exchange = on_mesh(
+        lambda x: exchange_and_add(f"{whole} -> {cut_layout}", all_gather(f"{cut_layout} -> {whole}", x)), spec, spec
+    )
+    np.testing.assert_allclose(exchange(x), 4 * x, rtol=1e-6)
+    for run, kinds in ((gather, {"all_gather", "reduce_scatter"}), (exchange, {"all_gather", "all_to_all"})):
+        sent = [(e.primitive.name, e.params["axis_name"]) for e in equations(run, x) if "axis_name" in e.params]
+        sent = [(name, axes) for name, axes in sent if name.removesuffix("_invariant") in kinds]
+        assert len(sent) == 2 and all(axes == ("tp", "dp") for _, axes in sent)
 
 
 def test_a_dim_cut_over_two_axes_is_gathered_from_the_inside():
