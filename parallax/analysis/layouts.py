@@ -1,7 +1,6 @@
 """The layouts that a sweep tries: mesh, microbatches, schedule, remat and the sharding policy."""
 
 import dataclasses
-import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,7 +59,7 @@ class Choice(NamedTuple):
         sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh")
         sections |= {"policy": "data_parallel", "exceptions": "data_parallel", "prefetch": "fsdp"}
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
-        return [f"--config.{sections[name]}.{name}={shlex.quote(str(getattr(other, name)))}" for name in changed]
+        return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
 
 
 def policies(pp: int, dp: int) -> list[tuple[str, str, int]]:

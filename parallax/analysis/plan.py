@@ -1,6 +1,7 @@
 """Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
@@ -194,7 +195,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
     for choice in _layouts(own):
-        yield " ".join(own.flags_to(choice)), choice.applied(settings)
+        yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
@@ -342,7 +343,7 @@ def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
     if not timed:
         return
     best = min(timed, key=lambda choice: timed[choice].secs)
-    flags = " ".join(own.flags_to(best)) or "the config as it is"
+    flags = shlex.join(own.flags_to(best)) or "the config as it is"
     yield f"fastest as compiled: {timed[best].secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from tiny import build, model_config, section
+from tiny import build
 
 from parallax.analysis.collectives import (
     Sent,
@@ -22,8 +22,7 @@ from parallax.analysis.collectives import (
     totals,
 )
 from parallax.analysis.flops import flops_by_direction, matmul_flops
-from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.config.sections import AXES
 from parallax.sharding.collectives import (
     all_gather,
     all_to_all,
@@ -260,9 +259,7 @@ def test_an_average_rank_sends_a_rank_s_share_of_what_all_send():
 
 def test_a_mesh_without_devices_gives_the_report_of_one_with_them():
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
-    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
-    configs = (kind(**section(name, microbatches=4)) for name, kind in kinds.items())
-    abstract = ShardedModel(model_config(), *configs, mesh)
+    abstract = build((1, 1, 1), microbatches=4).replace(mesh=mesh)
     assert step_collectives(abstract, ROWS, SEQ) == sent_in_step()
 
 

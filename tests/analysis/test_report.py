@@ -24,9 +24,8 @@ from parallax.analysis.topology import GET_LIBTPU
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.cli.report import main
-from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import AXES
 from parallax.data.vocabulary import likely_entries
-from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.training.optimizer import make_optimizer
@@ -40,9 +39,7 @@ QUICKSTART = "--config=configs/quickstart.py"
 def on(mesh, **changes):
     """A tiny model on a mesh of no devices, whose chunks of tokens are never filled up."""
     changes = dict(attention="gqa", layers=4, chunk_tokens=64) | changes
-    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
-    sections = (kind(**tiny.section(name, **changes)) for name, kind in kinds.items())
-    return ShardedModel(tiny.model_config(**changes), *sections, abstract_mesh(dict(zip(AXES, mesh))))
+    return tiny.build((1, 1, 1), **changes).replace(mesh=abstract_mesh(dict(zip(AXES, mesh))))
 
 
 def flops_of(mesh, **changes):

@@ -13,14 +13,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxprs import equations, inside
 from random_schedules import PLACEMENTS, random_schedule
 from reference import plain_losses_and_grad, plain_parts
-from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
+from tiny import SCHEDULES, build, make_batch, model_config, params_of
 
 from parallax.analysis.flops import flops_by_direction
-from parallax.config.sections import AXES, REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import AXES, REMAT
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of
 from parallax.pipeline.saved import SplitVjp
-from parallax.pipeline.sharded_model import ShardedModel
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -86,9 +85,7 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
 def abstract_model(**changes):
     """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
     mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
-    sections = (kind(**section(name, **changes)) for name, kind in kinds.items())
-    return ShardedModel(model_config(), *sections, mesh)
+    return build((1, 1, 1), **changes).replace(mesh=mesh)
 
 
 def ticks_of(model):

@@ -73,7 +73,7 @@ FAST = pairwise_cases(grid(CUTS | COSTS))
 def test_every_pair_of_settings_is_in_a_fast_case():
     wanted = {pair for case in grid(CUTS | COSTS) for pair in pairs_of(case)}
     assert wanted == {pair for case in FAST for pair in pairs_of(case)}
-    assert len(FAST) <= 35
+    assert len(FAST) <= 40  # eight meshes with five policies each
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_with_those_that_do(sizes,
         ({"dp": True}, "mesh.dp=True is no number of devices"),
         ({"pp": -1, "dp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
         ({"simulate": -1}, "mesh.simulate=-1 is no number of devices"),
-        ({"across_slices": "tp"}, "mesh.across_slices='tp' is no axis for the network between slices; use one of 'dp'"),
+        ({"replica": 0}, "mesh.replica=0 is no number of devices"),
     ],
 )
 def test_wrong_sizes_are_named(fields, message):
@@ -125,37 +125,41 @@ def chips_of(slices, rows=2, columns=4):
 
 
 @pytest.mark.parametrize(
-    ("axis", "sizes"), [("dp", (1, 16, 1)), ("dp", (2, 4, 2)), ("pp", (2, 4, 2)), ("pp", (4, 1, 4)), ("pp", (2, 8, 1))]
+    ("axis", "sizes"),
+    [
+        ("replica", (1, 8, 1, 2)),
+        ("replica", (2, 2, 2, 2)),
+        ("replica", (1, 1, 4, 4)),
+        ("pp", (2, 4, 2, 1)),
+        ("pp", (4, 1, 4, 1)),
+        ("pp", (2, 8, 1, 1)),
+    ],
 )
-def test_the_chosen_axis_alone_goes_from_slice_to_slice(axis, sizes):
-    chips = chips_of(slices=2)
-    grid = place_devices(config(*sizes, across_slices=axis), chips)
-    assert grid.shape == sizes and {chip.id for chip in grid.flat} == {chip.id for chip in chips}
+def test_replicas_or_else_stages_alone_go_from_slice_to_slice(axis, sizes):
+    pp, dp, tp, replica = sizes
+    chips, wanted = chips_of(slices=2), config(pp, dp, tp, replica=replica)
+    grid = place_devices(wanted, chips)
+    assert grid.shape == tuple(wanted.sizes.values()) and {chip.id for chip in grid.flat} == {chip.id for chip in chips}
     slice_of = np.vectorize(lambda chip: chip.slice_index)(grid)
-    along = AXES.index(axis)
-    for other in {0, 1, 2} - {along}:
+    along = list(wanted.sizes).index(axis)
+    for other in set(range(grid.ndim)) - {along}:
         assert (slice_of == slice_of.take([0], other)).all()
     # The first half of the axis is in one slice, the second in the other: one step of it crosses the network.
     assert (np.diff(slice_of, axis=along) != 0).sum(along).max() == 1
 
 
-def test_one_slice_needs_no_axis():
-    grid = place_devices(config(1, 4, 2, across_slices="pp"), chips_of(slices=1))
+def test_in_one_slice_any_axes_will_do():
+    grid = place_devices(config(1, 4, 2), chips_of(slices=1))
     assert grid.shape == (1, 4, 2)
 
 
 @pytest.mark.parametrize(
-    ("axis", "sizes", "message"),
+    ("sizes", "message"),
     [
-        (
-            "dp",
-            (2, 1, 8),
-            "mesh.dp=1 does not divide over 2 slices of 8 chips, .*='dp' puts it; use a multiple of 2, or",
-        ),
-        ("dp", (1, 1, 16), "use a multiple of 2$"),
-        ("pp", (1, 16, 1), "mesh.pp=1 does not divide over 2 slices .*, or mesh.across_slices='dp'"),
+        ((1, 16, 1), "mesh.replica=1 and mesh.pp=1: neither .* 2 slices of 8 chips, .*with mesh.replica=2 mesh.dp=8$"),
+        ((1, 1, 16), "other axes send too much .*; make one a multiple of 2$"),
     ],
 )
-def test_an_axis_that_does_not_divide_over_the_slices_is_refused(axis, sizes, message):
+def test_axes_that_do_not_divide_over_the_slices_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
-        place_devices(config(*sizes, across_slices=axis), chips_of(slices=2))
+        place_devices(config(*sizes), chips_of(slices=2))
