@@ -130,6 +130,7 @@ OWN_WAY = {
     "cli/firstrun/machine.py": "the driver of this machine",
     "cli/plan.py": "a picture for people",
     "cli/report.py": "a page for people",
+    "cli/schedules.py": "tables and pictures for people",
 }
 
 

@@ -50,8 +50,9 @@ def renamed(config: Mapping[str, Any], chosen: Collection[str] = ()) -> tuple[di
 def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What a run has saved as its config, with today's keys, and what that has changed.
 
-    >>> of_today({"train": {"steps": 8}})
-    ({'train': {'compile_cache': 'auto', 'steps': 8}}, ["train.compile_cache='auto' is added"])
+    >>> today, said = of_today({"train": {"steps": 8}})
+    >>> today["train"], said[-1]
+    ({'compile_cache': 'auto', 'steps': 8}, "train.compile_cache='auto' is added")
     """
     today, said = renamed(saved)
     for name, section in SECTIONS.items():

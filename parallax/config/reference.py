@@ -41,9 +41,9 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
 def values_of(field: Field) -> str:
     """The values that a key takes; "" where any text is, and where they are True and False.
 
-    >>> from parallax.config.sections import MeshConfig
-    >>> values_of(fields(MeshConfig)[0]), values_of(fields(MeshConfig)[-1])
-    ('1 or more, or -1', '"dp" | "pp"')
+    >>> from parallax.config.sections import LayoutConfig, MeshConfig
+    >>> values_of(fields(MeshConfig)[0]), values_of(fields(LayoutConfig)[-1])
+    ('1 or more, or -1', '"vocab_parallel" | "all_to_all"')
     """
     key = field.metadata["key"]
     if field.type in (str, bool):

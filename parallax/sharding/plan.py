@@ -183,7 +183,7 @@ class ShardingPlan:
     def __repr__(self) -> str:
         """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
         during a step, in a layer, and its summed gradient."""
-        lines = [("parameter", "at rest", "step layer sum", "on a device")]
+        lines = [("parameter", "at rest", "in a step", "on a device")]
         lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]

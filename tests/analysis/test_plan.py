@@ -443,7 +443,7 @@ def test_entries_are_of_one_chip_one_config_and_one_version():
 
 def test_the_table_fits_100_columns_and_marks_the_own_layout_and_the_front(found):
     own = tiny()
-    long = Choice(32, 32, 32, 1024, "interleaved", 4, "layer", "microbatch", 1)
+    long = Choice(32, 32, 32, 1024, "interleaved", 4, "layer", "zero1", "embedding=zero3 head=zero3", 0)
     rows = [*found.rows[:5], found.rows[0]._replace(choice=long)]
     lines = list(sweep_table(rows, {}, front(found.rows), found.rows[1].choice))
     assert max(map(len, lines)) <= 100
