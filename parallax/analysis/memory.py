@@ -116,8 +116,8 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
     found: list[tuple[tuple[int, ...], str]] = []
 
     def start(params, batch, noise):
-        executor, ends_state, _ = model.ready(params, batch, noise)
-        state = jax.tree_util.tree_leaves_with_path(executor.start(ends_state))
+        executor, boundary_state, _ = model.ready(params, batch, noise)
+        state = jax.tree_util.tree_leaves_with_path(executor.start(boundary_state))
         found.extend((leaf.shape, _component_of_state(jax.tree_util.keystr(path))) for path, leaf in state)
         return jnp.float32(0)
 
@@ -131,7 +131,7 @@ def _component_of_state(path: str) -> str:
         return "gradients"
     if path.endswith(".loss"):
         return "other"
-    return "saved_activations" if path.startswith(".kept") else "pipeline_buffers"
+    return "saved_activations" if path.startswith(".residuals") else "pipeline_buffers"
 
 
 @dataclasses.dataclass(eq=False)

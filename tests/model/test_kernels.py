@@ -25,7 +25,7 @@ from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_se
 from parallax.model.context import Context, causal_mask
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.model.rope import rope_of
-from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)

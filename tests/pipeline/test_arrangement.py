@@ -14,9 +14,10 @@ from tiny import build, make_batch, mesh_of, optimizer_config
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import AXES, CheckpointConfig
-from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.layer_order import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
+from parallax.sharding.plan import cut_over_pp
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, init_state, make_train_step
 
@@ -46,7 +47,7 @@ def test_every_layer_has_one_place_on_the_rank_of_its_stage_and_a_rank_runs_them
 def test_layers_come_to_their_ranks_and_their_gradients_back(placement, layers, layout):
     arrangement, layout = Arrangement(placement, layers), Layout.parse(layout)
     sizes, axis_sizes = SIZES | {"layers": layers}, {"pp": 4, "dp": 2, "tp": 1}
-    stored = arrangement.stored(layout, sizes, axis_sizes)
+    stored = cut_over_pp(layout.without("pp"), sizes, axis_sizes, names=layout.names[1:])
     # d_ff=3 divides over nothing: then every rank stores all layers.
     assert stored == Layout.parse("layers d_model/dp/pp d_ff" if "d_model" in layout.names else "layers d_ff")
     whole = np.random.default_rng(0).normal(size=[sizes[name] for name in layout.names]).astype(np.float32)

@@ -16,11 +16,19 @@ from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of, section
 
 from parallax.analysis.flops import flops_by_direction
-from parallax.config.sections import AXES, REMAT, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
+from parallax.config.sections import (
+    AXES,
+    REMAT,
+    DataParallelConfig,
+    FsdpConfig,
+    LayoutConfig,
+    LossConfig,
+    PipelineConfig,
+)
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of
-from parallax.pipeline.saved import SplitVjp
 from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -67,18 +75,18 @@ def layer_alone():
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))
     _, saved = vjp.forward(weights, x, context)
-    vjp.plan_division(weights, saved, context, dy, saved_is_kept=True)
+    vjp.plan_split(weights, saved, context, dy, saved_is_kept=True)
     return vjp, weights, saved, context, dy
 
 
 def test_b_and_w_cost_together_what_the_backward_pass_cost():
     """FLOPs as XLA counts them in the compiled programs."""
     vjp, weights, saved, context, dy = layer_alone()
-    handed = vjp.input_backward(weights, saved, context, dy)[2]
+    b_residuals = vjp.input_backward(weights, saved, context, dy)[2]
     flops = lambda f, *args: jax.jit(f).lower(*args).compile().cost_analysis()["flops"]  # noqa: E731
     whole = flops(lambda saved, dy: vjp.backward(weights, saved, context, dy), saved, dy)
     first = flops(lambda saved, dy: vjp.input_backward(weights, saved, context, dy), saved, dy)
-    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
+    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], b_residuals)
     assert first + second == pytest.approx(whole, rel=0.01)
     assert 0.3 * whole < second < 0.5 * whole, "attention's products have no weights, so B is the larger part"
 
@@ -86,7 +94,8 @@ def test_b_and_w_cost_together_what_the_backward_pass_cost():
 def abstract_model(**changes):
     """A model on a mesh that has no devices: nothing is arranged for simulated ones."""
     mesh = AbstractMesh((4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "fsdp": FsdpConfig, "loss": LossConfig}
+    kinds = {"layout": LayoutConfig, "pipeline": PipelineConfig, "data_parallel": DataParallelConfig}
+    kinds |= {"fsdp": FsdpConfig, "loss": LossConfig}
     sections = (kind(**section(name, **changes)) for name, kind in kinds.items())
     return ShardedModel(model_config(), *sections, mesh)
 
