@@ -244,8 +244,6 @@ def _attention_share(settings: Settings) -> float:
 def lockstep_bubble(settings: Settings) -> float:
     """Share of the ticks in which the average rank has nothing to do."""
     pipeline = settings.pipeline
-    if pipeline.branches == "mask":
-        return 0.0  # it computes instead, and that is in the work
     sizes = pipeline.schedule, settings.mesh.pp, pipeline.microbatches, pipeline.virtual
     return _bubble(*sizes, schedule_costs(settings))
 

@@ -46,7 +46,7 @@ class State(NamedTuple):
 class Executor(NamedTuple):
     """Runs a schedule on the stages that this rank holds.
 
-    `branches` is "skip" or "mask": see PipelineConfig. With `messages_last` a tick's messages wait for all of its
+    With `messages_last` a tick's messages wait for all of its
     passes; simulated devices need that, see `after`.
     """
 
@@ -57,7 +57,6 @@ class Executor(NamedTuple):
     context: Callable[[Array], Context]  # of a microbatch
     boundary: PipelineBoundary
     message: str  # layout of what stages send each other
-    branches: str
     messages_last: bool
 
     def run(self, boundary_state: Any) -> State:
@@ -83,10 +82,10 @@ class Executor(NamedTuple):
     def start(self, boundary_state: Any) -> State:
         """The state before the first tick: empty slots, gradients of zero."""
         messages = self._empty_messages(boundary_state)
-        # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
-        slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}
         pools = jax.eval_shape(lambda: self.stage.plan(self.weights, messages["F"][0], self.context(jnp.int32(0))))
-        return State(messages, self.stage.empty(pools, slots), jax.tree.leaves(self.zero_grads()), boundary_state)
+        return State(
+            messages, self.stage.empty(pools, self.schedule.slots), jax.tree.leaves(self.zero_grads()), boundary_state
+        )
 
     def _empty_messages(self, boundary_state: Any) -> dict[str, Array]:
         x = jax.eval_shape(lambda: self.boundary.first_stage_input(boundary_state, jnp.int32(0)))
@@ -111,7 +110,7 @@ class Executor(NamedTuple):
 
         def tick(state: State, values: dict[str, Array]) -> tuple[State, None]:
             own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-            row = Row(own, busy, self.branches, alone=self.schedule.stages == 1)
+            row = Row(own, busy, alone=self.schedule.stages == 1)
             outputs = {}
             if room is not None:
                 state = state._replace(residuals=jax.tree.map(zeros, room))
@@ -133,13 +132,13 @@ class Executor(NamedTuple):
         return tick
 
     def _forward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run(active):
+        def run():
             x = row.at_end(
                 "F",
                 lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
                 lambda: index(state.messages["F"], row["message F"]),
             )
-            context, at = self.context(row["F"]), self._slot_index("F", row, active)
+            context, at = self.context(row["F"]), self._slot_index("F", row)
             if state.residuals is None:
                 return self.stage.run(self.weights, x, context, at.chunk), None
             return self.stage.forward(self.weights, x, context, state.residuals, at)
@@ -156,13 +155,13 @@ class Executor(NamedTuple):
         return state._replace(boundary=boundary)
 
     def _backward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run(active):
+        def run():
             dy = row.at_end(
                 "B",
                 lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
                 lambda: index(state.messages["B"], row["message B"]),
             )
-            context, at = self.context(row["B"]), self._slot_index("B", row, active)
+            context, at = self.context(row["B"]), self._slot_index("B", row)
             dx, grads, residuals = self.stage.backward(self.weights, state.residuals, context, dy, state.grads, at)
             in_first = (row["chunk B"] == 0) & (row.values["B"] >= 0)
             first = in_first & (lax.axis_index("pp") == self.schedule.placement[0])
@@ -179,8 +178,8 @@ class Executor(NamedTuple):
         return state._replace(grads=grads, residuals=residuals, boundary=boundary), dx
 
     def _weight_gradients(self, state: State, row: "Row") -> State:
-        def run(active):
-            return self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row, active))
+        def run():
+            return self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row))
 
         return state._replace(grads=row.when("W", run, lambda: state.grads))
 
@@ -197,14 +196,10 @@ class Executor(NamedTuple):
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)
 
-    def _slot_index(self, kind: str, row: "Row", active: Array | None) -> "SlotIndex":
+    def _slot_index(self, kind: str, row: "Row") -> "SlotIndex":
         chunk = row[f"chunk {kind}"] if self.schedule.virtual > 1 else 0
-        slots = {}
-        for pool, tables in self.schedule.slot.items():
-            if kind in tables:
-                slot = row[f"{pool} {kind}"]
-                slots[pool] = slot if active is None else jnp.where(active, slot, self.schedule.slots[pool])
-        return SlotIndex(chunk, slots, active)
+        slots = {pool: row[f"{pool} {kind}"] for pool, tables in self.schedule.slot.items() if kind in tables}
+        return SlotIndex(chunk, slots)
 
 
 class Row(NamedTuple):
@@ -212,20 +207,16 @@ class Row(NamedTuple):
 
     values: dict[str, Array]
     busy: dict[str, bool]
-    branches: str
     alone: bool  # one stage is both ends of the pipeline
 
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
 
-    def when(self, kind: str, run: Callable[[Array | None], Any], idle: Callable[[], Any]) -> Any:
-        """`run(None)` where this rank acts, else `idle()`; masked, `run(whether it acts)` everywhere."""
+    def when(self, kind: str, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+        """`run()` where this rank acts, else `idle()`."""
         if self.busy[kind]:
-            return run(None)
-        active = self.values[kind] >= 0
-        if self.branches == "mask":
-            return run(active)
-        return lax.cond(active, lambda: vary_all(run(None)), lambda: vary_all(idle()))
+            return run()
+        return lax.cond(self.values[kind] >= 0, lambda: vary_all(run()), lambda: vary_all(idle()))
 
     def at_end(self, kind: str, there: Callable, elsewhere: Callable) -> Any:
         """`there()` at the end of the pipeline where `kind` reads no message, `elsewhere()` in other stages."""
@@ -235,8 +226,6 @@ class Row(NamedTuple):
         """`there()` on ranks where `here` holds, `elsewhere()` on the others."""
         if self.alone:
             return there()
-        if self.branches == "mask":
-            return jax.tree.map(lambda a, b: jnp.where(here, a, b), vary_all(there()), vary_all(elsewhere()))
         return lax.cond(here, lambda: vary_all(there()), lambda: vary_all(elsewhere()))
 
     def store(self, name: str, slots: Array, message: Array) -> Array:
@@ -248,14 +237,10 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SlotIndex:
-    """Where a pass of a stage works: which of the rank's stages, in which slot of each pool, and whether at all.
-
-    `active` is None where the pass is known to happen; else a pass that is not active changes no gradient.
-    """
+    """Where a pass of a stage works: which of the rank's stages, in which slot of each pool."""
 
     chunk: Array | int
     slots: dict[str, Array | int]
-    active: Array | None = None
 
 
 @dataclasses.dataclass
@@ -360,7 +345,7 @@ class Stage:
                 shares = dict(enumerate(jax.tree.leaves(dw)))
             return (dx, residuals), shares
 
-        passed = dict(weights=weights, grads=grads, active=at.active)
+        passed = dict(weights=weights, grads=grads)
         (dx, residuals), grads = self.loop.run(step, (dy, residuals), at.chunk, **passed, reverse=True)
         return dx, grads, residuals
 
@@ -371,7 +356,7 @@ class Stage:
             read, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
             return carry, self.vjp.weight_backward(read, b_residuals)
 
-        return self.loop.run(step, (), at.chunk, grads=grads, active=at.active)[1]
+        return self.loop.run(step, (), at.chunk, grads=grads)[1]
 
     # ---- one layer
 
@@ -434,7 +419,7 @@ class LayerLoop:
 
     `in_turn` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
     simulated devices need that, see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says
-    whether there are such places, which are skipped, or, if `masked`, computed and thrown away.
+    whether there are such places, which are skipped.
     """
 
     gather: Callable[[Any], Any]
@@ -442,7 +427,6 @@ class LayerLoop:
     stage_layers: int
     numbers: Array
     uneven: bool
-    masked: bool
     prefetch: bool
     in_turn: bool
 
@@ -454,16 +438,15 @@ class LayerLoop:
         *,
         weights: Any = None,
         grads: Sequence[Array] = (),
-        active: Array | None = None,
         reverse: bool = False,
     ) -> tuple[Any, list[Array]]:
         """All layers of a stage; returns the last carry and `grads` with what the steps found added.
 
-        Without `weights` nothing is gathered. Where `active` does not hold, nothing is added.
+        Without `weights` nothing is gathered.
         """
         turn = self._buffered if self.prefetch and self.stage_layers > 1 else self._plain
         layer_of = (lambda turn: self.stage_layers - 1 - turn) if reverse else (lambda turn: turn)
-        return turn(step, (carry, list(grads)), chunk * self.stage_layers, layer_of, weights, active)
+        return turn(step, (carry, list(grads)), chunk * self.stage_layers, layer_of, weights)
 
     def gathered(self, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
         """The whole weights of the layer in this place; None of None. See `_after` for `earlier`."""
@@ -471,7 +454,7 @@ class LayerLoop:
             return None
         return self.gather(jax.tree.map(lambda weight: self._after(weight, earlier), read_slot(weights, number)))
 
-    def _plain(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any, active: Array | None):
+    def _plain(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any):
         def turn(at, state):
             layer = layer_of(at)
             number = first + layer
@@ -479,22 +462,20 @@ class LayerLoop:
             def run():
                 carry, grads = state
                 carry, shares = step(carry, layer, number, self.gathered(weights, number, _first(carry)))
-                return carry, self._add(grads, number, shares, active)
+                return carry, self._add(grads, number, shares)
 
             return self._where_layer(number, run, lambda: state)
 
         return lax.fori_loop(0, self.stage_layers, turn, state)
 
-    def _buffered(
-        self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any, active: Array | None
-    ):
+    def _buffered(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any):
         last = self.stage_layers - 1
 
         def turn(at, state, *, is_first=False, is_last=False):
             carry, gathered, shares, grads = state
             layer, number = layer_of(at), first + layer_of(at)
             if not is_first:
-                grads = self._add(grads, first + layer_of(at - 1), shares, active)
+                grads = self._add(grads, first + layer_of(at - 1), shares)
                 carry = self._carry_after(carry, grads)
             run = lambda: step(carry, layer, number, gathered)  # noqa: E731
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.uneven else None
@@ -507,7 +488,7 @@ class LayerLoop:
         state = turn(0, (carry, gathered, {}, grads), is_first=True)
         state = lax.fori_loop(1, last, turn, state)
         carry, _, shares, grads = turn(last, state, is_last=True)
-        return carry, self._add(grads, first + layer_of(last), shares, active)
+        return carry, self._add(grads, first + layer_of(last), shares)
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
         """The same array; where all is done in turn, not before those."""
@@ -524,14 +505,12 @@ class LayerLoop:
         if not self.uneven:
             return run()
         there = self.numbers[number] >= 0
-        if self.masked:
-            return jax.tree.map(lambda new, old: jnp.where(there, new, old), vary_all(run()), vary_all(otherwise()))
         return lax.cond(there, lambda: vary_all(run()), lambda: vary_all(otherwise()))
 
-    def _add(self, grads: list[Array], number: Array, shares: dict[int, Array], active: Array | None) -> list[Array]:
+    def _add(self, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
         def add(total: Array, share: Array) -> Array:
             share = share.astype(total.dtype)
-            return total.at[number].add(share if active is None else jnp.where(active, share, 0))
+            return total.at[number].add(share)
 
         return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
 

@@ -19,14 +19,11 @@ class ObservedStage(Stage):
         def step(carry, layer, number, gathered):
             x, seen = carry
             own = self.loop.numbers[number]
-            seen = _add(seen, jnp.int32(0), x, self._counts(own == 0, at))
+            seen = _add(seen, jnp.int32(0), x, own == 0)
             y = self.layer(gathered, x, self._at(context, number))
-            return (y, _add(seen, own + 1, y, self._counts(own >= 0, at))), {}
+            return (y, _add(seen, own + 1, y, own >= 0)), {}
 
         return self.loop.run(step, (x, seen), at.chunk, weights=weights)[0]
-
-    def _counts(self, there: Array, at: SlotIndex) -> Array:
-        return there if at.active is None else there & at.active
 
 
 def nothing_seen(layers: int) -> Array:

@@ -292,7 +292,6 @@ class ShardedModel:
             partial(self._context, boundary.tokens),
             boundary,
             residual_layout(self.layout),
-            self.pipeline.branches,
             messages_last=self._simulated,
         )
 
@@ -320,7 +319,6 @@ class ShardedModel:
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),
             self.arrangement.uneven,
-            masked=self.pipeline.branches == "mask",
             prefetch=self.fsdp.prefetch == 1,
             in_turn=self._simulated,
         )

@@ -185,7 +185,7 @@ MORE = [
     ((1, 2, 4), GQA, dict(schedule="gpipe", remat="none")),  # more ranks than key heads
     ((2, 1, 2), MLA, dict(schedule="zero_bubble", remat="layer")),
     ((2, 2, 1), MLA, dict(schedule="one_f_one_b", remat="none")),
-    ((2, 2, 2), GQA, dict(schedule="zero_bubble", remat="stage", branches="mask")),
+    ((2, 2, 2), GQA, dict(schedule="zero_bubble", remat="stage")),
     ((2, 2, 1), GQA, dict(schedule="one_f_one_b", remat="stage", tensor_parallel="scatter")),
 ]
 

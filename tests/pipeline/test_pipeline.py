@@ -1,6 +1,5 @@
 """What stages keep, how often weights are gathered, and laws of the executor that hold for any batch."""
 
-import dataclasses
 import functools
 from collections import Counter
 
@@ -35,7 +34,6 @@ def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
         LAYERS,
         numbers,
         uneven=layers < LAYERS,
-        masked=False,
         prefetch=prefetch,
         in_turn=False,
     )
@@ -106,18 +104,6 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     np.testing.assert_allclose(dx, expected_dx, rtol=0, atol=1e-5 * np.abs(expected_dx).max())
     for grad, expected in zip(grads, jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(grad, expected + 1, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_a_pass_that_is_not_active_changes_no_gradient(split):
-    weights, x, dy = toy()
-    stage, ones = toy_stage("none", split=split), jax.tree.leaves(jax.tree.map(jnp.ones_like, weights))
-    residuals, at = two_slots(stage, weights, x)
-    _, residuals = stage.forward(weights, x, NoDropout(), residuals, at)
-    idle = dataclasses.replace(at, active=jnp.bool_(False))
-    _, grads, residuals = stage.backward(weights, residuals, NoDropout(), dy, ones, idle)
-    grads = stage.weight_gradients(residuals, grads, idle) if split else grads
-    jax.tree.map(np.testing.assert_array_equal, grads, ones)
 
 
 def test_what_is_kept_is_what_remat_says():
@@ -280,11 +266,10 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
             2,
             "pipeline.virtual=2 does nothing with pipeline.schedule='gpipe'; use virtual=1, or schedule='int",
         ),
-        ("branches", "masked", "pipeline.branches='masked' is unknown; did you mean 'mask'?"),
     ],
 )
 def test_wrong_settings_are_refused(field, value, message):
-    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer", branches="skip") | {field: value}
+    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer") | {field: value}
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(**fields)
     assert message in str(caught.value)
