@@ -10,6 +10,7 @@ Scopes tell passes and messages apart in traces and profiles; the report reads t
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,9 @@ from parallax.sharding.collectives import permute, vary_all
 # returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
 # are not taken.
 Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
-# The layer of the stage in each turn of a loop over its layers. It is computed from the loop's own counter, not looked
-# up: then XLA sees that a loop writes all of an array, and does not empty it before.
-LayerOf = Callable[[Any], Any]
+# The scopes of the passes and of what stages send each other, by which traces and profiles are read.
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class State(NamedTuple):
@@ -66,7 +67,8 @@ class Executor(NamedTuple):
             room = jax.eval_shape(lambda: state.residuals)
             state = state._replace(residuals=None)
         for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks
-            state, _ = lax.scan(self._tick(segment, segment.kinds, room), state, self._rows(segment))
+            tick = partial(self.tick, segment, segment.kinds, room)
+            state, _ = lax.scan(tick, state, self._tables(segment))
             if self.schedule.head == "between" and "F" in segment.kinds:
                 state = state._replace(boundary=self.boundary.run_head(state.boundary))
         return state
@@ -76,7 +78,7 @@ class Executor(NamedTuple):
         state = State(self._empty_messages(boundary_state), residuals, [], boundary_state)
         for segment in self.schedule.segments:
             if "F" in segment.kinds:
-                state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
+                state, _ = lax.scan(partial(self.tick, segment, "F", None), state, self._tables(segment))
         return state
 
     def start(self, boundary_state: Any) -> State:
@@ -91,7 +93,7 @@ class Executor(NamedTuple):
         x = jax.eval_shape(lambda: self.boundary.first_stage_input(boundary_state, jnp.int32(0)))
         return {kind: zeros(x, count) for kind, count in self.schedule.message_slots.items()}
 
-    def _rows(self, segment: Segment) -> dict[str, np.ndarray]:
+    def _tables(self, segment: Segment) -> dict[str, np.ndarray]:
         """The tables' rows of these ticks: what is a rank's own `[tick, rank]`, what is everybody's `[tick]`."""
         s = self.schedule
         tables = {"exit": s.exit_microbatch} | {f"exit {kind}": table for kind, table in s.exit_slot.items()}
@@ -101,97 +103,95 @@ class Executor(NamedTuple):
         tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
         return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
-    def _tick(self, segment: Segment, kinds: str, room: Any = None) -> Callable:
-        """One tick. With `room`, what passes keep is for this tick alone, and gets room of these shapes in it: XLA need
-        not empty what it sees written whole."""
-        rows = self._rows(segment)
-        busy = {name: bool((row >= 0).all()) for name, row in rows.items()}  # nobody ever idle: no branch
-        used = {name: bool((row >= 0).any()) for name, row in rows.items()}
+    def tick(
+        self, segment: Segment, kinds: str, room: Any, state: State, values: dict[str, Array]
+    ) -> tuple[State, None]:
+        """One tick: F, B and W where this rank's tables have them, then messages.
 
-        def tick(state: State, values: dict[str, Array]) -> tuple[State, None]:
-            own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-            row = Row(own, busy, alone=self.schedule.stages == 1)
-            outputs = {}
-            if room is not None:
-                state = state._replace(residuals=jax.tree.map(zeros, room))
-            if "F" in kinds:
-                with jax.named_scope("F"):
-                    state, outputs["F"] = self._forward(state, row)
-                if used["exit"]:
-                    state = self._exit(state, row, outputs["F"])
-            if "B" in kinds:
-                with jax.named_scope("B"):
-                    state, outputs["B"] = self._backward(state, row)
-            if "W" in kinds:
-                with jax.named_scope("W"):
-                    state = self._weight_gradients(state, row)
-            if room is not None:
-                state = state._replace(residuals=None)
-            return self._send(state, row, outputs, used), None
+        With `room`, residuals are for this tick alone, and there is room of these shapes for them in it: XLA need not
+        empty what it sees written whole.
+        """
+        row = Row.of(self._tables(segment), values, alone=self.schedule.stages == 1)
+        outputs = {}
+        if room is not None:
+            state = state._replace(residuals=jax.tree.map(zeros, room))
+        if "F" in kinds:
+            forward, idle = partial(self.forward, state, row), partial(self.idle_forward, state)
+            with jax.named_scope(FORWARD):
+                outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
+            state = state._replace(residuals=residuals)
+            if row.ever("exit"):
+                head, wait = partial(self.head, state, row, outputs["F"]), partial(vary_all, state.boundary)
+                # The same on every rank, so that no hardware has a rank wait here for one in the other branch.
+                boundary = head() if row.always("exit") else lax.cond(row.acts("exit"), head, wait)
+                state = state._replace(boundary=boundary)
+        if "B" in kinds:
+            backward, idle = partial(self.backward, state, row), partial(self.idle_backward, state)
+            with jax.named_scope(BACKWARD):
+                found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
+            outputs["B"], grads, residuals, boundary = found
+            state = state._replace(grads=grads, residuals=residuals, boundary=boundary)
+        if "W" in kinds:
+            weigh, idle = partial(self.weight_gradients, state, row), partial(vary_all, state.grads)
+            with jax.named_scope(WEIGHTS):
+                grads = weigh() if row.always("W") else lax.cond(row.acts("W"), weigh, idle)
+            state = state._replace(grads=grads)
+        if room is not None:
+            state = state._replace(residuals=None)
+        return self._send(state, row, outputs), None
 
-        return tick
-
-    def _forward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run():
-            x = row.at_end(
-                "F",
-                lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
-                lambda: index(state.messages["F"], row["message F"]),
-            )
-            context, at = self.context(row["F"]), self._slot_index("F", row)
-            if state.residuals is None:
-                return self.stage.run(self.weights, x, context, at.chunk), None
-            return self.stage.forward(self.weights, x, context, state.residuals, at)
-
-        y, residuals = row.when("F", run, lambda: (jnp.zeros_like(state.messages["F"][0]), state.residuals))
-        return state._replace(residuals=residuals), y
-
-    def _exit(self, state: State, row: "Row", y: Array) -> State:
-        leave = lambda: self.boundary.on_last_stage_output(state.boundary, row["exit"], row["exit F"], y)  # noqa: E731
-        if row.busy["exit"]:
-            return state._replace(boundary=leave())
-        # The same on every rank, so that no hardware has a rank wait here for one that takes the other branch.
-        boundary = lax.cond(row.values["exit"] >= 0, lambda: vary_all(leave()), lambda: vary_all(state.boundary))
-        return state._replace(boundary=boundary)
-
-    def _backward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run():
-            dy = row.at_end(
-                "B",
-                lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
-                lambda: index(state.messages["B"], row["message B"]),
-            )
-            context, at = self.context(row["B"]), self._slot_index("B", row)
-            dx, grads, residuals = self.stage.backward(self.weights, state.residuals, context, dy, state.grads, at)
-            in_first = (row["chunk B"] == 0) & (row.values["B"] >= 0)
-            first = in_first & (lax.axis_index("pp") == self.schedule.placement[0])
-            boundary = row.select(
-                first,
-                lambda: self.boundary.on_first_stage_gradient(state.boundary, row["B"], dx),
-                lambda: state.boundary,
-            )
-            return dx, grads, residuals, boundary
-
-        dx, grads, residuals, boundary = row.when(
-            "B", run, lambda: (jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.boundary)
+    def forward(self, state: State, row: "Row") -> tuple[Array, Any]:
+        """F of one microbatch: the stage's output, and residuals."""
+        x = row.at_end(
+            "F",
+            lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
+            lambda: index(state.messages["F"], row["message F"]),
         )
-        return state._replace(grads=grads, residuals=residuals, boundary=boundary), dx
+        context, at = self.context(row["F"]), self._slot_index("F", row)
+        if state.residuals is None:
+            return vary_all((self.stage.run(self.weights, x, context, at.chunk), None))
+        return vary_all(self.stage.forward(self.weights, x, context, state.residuals, at))
 
-    def _weight_gradients(self, state: State, row: "Row") -> State:
-        def run():
-            return self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row))
+    def idle_forward(self, state: State) -> tuple[Array, Any]:
+        return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
 
-        return state._replace(grads=row.when("W", run, lambda: state.grads))
+    def head(self, state: State, row: "Row", y: Array) -> Any:
+        """The boundary's state after the last stage's output, which is `y` on its rank."""
+        return vary_all(self.boundary.on_last_stage_output(state.boundary, row["exit"], row["exit F"], y))
 
-    def _send(self, state: State, row: "Row", outputs: dict[str, Array], used: dict[str, bool]) -> State:
+    def backward(self, state: State, row: "Row") -> tuple[Array, list[Array], Any, Any]:
+        """B of one microbatch: the gradient in the stage's input, summed gradients, residuals, the boundary's state."""
+        dy = row.at_end(
+            "B",
+            lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
+            lambda: index(state.messages["B"], row["message B"]),
+        )
+        context, at = self.context(row["B"]), self._slot_index("B", row)
+        dx, grads, residuals = self.stage.backward(self.weights, state.residuals, context, dy, state.grads, at)
+        in_first = (row["chunk B"] == 0) & row.acts("B")
+        boundary = row.select(
+            in_first & (lax.axis_index("pp") == self.schedule.placement[0]),
+            lambda: self.boundary.on_first_stage_gradient(state.boundary, row["B"], dx),
+            lambda: state.boundary,
+        )
+        return vary_all((dx, grads, residuals, boundary))
+
+    def idle_backward(self, state: State) -> tuple[Array, list[Array], Any, Any]:
+        return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.boundary))
+
+    def weight_gradients(self, state: State, row: "Row") -> list[Array]:
+        """W of one microbatch: summed gradients."""
+        return vary_all(self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row)))
+
+    def _send(self, state: State, row: "Row", outputs: dict[str, Array]) -> State:
         messages = dict(state.messages)
         for kind, shift in self.schedule.arrival:
             name = f"arrival {kind} {shift}"
-            if kind in outputs and used[name]:
+            if kind in outputs and row.ever(name):
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
                     output = after(output, state.grads[self.stage.last_weight])
-                with jax.named_scope("activations" if kind == "F" else "gradients"):
+                with jax.named_scope(ACTIVATIONS if kind == "F" else GRADIENTS):
                     arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)
@@ -203,20 +203,31 @@ class Executor(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tick of the tables for this rank, and which of them are never idle."""
+    """One tick of the tables for this rank; `tables` are those of all ticks of its loop."""
 
     values: dict[str, Array]
-    busy: dict[str, bool]
+    tables: dict[str, np.ndarray]
     alone: bool  # one stage is both ends of the pipeline
+
+    @staticmethod
+    def of(tables: dict[str, np.ndarray], values: dict[str, Array], *, alone: bool) -> "Row":
+        own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+        return Row(own, tables, alone)
 
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
 
-    def when(self, kind: str, run: Callable[[], Any], idle: Callable[[], Any]) -> Any:
-        """`run()` where this rank acts, else `idle()`."""
-        if self.busy[kind]:
-            return run()
-        return lax.cond(self.values[kind] >= 0, lambda: vary_all(run()), lambda: vary_all(idle()))
+    def acts(self, name: str) -> Array:
+        """Whether this rank has something there in this tick."""
+        return self.values[name] >= 0
+
+    def always(self, name: str) -> bool:
+        """Whether every rank has something there in every tick, so that no branch is needed."""
+        return bool((self.tables[name] >= 0).all())
+
+    def ever(self, name: str) -> bool:
+        """Whether any rank has something there in any tick."""
+        return bool((self.tables[name] >= 0).any())
 
     def at_end(self, kind: str, there: Callable, elsewhere: Callable) -> Any:
         """`there()` at the end of the pipeline where `kind` reads no message, `elsewhere()` in other stages."""
@@ -230,8 +241,8 @@ class Row(NamedTuple):
 
     def store(self, name: str, slots: Array, message: Array) -> Array:
         """Put what arrived into its slot, if anything did."""
-        slot = jnp.maximum(self.values[name], 0)
-        entry = jnp.where(self.values[name] >= 0, message, index(slots, slot))
+        slot = self[name]
+        entry = jnp.where(self.acts(name), message, index(slots, slot))
         return lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
 
 
@@ -266,7 +277,8 @@ class Stage:
     def plan(self, weights: Any, x: Array, context: Context) -> dict[str, list[Array]]:
         """What a layer keeps in each pool. Called once, for its shapes, before the passes below are traced."""
         gathered, context = self.loop.gathered(weights, 0), self._at(context, 0)
-        y, saved = self.vjp.forward(gathered, x, context)
+        y, pull = jax.vjp(partial(self.layer, context=context), gathered, x)
+        saved = self.vjp.saved(pull, gathered, context)
         in_place = self.remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
         if self.remat in KEPT:
@@ -300,7 +312,8 @@ class Stage:
         def step(x, layer, number, gathered):
             return self.layer(gathered, x, self._at(context, number)), {}
 
-        return self.loop.run(step, x, chunk, weights=weights)[0]
+        turns = self.loop.turns(step, chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(x)))[0]
 
     def forward(self, weights: Any, x: Array, context: Context, residuals: Any, at: SlotIndex) -> tuple[Array, Any]:
         """The stage's output, and `residuals` with what the backward pass will read."""
@@ -316,10 +329,12 @@ class Stage:
                 y, kept_of_layer = self.vjp.forward_selected(gathered, x, here)
                 saved = [x, *kept_of_layer]
             else:
-                y, saved = self.vjp.forward(gathered, x, here)
+                y, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
+                saved = self.vjp.saved(pull, gathered, here)
             return (y, self._write_residuals(residuals, saved, at, layer)), {}
 
-        return self.loop.run(step, (x, residuals), at.chunk, weights=weights)[0]
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, residuals))))[0]
 
     def backward(
         self, weights: Any, residuals: Any, context: Context, dy: Array, grads: list[Array], at: SlotIndex
@@ -332,11 +347,14 @@ class Stage:
 
         def step(carry, layer, number, gathered):
             (dy, residuals), here = carry, self._at(context, number)
-            saved = (
-                read_slot(recomputed, layer)
-                if recomputed is not None
-                else self._read_residuals(gathered, residuals, here, at, layer)
-            )
+            if recomputed is not None:
+                saved = read_slot(recomputed, layer)
+            elif self.remat == "layer":
+                (x,) = read_slot(residuals["FB"], at.slots["FB"], layer)
+                _, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
+                saved = self.vjp.saved(pull, gathered, here)
+            else:
+                saved = self._read_residuals(gathered, residuals, here, at, layer)
             if self.split:
                 dx, shares, b_residuals = self.vjp.input_backward(gathered, saved, here, dy)
                 residuals = residuals | {"BW": write_slot(residuals["BW"], b_residuals, at.slots["BW"], layer)}
@@ -345,8 +363,9 @@ class Stage:
                 shares = dict(enumerate(jax.tree.leaves(dw)))
             return (dx, residuals), shares
 
-        passed = dict(weights=weights, grads=grads)
-        (dx, residuals), grads = self.loop.run(step, (dy, residuals), at.chunk, **passed, reverse=True)
+        turns = self.loop.turns(step, at.chunk, weights=weights, reverse=True)
+        state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((dy, residuals), grads))
+        (dx, residuals), grads = turns.end(state)
         return dx, grads, residuals
 
     def weight_gradients(self, residuals: Any, grads: list[Array], at: SlotIndex) -> list[Array]:
@@ -356,7 +375,8 @@ class Stage:
             read, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
             return carry, self.vjp.weight_backward(read, b_residuals)
 
-        return self.loop.run(step, (), at.chunk, grads=grads)[1]
+        turns = self.loop.turns(step, at.chunk)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1]
 
     # ---- one layer
 
@@ -376,10 +396,8 @@ class Stage:
     def _read_residuals(
         self, gathered: Any, residuals: Any, context: Context, at: SlotIndex, layer: Array
     ) -> list[Array]:
-        """What the backward pass of a layer reads: as it was kept, or made again from the layer's input."""
+        """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
         own = read_slot(residuals["FB"], at.slots["FB"], layer)
-        if self.remat == "layer":
-            return self.vjp.forward(gathered, own[0], context)[1]
         if self.remat in KEPT:
             rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
             return self.vjp.recompute(gathered, own[0], context, rest)
@@ -400,7 +418,8 @@ class Stage:
             y, new = self.vjp.forward(gathered, x, self._at(context, number))
             return (y, write_slot(saved, new, layer)), {}
 
-        (_, saved), _ = self.loop.run(step, (x, empty), at.chunk, weights=weights)
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        (_, saved), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, empty))))
         return saved
 
     def _whole_stage(self, pool: str) -> bool:
@@ -409,8 +428,8 @@ class Stage:
 
 @dataclasses.dataclass
 class LayerLoop:
-    """`gather` makes whole weights of those that are stored, `scatter` (one function for each leaf) turns their
-    gradients into those of what is stored.
+    """The loop over a stage's layers. `gather` makes the weights that a layer computes with of resident ones, `scatter`
+    (one function for each leaf) turns their gradients into those that are summed.
 
     Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
     gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
@@ -430,23 +449,12 @@ class LayerLoop:
     prefetch: bool
     in_turn: bool
 
-    def run(
-        self,
-        step: Step,
-        carry: Any,
-        chunk: Array | int,
-        *,
-        weights: Any = None,
-        grads: Sequence[Array] = (),
-        reverse: bool = False,
-    ) -> tuple[Any, list[Array]]:
-        """All layers of a stage; returns the last carry and `grads` with what the steps found added.
-
-        Without `weights` nothing is gathered.
-        """
-        turn = self._buffered if self.prefetch and self.stage_layers > 1 else self._plain
-        layer_of = (lambda turn: self.stage_layers - 1 - turn) if reverse else (lambda turn: turn)
-        return turn(step, (carry, list(grads)), chunk * self.stage_layers, layer_of, weights)
+    def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
+        """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is
+        gathered."""
+        even = UnevenTurns if self.uneven else Turns
+        kind = PrefetchTurns if self.prefetch and self.stage_layers > 1 else even
+        return kind(self, step, chunk * self.stage_layers, weights, reverse)
 
     def gathered(self, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
         """The whole weights of the layer in this place; None of None. See `_after` for `earlier`."""
@@ -454,65 +462,94 @@ class LayerLoop:
             return None
         return self.gather(jax.tree.map(lambda weight: self._after(weight, earlier), read_slot(weights, number)))
 
-    def _plain(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any):
-        def turn(at, state):
-            layer = layer_of(at)
-            number = first + layer
+    def add(self, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
+        """Summed gradients with those of the layer in this place."""
 
-            def run():
-                carry, grads = state
-                carry, shares = step(carry, layer, number, self.gathered(weights, number, _first(carry)))
-                return carry, self._add(grads, number, shares)
+        def add(total: Array, share: Array) -> Array:
+            return total.at[number].add(share.astype(total.dtype))
 
-            return self._where_layer(number, run, lambda: state)
-
-        return lax.fori_loop(0, self.stage_layers, turn, state)
-
-    def _buffered(self, step: Step, state: Any, first: Array | int, layer_of: LayerOf, weights: Any):
-        last = self.stage_layers - 1
-
-        def turn(at, state, *, is_first=False, is_last=False):
-            carry, gathered, shares, grads = state
-            layer, number = layer_of(at), first + layer_of(at)
-            if not is_first:
-                grads = self._add(grads, first + layer_of(at - 1), shares)
-                carry = self._carry_after(carry, grads)
-            run = lambda: step(carry, layer, number, gathered)  # noqa: E731
-            empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.uneven else None
-            carry, shares = self._where_layer(number, run, lambda: (carry, empty))
-            coming = gathered if is_last else self.gathered(weights, first + layer_of(at + 1), _first(carry))
-            return carry, coming, shares, grads
-
-        carry, grads = state
-        gathered = self.gathered(weights, first + layer_of(0), _first(carry))
-        state = turn(0, (carry, gathered, {}, grads), is_first=True)
-        state = lax.fori_loop(1, last, turn, state)
-        carry, _, shares, grads = turn(last, state, is_last=True)
-        return carry, self._add(grads, first + layer_of(last), shares)
+        return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
         """The same array; where all is done in turn, not before those."""
         return functools.reduce(after, earlier, x) if self.in_turn else x
 
-    def _carry_after(self, carry: Any, grads: list[Array]) -> Any:
+    def carry_after(self, carry: Any, grads: list[Array]) -> Any:
         if not jax.tree.leaves(carry):  # W sends nothing but gradients
             return carry
         (x, *rest), structure = jax.tree.flatten(carry)
         return jax.tree.unflatten(structure, [self._after(x, grads), *rest])
 
-    def _where_layer(self, number: Array, run: Callable, otherwise: Callable) -> Any:
+
+class Turns:
+    """`end(lax.fori_loop(start, stop, turn, begin(carry, grads)))` runs `step` for every layer, and returns the last
+    carry and `grads` with what the steps found added."""
+
+    def __init__(self, loop: LayerLoop, step: Step, first: Array | int, weights: Any, reverse: bool):
+        self.loop, self.step, self.first, self.weights, self.reverse = loop, step, first, weights, reverse
+        self.start, self.stop = 0, loop.stage_layers
+
+    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
+        return carry, list(grads)
+
+    def turn(self, at: Array | int, state: Any) -> Any:
+        """Gather a layer, run it, add its gradients."""
+        (carry, grads), layer = state, self.layer_of(at)
+        number = self.first + layer
+        carry, shares = self.step(carry, layer, number, self.loop.gathered(self.weights, number, _first(carry)))
+        return carry, self.loop.add(grads, number, shares)
+
+    def end(self, state: Any) -> tuple[Any, list[Array]]:
+        return state
+
+    def layer_of(self, at: Any) -> Any:
+        """The layer of the stage in this turn. It is computed from the loop's own counter, not looked up: then XLA sees
+        that a loop writes all of an array, and does not empty it before."""
+        return self.loop.stage_layers - 1 - at if self.reverse else at
+
+    def where_layer(self, number: Array, run: Callable, otherwise: Callable) -> Any:
         """`run()` where there is a layer."""
-        if not self.uneven:
+        if not self.loop.uneven:
             return run()
-        there = self.numbers[number] >= 0
+        there = self.loop.numbers[number] >= 0
         return lax.cond(there, lambda: vary_all(run()), lambda: vary_all(otherwise()))
 
-    def _add(self, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
-        def add(total: Array, share: Array) -> Array:
-            share = share.astype(total.dtype)
-            return total.at[number].add(share)
 
-        return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
+class UnevenTurns(Turns):
+    """The same, where a place may be without a layer."""
+
+    def turn(self, at: Array | int, state: Any) -> Any:
+        return self.where_layer(self.first + self.layer_of(at), partial(super().turn, at, state), lambda: state)
+
+
+class PrefetchTurns(Turns):
+    """The same, with the next layer's weights gathered and the last one's gradients scattered meanwhile."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.start, self.stop = 1, self.loop.stage_layers - 1
+
+    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
+        gathered = self.loop.gathered(self.weights, self.first + self.layer_of(0), _first(carry))
+        return self.turn(0, (carry, gathered, {}, list(grads)), is_first=True)
+
+    def turn(self, at: Array | int, state: Any, *, is_first: bool = False, is_last: bool = False) -> Any:
+        carry, gathered, shares, grads = state
+        layer, number = self.layer_of(at), self.first + self.layer_of(at)
+        if not is_first:
+            grads = self.loop.add(grads, self.first + self.layer_of(at - 1), shares)
+            carry = self.loop.carry_after(carry, grads)
+        run = partial(self.step, carry, layer, number, gathered)
+        empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.loop.uneven else None
+        carry, shares = self.where_layer(number, run, lambda: (carry, empty))
+        coming = gathered
+        if not is_last:
+            coming = self.loop.gathered(self.weights, self.first + self.layer_of(at + 1), _first(carry))
+        return carry, coming, shares, grads
+
+    def end(self, state: Any) -> tuple[Any, list[Array]]:
+        carry, _, shares, grads = self.turn(self.stop, state, is_last=True)
+        return carry, self.loop.add(grads, self.first + self.layer_of(self.stop), shares)
 
 
 def _first(carry: Any) -> list[Array]:

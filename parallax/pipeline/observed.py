@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES
 from parallax.model.context import Context
@@ -23,7 +23,8 @@ class ObservedStage(Stage):
             y = self.layer(gathered, x, self._at(context, number))
             return (y, _add(seen, own + 1, y, own >= 0)), {}
 
-        return self.loop.run(step, (x, seen), at.chunk, weights=weights)[0]
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, seen))))[0]
 
 
 def nothing_seen(layers: int) -> Array:

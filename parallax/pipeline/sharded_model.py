@@ -312,9 +312,8 @@ class ShardedModel:
         return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
-        block = self.parts.block
         loop = LayerLoop(
-            partial(self.plan.use, part="blocks"),
+            lambda weights: {"params": self.plan.use(weights, "blocks")},
             self.plan.add_up("blocks"),
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),
@@ -323,7 +322,7 @@ class ShardedModel:
             in_turn=self._simulated,
         )
         return kind(
-            lambda weights, x, context: block.apply({"params": weights}, x, context),
+            self.parts.block.apply,
             loop,
             self.pipeline.remat,
             self.schedule.split,

@@ -2,6 +2,7 @@
 input needs, and W, the other gradients of weights."""
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +31,16 @@ class SplitVjp:
 
     def forward(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
         """The layer's output, and what `backward` needs besides weights and context."""
-        y, pull = jax.vjp(lambda weights, x: self.layer(weights, x, context), weights, x)
+        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+        return y, self.saved(pull, weights, context)
+
+    def saved(self, pull: Callable, weights: Any, context: Any) -> list[Array]:
+        """What the layer's vjp holds besides weights and context."""
         leaves, self.structure = jax.tree.flatten(pull)
         known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
         self.source = [known.get(id(leaf)) for leaf in leaves]
         # What comes out of a slot varies over pp, and a program that was divided is particular about that.
-        return y, [as_varying(leaf, ["pp"]) for leaf, at in zip(leaves, self.source, strict=True) if at is None]
+        return [as_varying(leaf, ["pp"]) for leaf, at in zip(leaves, self.source, strict=True) if at is None]
 
     def backward(self, weights: Any, saved: list[Array], context: Any, dy: Array) -> tuple[Any, Array]:
         """Gradients in weights and x."""
