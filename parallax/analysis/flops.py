@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import AXES, ModelConfig
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import named_leaves
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")

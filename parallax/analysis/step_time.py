@@ -47,7 +47,7 @@ from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures

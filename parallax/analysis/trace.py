@@ -21,8 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import parallax
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline.buffers import WAIT
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WAIT, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
 from parallax.sharding import collectives, layout
@@ -33,7 +32,7 @@ PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
-SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
+SCOPES = {FORWARD: "forward", ACTIVATIONS: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 

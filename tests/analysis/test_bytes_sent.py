@@ -23,7 +23,7 @@ from parallax.analysis.collectives import (
 )
 from parallax.analysis.flops import flops_by_direction, matmul_flops
 from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import (
     all_gather,
     all_to_all,

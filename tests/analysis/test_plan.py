@@ -28,7 +28,7 @@ from parallax.cli import plan as command
 from parallax.cli.command import read_command
 from parallax.config.sections import AXES, POLICIES, REMAT
 from parallax.config.settings import read_settings
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
 

@@ -26,7 +26,7 @@ from parallax.cli.command import read_command
 from parallax.cli.report import main
 from parallax.config.sections import AXES, FsdpConfig, LayoutConfig, LossConfig, PipelineConfig
 from parallax.data.vocabulary import likely_entries
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.schedules.pricing import Costs, figures
 from parallax.training.optimizer import make_optimizer

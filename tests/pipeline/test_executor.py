@@ -27,7 +27,7 @@ from parallax.config.sections import (
 )
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
