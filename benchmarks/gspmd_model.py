@@ -19,7 +19,7 @@ from parallax.model.batch import IGNORED
 from parallax.model.kernels import causal_attention
 from parallax.model.remat import KEPT
 from parallax.model.rope import rotate
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
 

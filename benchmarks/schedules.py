@@ -11,9 +11,8 @@ each schedule divides them evenly.
 memory: MiB of one device. *temporaries* is the compiler's figure for one device's program, *saved* the activations
 that parallax.analysis computes; slots are those of the schedule's pools. A microbatch has the same rows in all cells.
 time: seconds of a step over GPipe's with the same batch; schedules take turns, the median of each is taken. CPU seconds
-are those of all threads: a pass that is computed and thrown away shows there, a device that waits does not. Wall time
+are those of all threads: a device that waits does not show there. Wall time
 is that of the cores the machine has: where they are fewer than pipeline ranks, a bubble hardly shows there either.
-one_f_one_b:mask computes and throws away what the others skip.
 flops: those of matrix products that all devices execute, over those of one device without a pipeline; and the
 busiest rank's over the least busy one's.
 compile: CPU seconds to lower and compile, without a cache, the least of the rounds, and their ratio to GPipe's.
@@ -28,7 +27,6 @@ from typing import Any, NamedTuple
 from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
-MASKED = "one_f_one_b:mask"
 WIDTH = 18
 
 
@@ -65,8 +63,7 @@ def parse() -> argparse.Namespace:
         command.add_argument("--remat", default="layer", choices=["none", "layer", "stage"])
         command.add_argument("--microbatches", nargs="+", type=whole_number, default=microbatches)
         command.add_argument("--layers", nargs="+", type=whole_number, default=layers)
-        schedules = (*SCHEDULES, MASKED) if name in ("time", "flops") else SCHEDULES
-        command.add_argument("--schedules", nargs="+", default=schedules, choices=schedules)
+        command.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
         command.add_argument("--rounds", type=whole_number, default=2 if name == "compile" else 5)
     return parser.parse_args()
 
@@ -85,9 +82,7 @@ def build(schedule: str, args: argparse.Namespace, *, microbatches: int, rows: i
     config.mesh.simulate = 0
     config.model.vocab, config.model.layers = 1024, layers
     virtual = 2 if schedule == "interleaved" else 1
-    name, _, branches = schedule.partition(":")
-    config.pipeline.update(schedule=name, virtual=virtual, microbatches=microbatches, remat=args.remat)
-    config.pipeline.branches = branches or "skip"
+    config.pipeline.update(schedule=schedule, virtual=virtual, microbatches=microbatches, remat=args.remat)
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(settings.mesh, jax.devices()[: config.mesh.pp * config.mesh.dp * config.mesh.tp])
     model = px.model_of(settings, mesh)

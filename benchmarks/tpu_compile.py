@@ -37,14 +37,14 @@ def main() -> None:
     devices = tpu_devices(args.topology)
     print(
         f"{args.topology} mesh {args.mesh} microbatches {args.microbatches} x {args.seq} tokens, "
-        f"branches {args.branches}, remat {args.remat}, policy {args.policy}, kernel {args.kernel}"
+        f"remat {args.remat}, policy {args.policy}, kernel {args.kernel}"
     )
     print(f"{'schedule':15}" + "".join(f"{name:>{len(name) + 2}}" for name in COLUMNS))
     for name in args.schedules:
         step = compile_step(name, devices, args)
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"{name}-{args.branches}.hlo").write_text(step.compiled.text)
+            (args.save / f"{name}.hlo").write_text(step.compiled.text)
         print(f"{name:15}" + row(step), flush=True)
 
 
@@ -60,7 +60,6 @@ def parse() -> Any:
     parser.add_argument("--seq", type=whole_number, default=2048)
     parser.add_argument("--remat", default="layer", help="as pipeline.remat")
     parser.add_argument("--policy", default="zero3", choices=POLICIES)
-    parser.add_argument("--branches", default="skip", choices=["skip", "mask"])
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
     parser.add_argument("--save", type=local_path, metavar="FOLDER")
@@ -82,7 +81,6 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
         virtual=2 if schedule == "interleaved" else 1,
         microbatches=args.microbatches,
         remat=args.remat,
-        branches=args.branches,
     )
     config.data_parallel.policy = args.policy
     config.model.kernel = args.kernel

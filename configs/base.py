@@ -66,8 +66,6 @@ def get_config() -> ConfigDict:
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
     # "none" | "elementwise" | "attention" | "layer" | "stage": what the backward pass computes again
     config.pipeline.remat = "layer"
-    # "skip" | "mask": what a rank does in an idle tick; mask computes and throws away
-    config.pipeline.branches = "skip"
 
     # Where the data axes cut parameters, and so when weights and gradients travel over them.
     config.data_parallel = ConfigDict()

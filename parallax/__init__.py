@@ -11,7 +11,7 @@ HOME = {
     "Run": "inference.run",
     "Settings": "config.settings",
     "ShardingPlan": "sharding.plan",
-    "ShardedModel": "pipeline.sharded_model",
+    "ShardedModel": "pipeline",
     "as_batch": "data.windows",
     "load": "inference.run",
     "capture_activations": "inference.capture",

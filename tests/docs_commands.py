@@ -184,7 +184,6 @@ PARSED = {
             "gspmd.py",
             "tpu_compile.py --topology v5e:4x4 --mesh 4,2,2",
             "tpu_compile.py --topology v5p:2x2x4 --mesh 4,2,2",
-            "tpu_compile.py --branches mask",
             "data.py",
         )
     },

@@ -31,7 +31,7 @@ LOWERED = ["alone", "gpipe", "1f1b", "interleaved", "zb-v", "dp", "dp-ahead-bf16
 LOWERED += [
     "tp-scatter-seq",
     "tp-all-to-all",
-    "all-gpipe-mask",
+    "all-gpipe-tables",
     "all-1f1b",
     "all-1f1b-step",
     "all-inter-ahead",

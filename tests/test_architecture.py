@@ -73,6 +73,13 @@ def test_imports_point_to_rows_above(path):
     assert not below, f"{own} imports {below} from its own row or one below"
 
 
+@every_file
+def test_the_pipeline_is_used_through_its_front(path):
+    inner = {f"parallax.pipeline.{file.stem}" for file in (PACKAGE / "pipeline").glob("*.py")}
+    if path.parent.name != "pipeline":
+        assert not inner & imported_modules(ast.parse(path.read_text())), "import from parallax.pipeline"
+
+
 PURE = [
     "config/",
     "runtime/errors.py",

@@ -17,7 +17,7 @@ from parallax.config.sections import (
     PipelineConfig,
 )
 from parallax.model.batch import IGNORED
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import RESIDUALS
 from parallax.sharding.mesh import make_mesh
 

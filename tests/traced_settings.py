@@ -11,7 +11,7 @@ MODEL = dict(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, d_lat
 SECTIONS = {  # of the keys of a row
     "mesh": ["pp", "dp", "tp", "replica"],
     "layout": ["tensor_parallel", "residual", "embedding"],
-    "pipeline": ["schedule", "virtual", "microbatches", "remat", "branches"],
+    "pipeline": ["schedule", "virtual", "microbatches", "remat"],
     "data_parallel": ["policy", "exceptions"],
     "fsdp": ["reduce", "prefetch"],
     "loss": ["z_coefficient", "chunk_tokens"],
@@ -51,7 +51,7 @@ tp-all-to-all   1x1x2 mla column_row hidden gpipe         stage       zero3     
 
 all-gpipe       2x2x2 mla column_row hidden gpipe         layer       zero3      float32 0 tied   adamw
 all-gpipe-step  2x2x2 gqa scatter    seq    gpipe         stage       zero1      compute 0 untied muon  dtype=bfloat16
-all-gpipe-mask  2x2x2 gqa column_row seq    gpipe         layer       zero1      float32 0 tied   adamw branches=mask \
+all-gpipe-tables 2x2x2 gqa column_row seq   gpipe         layer       zero1      float32 0 tied   adamw \
     tables=zero3
 all-1f1b        2x2x2 gqa column_row hidden one_f_one_b   layer       zero3      float32 0 untied adamw
 all-1f1b-step   2x2x2 mla scatter    hidden one_f_one_b   attention   zero1      float32 0 tied   muon  dropout=0.1

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 

@@ -24,11 +24,11 @@ from parallax.analysis.hlo import (
     shape_bytes,
 )
 from parallax.model.kernels import kernel_flops
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, WAIT, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 
-PASSES = "FBW"
+PASSES = FORWARD + BACKWARD + WEIGHTS
 
 
 class Share(NamedTuple):
@@ -516,7 +516,7 @@ def _until_end(events: list, op: str) -> float:
 
 # Names that a stack has of how the program is run, and not of what it runs.
 RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {"F", "B", "W", "Block", ""}
+RUNNING |= {*PASSES, WAIT, "Block", ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import AXES, ModelConfig
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.layout import named_leaves
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
@@ -179,7 +179,7 @@ def _countable(model: ShardedModel) -> ShardedModel:
 
 def _on_one_device(model: ShardedModel) -> ShardedModel:
     """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
-    pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none", branches="skip")
+    pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none")
     loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
     return model.replace(pipeline=pipeline, loss=loss, mesh=abstract_mesh(dict.fromkeys(AXES, 1)))
 
@@ -219,9 +219,6 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:
 
 def _waiting(model: ShardedModel, layer: Layer, ranks: list[dict[str, int]]) -> float:
     """FLOPs that an average rank could execute while others in its ticks work."""
-    if model.pipeline.branches == "mask":  # all ranks compute in all ticks
-        totals = [sum(rank.values()) for rank in ranks]
-        return max(totals) - sum(totals) / len(totals)
     schedule, layers = model.schedule, model.arrangement.sizes
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():

@@ -10,7 +10,7 @@ from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import KERNELS
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations

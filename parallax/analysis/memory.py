@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.jaxprs import Loop, called, closed, loop
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state
@@ -116,22 +116,23 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
     found: list[tuple[tuple[int, ...], str]] = []
 
     def start(params, batch, noise):
-        executor, ends_state, _ = model.ready(params, batch, noise)
-        state = jax.tree_util.tree_leaves_with_path(executor.start(ends_state))
-        found.extend((leaf.shape, _component_of_state(jax.tree_util.keystr(path))) for path, leaf in state)
+        executor, boundary_state, _ = model.ready(params, batch, noise)
+        state = executor.start(boundary_state)
+        named = lambda tree, component: jax.tree.map(lambda leaf: component, tree)  # noqa: E731
+        components = named(state, "pipeline_buffers")
+        gradients = named((state.grads, state.boundary.grads), "gradients")
+        components = components._replace(
+            residuals=named(state.residuals, "saved_activations"),
+            grads=gradients[0],
+            boundary=components.boundary._replace(loss="other", grads=gradients[1]),
+        )
+        shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+        found.extend(zip(shapes, jax.tree.leaves(components), strict=True))
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
     jax.eval_shape(model.mapped(start, P()), model.shapes, batch, jax.ShapeDtypeStruct((2,), jnp.int32))
     return found
-
-
-def _component_of_state(path: str) -> str:
-    if "grads" in path:
-        return "gradients"
-    if path.endswith(".loss"):
-        return "other"
-    return "saved_activations" if path.startswith(".kept") else "pipeline_buffers"
 
 
 @dataclasses.dataclass(eq=False)

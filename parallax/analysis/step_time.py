@@ -47,7 +47,7 @@ from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures
@@ -244,8 +244,6 @@ def _attention_share(settings: Settings) -> float:
 def lockstep_bubble(settings: Settings) -> float:
     """Share of the ticks in which the average rank has nothing to do."""
     pipeline = settings.pipeline
-    if pipeline.branches == "mask":
-        return 0.0  # it computes instead, and that is in the work
     sizes = pipeline.schedule, settings.mesh.pp, pipeline.microbatches, pipeline.virtual
     return _bubble(*sizes, schedule_costs(settings))
 

@@ -31,7 +31,7 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object

@@ -21,8 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import parallax
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import simulated
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WAIT, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
 from parallax.sharding import collectives, layout
@@ -33,10 +32,8 @@ PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
 # Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
-SCOPES = {"F": "forward", "activations": "forward", "B": "recompute", "W": "backward", "gradients": "backward"}
+SCOPES = {FORWARD: "forward", ACTIVATIONS: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
-# Holds an array back until a gradient is there.
-WAITING = pathlib.Path(simulated.__file__).relative_to(PACKAGE.parent).as_posix()
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 
 
@@ -63,7 +60,7 @@ class Origin(NamedTuple):
     @property
     def makes_no_gradient(self) -> bool:
         """Whether what this returns is made of no gradient, even if it waits for one."""
-        return self.is_forward or self.source.startswith(WAITING)
+        return self.is_forward or WAIT in _names(self.stack)
 
     @property
     def direction(self) -> str:
@@ -95,7 +92,7 @@ def _scope(stack: str) -> str | None:
 @functools.cache
 def _module(stack: str) -> str:
     # A name with a dot is a method of the module before it.
-    names = [name for name in _names(stack) if name not in (*SCOPES, REMATTED, OUTERMOST) and "." not in name]
+    names = [name for name in _names(stack) if name not in (*SCOPES, WAIT, REMATTED, OUTERMOST) and "." not in name]
     return "/".join(names).lower()
 
 

@@ -28,7 +28,7 @@ with loading(__name__, sys.stderr):
     from parallax.data.tokenizer import Tokenizer
     from parallax.inference.generate import complete, encode
     from parallax.inference.run import load_trained, mesh_config, sizes_of
-    from parallax.pipeline.sharded_model import ShardedModel
+    from parallax.pipeline import ShardedModel
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 

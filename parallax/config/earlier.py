@@ -5,13 +5,14 @@ from dataclasses import fields
 from typing import Any
 
 from parallax.config.sections import SECTIONS
-from parallax.runtime.errors import check_choice
+from parallax.runtime.errors import ConfigError, check_choice
 
 # What says today the same as a key that is no more: a function of its value and of all sections, which gives keys as
 # "section.key" with their values, and raises ConfigError for a value that the old key did not take.
 RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "pipeline.gather": lambda value, sections: _policy(value),
     "mesh.across_slices": lambda value, sections: _across_slices(value),
+    "pipeline.branches": lambda value, sections: _branches(value),
 }
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}
 
@@ -25,6 +26,14 @@ def _policy(gather: Any) -> dict[str, str]:
 def _across_slices(axis: Any) -> dict[str, str]:
     """Between slices lies mesh.replica, where there are replicas, else mesh.pp."""
     check_choice("mesh.across_slices", axis, ("dp", "pp"))
+    return {}
+
+
+def _branches(value: Any) -> dict[str, str]:
+    """An idle rank always branches past the work."""
+    if value == "mask":
+        raise ConfigError("pipeline.branches='mask' is gone: idle ranks always skip the work; leave the key out.")
+    check_choice("pipeline.branches", value, ("skip",))
     return {}
 
 

@@ -182,21 +182,12 @@ class PipelineConfig(Section, most=2**14):
     Kept per microbatch in flight, by `remat`: "none" all that the backward pass reads; "elementwise" each layer's input
     and the outputs of its products and its attention; "attention" each layer's input and the MLP's wide products;
     "layer" each layer's input; "stage" the stage's input.
-
-    `branches` is what a rank does that the schedule leaves idle. "skip": nothing; its program branches. Branches hold
-    collectives over dp and tp, in whose groups all ranks take the same one, but ranks along pp take different ones.
-    Hardware or a compiler that wants every device to reach every collective, in the same order, would hang: "mask"
-    computes on whatever is in the buffers and throws the result away, which takes the time of the work that it is.
-    Cached generation branches along pp in either case.
     """
 
     schedule: str = key("gpipe", "when which stage runs", choices=tuple(SCHEDULES), other="a CSV file", path=True)
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
     remat: str = key("layer", "what the backward pass computes again", choices=REMAT)
-    branches: str = key(
-        "skip", "what a rank does in an idle tick; mask computes and throws away", choices=("skip", "mask")
-    )
 
     def check(self) -> None:
         check_name(self.schedule)

@@ -22,7 +22,7 @@ from parallax.model.families import FAMILIES
 from parallax.model.loss import token_losses
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import ROWS, activation
 
 FORM = EMBEDDINGS["vocab_parallel"]

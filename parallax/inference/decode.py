@@ -25,8 +25,7 @@ from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
-from parallax.pipeline.arrangement import Arrangement
-from parallax.pipeline.executor import at_rank
+from parallax.pipeline import Arrangement, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.sharding.layout import Layout

@@ -17,7 +17,7 @@ from parallax.data.tokenizer import Tokenizer
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 
 NO_END = -1  # no token has this id

@@ -18,7 +18,7 @@ from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import Tokenizer, load_tokenizer
 from parallax.inference.generate import complete, encode
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell

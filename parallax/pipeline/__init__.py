@@ -1,6 +1,18 @@
-"""When stages run: the executor of schedule tables, what a stage does, and what it keeps."""
+"""A model in pipeline stages: what trains, evaluates and gives logits on a mesh, and when its stages run."""
 
-from parallax.pipeline.executor import Executor
-from parallax.pipeline.stage import Stage
+from parallax.pipeline.buffers import WAIT
+from parallax.pipeline.executor import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WEIGHTS, at_rank
+from parallax.pipeline.layer_order import Arrangement
+from parallax.pipeline.sharded_model import ShardedModel
 
-__all__ = ["Executor", "Stage"]
+__all__ = [
+    "ACTIVATIONS",
+    "BACKWARD",
+    "FORWARD",
+    "GRADIENTS",
+    "WAIT",
+    "WEIGHTS",
+    "Arrangement",
+    "ShardedModel",
+    "at_rank",
+]

@@ -7,8 +7,11 @@ stored by looking up what its sender did in this tick, in the same table.
 Scopes tell passes and messages apart in traces and profiles; the report reads them.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,98 +19,81 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.model.context import Context
-from parallax.pipeline.ends import take
-from parallax.pipeline.simulated import after
-from parallax.pipeline.slots import zeros
-from parallax.pipeline.stage import Place, Stage
+from parallax.model.remat import KEPT
+from parallax.pipeline.boundary import PipelineBoundary
+from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
 
-
-class Ends(Protocol):
-    """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
-
-    def start(self, slots: int) -> Any:
-        """The state before the first tick; `slots` are those of outputs of the last stage."""
-
-    def enter(self, state: Any, microbatch: Array) -> Array:
-        """The first stage's input."""
-
-    def leave(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
-        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
-
-    def between(self, state: Any) -> Any:
-        """Once, after the last F and before the first B, where the schedule has its head between."""
-
-    def enter_backward(self, state: Any, microbatch: Array, slot: Array) -> Array:
-        """The gradient in the last stage's output."""
-
-    def leave_backward(self, state: Any, microbatch: Array, dx: Array) -> Any:
-        """Take the gradient in the first stage's input."""
-
-    def finish(self, state: Any) -> Any:
-        """Once, after the last tick."""
+# `step(carry, layer, number, gathered)` is one layer: `layer` counts in the stage, `number` in the rank's places. It
+# returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
+# are not taken.
+Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
+# The scopes of the passes and of what stages send each other, by which traces and profiles are read.
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class State(NamedTuple):
     """What a tick hands to the next."""
 
     messages: dict[str, Array]  # for F and for B, [slots, ...]: what has arrived and was not read yet
-    kept: Any  # what passes leave for later ones, by pool: see Stage
+    residuals: Any  # what passes leave for later ones, by pool: see Stage
     grads: list[Array]
-    ends: Any
+    boundary: Any
 
 
 class Executor(NamedTuple):
     """Runs a schedule on the stages that this rank holds.
 
-    `branches` is "skip" or "mask": see PipelineConfig. With `messages_last` a tick's messages wait for all of its
+    With `messages_last` a tick's messages wait for all of its
     passes; simulated devices need that, see `after`.
     """
 
     schedule: Schedule
-    stage: Stage
+    stage: "Stage"
     weights: Any
     zero_grads: Callable[[], Any]  # as the plan's summed gradients are cut
     context: Callable[[Array], Context]  # of a microbatch
-    ends: Ends
+    boundary: PipelineBoundary
     message: str  # layout of what stages send each other
-    branches: str
     messages_last: bool
 
-    def run(self, ends_state: Any) -> State:
+    def run(self, boundary_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
-        state, room = self.start(ends_state), None
+        state, room = self.start(boundary_state), None
         if not self.schedule.keeps_across_ticks:
-            room = jax.eval_shape(lambda: state.kept)
-            state = state._replace(kept=None)
+            room = jax.eval_shape(lambda: state.residuals)
+            state = state._replace(residuals=None)
         for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks
-            state, _ = lax.scan(self._tick(segment, segment.kinds, room), state, self._rows(segment))
+            tick = partial(self.tick, segment, segment.kinds, room)
+            state, _ = lax.scan(tick, state, self._tables(segment))
             if self.schedule.head == "between" and "F" in segment.kinds:
-                state = state._replace(ends=self.ends.between(state.ends))
+                state = state._replace(boundary=self.boundary.run_head(state.boundary))
         return state
 
-    def run_forward(self, ends_state: Any, kept: Any = None) -> State:
-        """The forward passes alone; a stage keeps nothing, or hands on `kept` if it is given some."""
-        state = State(self._empty_messages(ends_state), kept, [], ends_state)
+    def run_forward(self, boundary_state: Any, residuals: Any = None) -> State:
+        """The forward passes alone; a stage keeps nothing, or hands on `residuals` if it is given some."""
+        state = State(self._empty_messages(boundary_state), residuals, [], boundary_state)
         for segment in self.schedule.segments:
             if "F" in segment.kinds:
-                state, _ = lax.scan(self._tick(segment, "F"), state, self._rows(segment))
+                state, _ = lax.scan(partial(self.tick, segment, "F", None), state, self._tables(segment))
         return state
 
-    def start(self, ends_state: Any) -> State:
+    def start(self, boundary_state: Any) -> State:
         """The state before the first tick: empty slots, gradients of zero."""
-        messages = self._empty_messages(ends_state)
-        # To the pass of a rank that is idle, "mask" gives a slot in which nobody looks.
-        slots = {pool: count + (self.branches == "mask") for pool, count in self.schedule.slots.items()}
+        messages = self._empty_messages(boundary_state)
         pools = jax.eval_shape(lambda: self.stage.plan(self.weights, messages["F"][0], self.context(jnp.int32(0))))
-        return State(messages, self.stage.empty(pools, slots), jax.tree.leaves(self.zero_grads()), ends_state)
+        return State(
+            messages, self.stage.empty(pools, self.schedule.slots), jax.tree.leaves(self.zero_grads()), boundary_state
+        )
 
-    def _empty_messages(self, ends_state: Any) -> dict[str, Array]:
-        x = jax.eval_shape(lambda: self.ends.enter(ends_state, jnp.int32(0)))
+    def _empty_messages(self, boundary_state: Any) -> dict[str, Array]:
+        x = jax.eval_shape(lambda: self.boundary.first_stage_input(boundary_state, jnp.int32(0)))
         return {kind: zeros(x, count) for kind, count in self.schedule.message_slots.items()}
 
-    def _rows(self, segment: Segment) -> dict[str, np.ndarray]:
+    def _tables(self, segment: Segment) -> dict[str, np.ndarray]:
         """The tables' rows of these ticks: what is a rank's own `[tick, rank]`, what is everybody's `[tick]`."""
         s = self.schedule
         tables = {"exit": s.exit_microbatch} | {f"exit {kind}": table for kind, table in s.exit_slot.items()}
@@ -117,126 +103,131 @@ class Executor(NamedTuple):
         tables |= {f"arrival {kind} {shift}": table for (kind, shift), table in s.arrival.items()}
         return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
-    def _tick(self, segment: Segment, kinds: str, room: Any = None) -> Callable:
-        """One tick. With `room`, what passes keep is for this tick alone, and gets room of these shapes in it: XLA need
-        not empty what it sees written whole."""
-        rows = self._rows(segment)
-        busy = {name: bool((row >= 0).all()) for name, row in rows.items()}  # nobody ever idle: no branch
-        used = {name: bool((row >= 0).any()) for name, row in rows.items()}
+    def tick(
+        self, segment: Segment, kinds: str, room: Any, state: State, values: dict[str, Array]
+    ) -> tuple[State, None]:
+        """One tick: F, B and W where this rank's tables have them, then messages.
 
-        def tick(state: State, values: dict[str, Array]) -> tuple[State, None]:
-            own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
-            row = Row(own, busy, self.branches, alone=self.schedule.stages == 1)
-            outputs = {}
-            if room is not None:
-                state = state._replace(kept=jax.tree.map(zeros, room))
-            if "F" in kinds:
-                with jax.named_scope("F"):
-                    state, outputs["F"] = self._forward(state, row)
-                if used["exit"]:
-                    state = self._exit(state, row, outputs["F"])
-            if "B" in kinds:
-                with jax.named_scope("B"):
-                    state, outputs["B"] = self._backward(state, row)
-            if "W" in kinds:
-                with jax.named_scope("W"):
-                    state = self._weigh(state, row)
-            if room is not None:
-                state = state._replace(kept=None)
-            return self._send(state, row, outputs, used), None
+        With `room`, residuals are for this tick alone, and there is room of these shapes for them in it: XLA need not
+        empty what it sees written whole.
+        """
+        row = Row.of(self._tables(segment), values, alone=self.schedule.stages == 1)
+        outputs = {}
+        if room is not None:
+            state = state._replace(residuals=jax.tree.map(zeros, room))
+        if "F" in kinds:
+            forward, idle = partial(self.forward, state, row), partial(self.idle_forward, state)
+            with jax.named_scope(FORWARD):
+                outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
+            state = state._replace(residuals=residuals)
+            if row.ever("exit"):
+                head, wait = partial(self.head, state, row, outputs["F"]), partial(vary_all, state.boundary)
+                # The same on every rank, so that no hardware has a rank wait here for one in the other branch.
+                boundary = head() if row.always("exit") else lax.cond(row.acts("exit"), head, wait)
+                state = state._replace(boundary=boundary)
+        if "B" in kinds:
+            backward, idle = partial(self.backward, state, row), partial(self.idle_backward, state)
+            with jax.named_scope(BACKWARD):
+                found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
+            outputs["B"], grads, residuals, boundary = found
+            state = state._replace(grads=grads, residuals=residuals, boundary=boundary)
+        if "W" in kinds:
+            weigh, idle = partial(self.weight_gradients, state, row), partial(vary_all, state.grads)
+            with jax.named_scope(WEIGHTS):
+                grads = weigh() if row.always("W") else lax.cond(row.acts("W"), weigh, idle)
+            state = state._replace(grads=grads)
+        if room is not None:
+            state = state._replace(residuals=None)
+        return self._send(state, row, outputs), None
 
-        return tick
-
-    def _forward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run(active):
-            x = row.at_end(
-                "F",
-                lambda: self.ends.enter(state.ends, row["F"]),
-                lambda: take(state.messages["F"], row["message F"]),
-            )
-            context, place = self.context(row["F"]), self._place("F", row, active)
-            if state.kept is None:
-                return self.stage.run(self.weights, x, context, place.chunk), None
-            return self.stage.forward(self.weights, x, context, state.kept, place)
-
-        y, kept = row.when("F", run, lambda: (jnp.zeros_like(state.messages["F"][0]), state.kept))
-        return state._replace(kept=kept), y
-
-    def _exit(self, state: State, row: "Row", y: Array) -> State:
-        leave = lambda: self.ends.leave(state.ends, row["exit"], row["exit F"], y)  # noqa: E731
-        if row.busy["exit"]:
-            return state._replace(ends=leave())
-        # The same on every rank, so that no hardware has a rank wait here for one that takes the other branch.
-        ends = lax.cond(row.values["exit"] >= 0, lambda: vary_all(leave()), lambda: vary_all(state.ends))
-        return state._replace(ends=ends)
-
-    def _backward(self, state: State, row: "Row") -> tuple[State, Array]:
-        def run(active):
-            dy = row.at_end(
-                "B",
-                lambda: self.ends.enter_backward(state.ends, row["B"], row["exit B"]),
-                lambda: take(state.messages["B"], row["message B"]),
-            )
-            context, place = self.context(row["B"]), self._place("B", row, active)
-            dx, grads, kept = self.stage.backward(self.weights, state.kept, context, dy, state.grads, place)
-            in_first = (row["chunk B"] == 0) & (row.values["B"] >= 0)
-            first = in_first & (lax.axis_index("pp") == self.schedule.placement[0])
-            ends = row.select(first, lambda: self.ends.leave_backward(state.ends, row["B"], dx), lambda: state.ends)
-            return dx, grads, kept, ends
-
-        dx, grads, kept, ends = row.when(
-            "B", run, lambda: (jnp.zeros_like(state.messages["B"][0]), state.grads, state.kept, state.ends)
+    def forward(self, state: State, row: "Row") -> tuple[Array, Any]:
+        """F of one microbatch: the stage's output, and residuals."""
+        x = row.at_end(
+            "F",
+            lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
+            lambda: index(state.messages["F"], row["message F"]),
         )
-        return state._replace(grads=grads, kept=kept, ends=ends), dx
+        context, at = self.context(row["F"]), self._slot_index("F", row)
+        if state.residuals is None:
+            return vary_all((self.stage.run(self.weights, x, context, at.chunk), None))
+        return vary_all(self.stage.forward(self.weights, x, context, state.residuals, at))
 
-    def _weigh(self, state: State, row: "Row") -> State:
-        def run(active):
-            return self.stage.weigh(state.kept, state.grads, self._place("W", row, active))
+    def idle_forward(self, state: State) -> tuple[Array, Any]:
+        return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
 
-        return state._replace(grads=row.when("W", run, lambda: state.grads))
+    def head(self, state: State, row: "Row", y: Array) -> Any:
+        """The boundary's state after the last stage's output, which is `y` on its rank."""
+        return vary_all(self.boundary.on_last_stage_output(state.boundary, row["exit"], row["exit F"], y))
 
-    def _send(self, state: State, row: "Row", outputs: dict[str, Array], used: dict[str, bool]) -> State:
+    def backward(self, state: State, row: "Row") -> tuple[Array, list[Array], Any, Any]:
+        """B of one microbatch: the gradient in the stage's input, summed gradients, residuals, the boundary's state."""
+        dy = row.at_end(
+            "B",
+            lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
+            lambda: index(state.messages["B"], row["message B"]),
+        )
+        context, at = self.context(row["B"]), self._slot_index("B", row)
+        dx, grads, residuals = self.stage.backward(self.weights, state.residuals, context, dy, state.grads, at)
+        in_first = (row["chunk B"] == 0) & row.acts("B")
+        boundary = row.select(
+            in_first & (lax.axis_index("pp") == self.schedule.placement[0]),
+            lambda: self.boundary.on_first_stage_gradient(state.boundary, row["B"], dx),
+            lambda: state.boundary,
+        )
+        return vary_all((dx, grads, residuals, boundary))
+
+    def idle_backward(self, state: State) -> tuple[Array, list[Array], Any, Any]:
+        return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.boundary))
+
+    def weight_gradients(self, state: State, row: "Row") -> list[Array]:
+        """W of one microbatch: summed gradients."""
+        return vary_all(self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row)))
+
+    def _send(self, state: State, row: "Row", outputs: dict[str, Array]) -> State:
         messages = dict(state.messages)
         for kind, shift in self.schedule.arrival:
             name = f"arrival {kind} {shift}"
-            if kind in outputs and used[name]:
+            if kind in outputs and row.ever(name):
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
                     output = after(output, state.grads[self.stage.last_weight])
-                with jax.named_scope("activations" if kind == "F" else "gradients"):
+                with jax.named_scope(ACTIVATIONS if kind == "F" else GRADIENTS):
                     arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)
 
-    def _place(self, kind: str, row: "Row", active: Array | None) -> Place:
+    def _slot_index(self, kind: str, row: "Row") -> "SlotIndex":
         chunk = row[f"chunk {kind}"] if self.schedule.virtual > 1 else 0
-        slots = {}
-        for pool, tables in self.schedule.slot.items():
-            if kind in tables:
-                slot = row[f"{pool} {kind}"]
-                slots[pool] = slot if active is None else jnp.where(active, slot, self.schedule.slots[pool])
-        return Place(chunk, slots, active)
+        slots = {pool: row[f"{pool} {kind}"] for pool, tables in self.schedule.slot.items() if kind in tables}
+        return SlotIndex(chunk, slots)
 
 
 class Row(NamedTuple):
-    """One tick of the tables for this rank, and which of them are never idle."""
+    """One tick of the tables for this rank; `tables` are those of all ticks of its loop."""
 
     values: dict[str, Array]
-    busy: dict[str, bool]
-    branches: str
+    tables: dict[str, np.ndarray]
     alone: bool  # one stage is both ends of the pipeline
+
+    @staticmethod
+    def of(tables: dict[str, np.ndarray], values: dict[str, Array], *, alone: bool) -> "Row":
+        own = {name: value[lax.axis_index("pp")] if value.ndim else value for name, value in values.items()}
+        return Row(own, tables, alone)
 
     def __getitem__(self, name: str) -> Array:
         return jnp.maximum(self.values[name], 0)
 
-    def when(self, kind: str, run: Callable[[Array | None], Any], idle: Callable[[], Any]) -> Any:
-        """`run(None)` where this rank acts, else `idle()`; masked, `run(whether it acts)` everywhere."""
-        if self.busy[kind]:
-            return run(None)
-        active = self.values[kind] >= 0
-        if self.branches == "mask":
-            return run(active)
-        return lax.cond(active, lambda: vary_all(run(None)), lambda: vary_all(idle()))
+    def acts(self, name: str) -> Array:
+        """Whether this rank has something there in this tick."""
+        return self.values[name] >= 0
+
+    def always(self, name: str) -> bool:
+        """Whether every rank has something there in every tick, so that no branch is needed."""
+        return bool((self.tables[name] >= 0).all())
+
+    def ever(self, name: str) -> bool:
+        """Whether any rank has something there in any tick."""
+        return bool((self.tables[name] >= 0).any())
 
     def at_end(self, kind: str, there: Callable, elsewhere: Callable) -> Any:
         """`there()` at the end of the pipeline where `kind` reads no message, `elsewhere()` in other stages."""
@@ -246,15 +237,324 @@ class Row(NamedTuple):
         """`there()` on ranks where `here` holds, `elsewhere()` on the others."""
         if self.alone:
             return there()
-        if self.branches == "mask":
-            return jax.tree.map(lambda a, b: jnp.where(here, a, b), vary_all(there()), vary_all(elsewhere()))
         return lax.cond(here, lambda: vary_all(there()), lambda: vary_all(elsewhere()))
 
     def store(self, name: str, slots: Array, message: Array) -> Array:
         """Put what arrived into its slot, if anything did."""
-        slot = jnp.maximum(self.values[name], 0)
-        kept = jnp.where(self.values[name] >= 0, message, take(slots, slot))
-        return lax.dynamic_update_index_in_dim(slots, kept, slot, 0)
+        slot = self[name]
+        entry = jnp.where(self.acts(name), message, index(slots, slot))
+        return lax.dynamic_update_index_in_dim(slots, entry, slot, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotIndex:
+    """Where a pass of a stage works: which of the rank's stages, in which slot of each pool."""
+
+    chunk: Array | int
+    slots: dict[str, Array | int]
+
+
+@dataclasses.dataclass
+class Stage:
+    """The layers of one rank's stages. Weights are trees with a leading dim of places, as many for each stage;
+    gradients are lists of their leaves in float32.
+
+    `layer(weights, x, context)` is one layer on gathered weights, `loop` runs a stage's. With `split`, `backward`
+    leaves out what `weight_gradients` does. `residuals` is what passes leave for later ones: by pool, lists of arrays
+    `[slot, layer of stage, ...]`. With `in_rows`, what was kept of a layer so that it need not be recomputed is
+    read as it lies (parallax/sharding/compiler.py says where that is needed).
+    """
+
+    layer: Callable[[Any, Array, Context], Array]
+    loop: "LayerLoop"
+    remat: str
+    split: bool
+    in_rows: bool = False
+
+    def __post_init__(self):
+        self.vjp = SplitVjp(self.layer)
+
+    def plan(self, weights: Any, x: Array, context: Context) -> dict[str, list[Array]]:
+        """What a layer keeps in each pool. Called once, for its shapes, before the passes below are traced."""
+        gathered, context = self.loop.gathered(weights, 0), self._at(context, 0)
+        y, pull = jax.vjp(partial(self.layer, context=context), gathered, x)
+        saved = self.vjp.saved(pull, gathered, context)
+        in_place = self.remat == "none"
+        pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
+        if self.remat in KEPT:
+            self.vjp.plan_selection(gathered, x, context, KEPT[self.remat])
+            pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
+        if self.split:
+            self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
+            pools["FW"] = [saved[at] for at in self.vjp.read_later]
+            pools["BW"] = self.vjp.input_backward(gathered, saved, context, y)[2]
+            if in_place:
+                pools["FB"] = [leaf for at, leaf in enumerate(saved) if at not in self.vjp.read_later]
+        return pools
+
+    @property
+    def last_weight(self) -> int:
+        """A leaf of the gradients to which the last pass of a tick adds: W, where there is one."""
+        return self.vjp.backward_split.deferred[0] if self.split else 0
+
+    def empty(self, pools: dict[str, list[Any]], slots: dict[str, int]) -> dict[str, list[Array]]:
+        """Slots for what `plan` says, empty."""
+
+        def empty(pool: str, leaf: Any) -> Array:
+            layers = () if self._whole_stage(pool) else (self.loop.stage_layers,)
+            return zeros(leaf, slots[pool], *layers)
+
+        return {pool: [empty(pool, leaf) for leaf in pools[pool]] for pool in slots}
+
+    def run(self, weights: Any, x: Array, context: Context, chunk: Array | int) -> Array:
+        """The stage's output; nothing is kept."""
+
+        def step(x, layer, number, gathered):
+            return self.layer(gathered, x, self._at(context, number)), {}
+
+        turns = self.loop.turns(step, chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(x)))[0]
+
+    def forward(self, weights: Any, x: Array, context: Context, residuals: Any, at: SlotIndex) -> tuple[Array, Any]:
+        """The stage's output, and `residuals` with what the backward pass will read."""
+        if self.remat == "stage":
+            residuals = residuals | {"FB": write_slot(residuals["FB"], [x], at.slots["FB"])}
+            return self.run(weights, x, context, at.chunk), residuals
+
+        def step(carry, layer, number, gathered):
+            (x, residuals), here = carry, self._at(context, number)
+            if self.remat == "layer":
+                saved, y = [x], self.layer(gathered, x, here)
+            elif self.remat in KEPT:
+                y, kept_of_layer = self.vjp.forward_selected(gathered, x, here)
+                saved = [x, *kept_of_layer]
+            else:
+                y, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
+                saved = self.vjp.saved(pull, gathered, here)
+            return (y, self._write_residuals(residuals, saved, at, layer)), {}
+
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, residuals))))[0]
+
+    def backward(
+        self, weights: Any, residuals: Any, context: Context, dy: Array, grads: list[Array], at: SlotIndex
+    ) -> tuple[Array, list[Array], Any]:
+        """The gradient in the stage's input, `grads` with this microbatch's share added, and `residuals`.
+
+        With `split` only the share that costs no matrix product, and `residuals` with those of `weight_gradients`.
+        """
+        recomputed = self._recomputed(weights, residuals, context, at) if self.remat == "stage" else None
+
+        def step(carry, layer, number, gathered):
+            (dy, residuals), here = carry, self._at(context, number)
+            if recomputed is not None:
+                saved = read_slot(recomputed, layer)
+            elif self.remat == "layer":
+                (x,) = read_slot(residuals["FB"], at.slots["FB"], layer)
+                _, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
+                saved = self.vjp.saved(pull, gathered, here)
+            else:
+                saved = self._read_residuals(gathered, residuals, here, at, layer)
+            if self.split:
+                dx, shares, b_residuals = self.vjp.input_backward(gathered, saved, here, dy)
+                residuals = residuals | {"BW": write_slot(residuals["BW"], b_residuals, at.slots["BW"], layer)}
+            else:
+                dw, dx = self.vjp.backward(gathered, saved, here, dy)
+                shares = dict(enumerate(jax.tree.leaves(dw)))
+            return (dx, residuals), shares
+
+        turns = self.loop.turns(step, at.chunk, weights=weights, reverse=True)
+        state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((dy, residuals), grads))
+        (dx, residuals), grads = turns.end(state)
+        return dx, grads, residuals
+
+    def weight_gradients(self, residuals: Any, grads: list[Array], at: SlotIndex) -> list[Array]:
+        """`grads` with this microbatch's share of what `backward` left out."""
+
+        def step(carry, layer, number, gathered):
+            read, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
+            return carry, self.vjp.weight_backward(read, b_residuals)
+
+        turns = self.loop.turns(step, at.chunk)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1]
+
+    # ---- one layer
+
+    def _at(self, context: Context, number: Array) -> Context:
+        """The context with a dropout key of this layer's own; 0 is the embedding's."""
+        if context.key is None:
+            return context
+        return context._replace(key=jax.random.fold_in(context.key, 1 + self.loop.numbers[number]))
+
+    def _write_residuals(self, residuals: Any, saved: list[Array], at: SlotIndex, layer: Array) -> Any:
+        later = self.vjp.read_later if self.split and self.remat == "none" else ()
+        apart = {"FB": [leaf for at, leaf in enumerate(saved) if at not in later], "FW": [saved[at] for at in later]}
+        return residuals | {
+            pool: write_slot(residuals[pool], leaves, at.slots[pool], layer) for pool, leaves in apart.items() if leaves
+        }
+
+    def _read_residuals(
+        self, gathered: Any, residuals: Any, context: Context, at: SlotIndex, layer: Array
+    ) -> list[Array]:
+        """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
+        own = read_slot(residuals["FB"], at.slots["FB"], layer)
+        if self.remat in KEPT:
+            rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
+            return self.vjp.recompute(gathered, own[0], context, rest)
+        if not self.split:
+            return own
+        later = dict(zip(self.vjp.read_later, read_slot(residuals["FW"], at.slots["FW"], layer), strict=True))
+        rest = iter(own)
+        return [later[at] if at in later else next(rest) for at in range(len(own) + len(later))]
+
+    def _recomputed(self, weights: Any, residuals: Any, context: Context, at: SlotIndex) -> list[Array]:
+        """What all layers of the stage save, `[layer, ...]`, made again from the stage's input."""
+        (x,) = read_slot(residuals["FB"], at.slots["FB"])
+        _, saved = jax.eval_shape(lambda: self.vjp.forward(self.loop.gathered(weights, 0), x, self._at(context, 0)))
+        empty = [zeros(leaf, self.loop.stage_layers) for leaf in saved]
+
+        def step(carry, layer, number, gathered):
+            x, saved = carry
+            y, new = self.vjp.forward(gathered, x, self._at(context, number))
+            return (y, write_slot(saved, new, layer)), {}
+
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        (_, saved), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, empty))))
+        return saved
+
+    def _whole_stage(self, pool: str) -> bool:
+        return pool == "FB" and self.remat == "stage"
+
+
+@dataclasses.dataclass
+class LayerLoop:
+    """The loop over a stage's layers. `gather` makes the weights that a layer computes with of resident ones, `scatter`
+    (one function for each leaf) turns their gradients into those that are summed.
+
+    Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
+    gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
+    is the same. The first and the last layer then stand before and after the loop, so that nothing is sent for a layer
+    that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
+
+    `in_turn` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
+    simulated devices need that, see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says
+    whether there are such places, which are skipped.
+    """
+
+    gather: Callable[[Any], Any]
+    scatter: Sequence[Callable[[Array], Array]]
+    stage_layers: int
+    numbers: Array
+    uneven: bool
+    prefetch: bool
+    in_turn: bool
+
+    def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
+        """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is
+        gathered."""
+        even = UnevenTurns if self.uneven else Turns
+        kind = PrefetchTurns if self.prefetch and self.stage_layers > 1 else even
+        return kind(self, step, chunk * self.stage_layers, weights, reverse)
+
+    def gathered(self, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
+        """The whole weights of the layer in this place; None of None. See `_after` for `earlier`."""
+        if weights is None:
+            return None
+        return self.gather(jax.tree.map(lambda weight: self._after(weight, earlier), read_slot(weights, number)))
+
+    def add(self, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
+        """Summed gradients with those of the layer in this place."""
+
+        def add(total: Array, share: Array) -> Array:
+            return total.at[number].add(share.astype(total.dtype))
+
+        return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
+
+    def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
+        """The same array; where all is done in turn, not before those."""
+        return functools.reduce(after, earlier, x) if self.in_turn else x
+
+    def carry_after(self, carry: Any, grads: list[Array]) -> Any:
+        if not jax.tree.leaves(carry):  # W sends nothing but gradients
+            return carry
+        (x, *rest), structure = jax.tree.flatten(carry)
+        return jax.tree.unflatten(structure, [self._after(x, grads), *rest])
+
+
+class Turns:
+    """`end(lax.fori_loop(start, stop, turn, begin(carry, grads)))` runs `step` for every layer, and returns the last
+    carry and `grads` with what the steps found added."""
+
+    def __init__(self, loop: LayerLoop, step: Step, first: Array | int, weights: Any, reverse: bool):
+        self.loop, self.step, self.first, self.weights, self.reverse = loop, step, first, weights, reverse
+        self.start, self.stop = 0, loop.stage_layers
+
+    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
+        return carry, list(grads)
+
+    def turn(self, at: Array | int, state: Any) -> Any:
+        """Gather a layer, run it, add its gradients."""
+        (carry, grads), layer = state, self.layer_of(at)
+        number = self.first + layer
+        carry, shares = self.step(carry, layer, number, self.loop.gathered(self.weights, number, _first(carry)))
+        return carry, self.loop.add(grads, number, shares)
+
+    def end(self, state: Any) -> tuple[Any, list[Array]]:
+        return state
+
+    def layer_of(self, at: Any) -> Any:
+        """The layer of the stage in this turn. It is computed from the loop's own counter, not looked up: then XLA sees
+        that a loop writes all of an array, and does not empty it before."""
+        return self.loop.stage_layers - 1 - at if self.reverse else at
+
+    def where_layer(self, number: Array, run: Callable, otherwise: Callable) -> Any:
+        """`run()` where there is a layer."""
+        if not self.loop.uneven:
+            return run()
+        there = self.loop.numbers[number] >= 0
+        return lax.cond(there, lambda: vary_all(run()), lambda: vary_all(otherwise()))
+
+
+class UnevenTurns(Turns):
+    """The same, where a place may be without a layer."""
+
+    def turn(self, at: Array | int, state: Any) -> Any:
+        return self.where_layer(self.first + self.layer_of(at), partial(super().turn, at, state), lambda: state)
+
+
+class PrefetchTurns(Turns):
+    """The same, with the next layer's weights gathered and the last one's gradients scattered meanwhile."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.start, self.stop = 1, self.loop.stage_layers - 1
+
+    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
+        gathered = self.loop.gathered(self.weights, self.first + self.layer_of(0), _first(carry))
+        return self.turn(0, (carry, gathered, {}, list(grads)), is_first=True)
+
+    def turn(self, at: Array | int, state: Any, *, is_first: bool = False, is_last: bool = False) -> Any:
+        carry, gathered, shares, grads = state
+        layer, number = self.layer_of(at), self.first + self.layer_of(at)
+        if not is_first:
+            grads = self.loop.add(grads, self.first + self.layer_of(at - 1), shares)
+            carry = self.loop.carry_after(carry, grads)
+        run = partial(self.step, carry, layer, number, gathered)
+        empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.loop.uneven else None
+        carry, shares = self.where_layer(number, run, lambda: (carry, empty))
+        coming = gathered
+        if not is_last:
+            coming = self.loop.gathered(self.weights, self.first + self.layer_of(at + 1), _first(carry))
+        return carry, coming, shares, grads
+
+    def end(self, state: Any) -> tuple[Any, list[Array]]:
+        carry, _, shares, grads = self.turn(self.stop, state, is_last=True)
+        return carry, self.loop.add(grads, self.first + self.layer_of(self.stop), shares)
+
+
+def _first(carry: Any) -> list[Array]:
+    """What a layer reads first: the layer before it has ended, and what stands before the first layer."""
+    return jax.tree.leaves(carry)[:1]
 
 
 def at_rank(rank: int, ranks: int, there: Callable, elsewhere: Callable) -> Any:

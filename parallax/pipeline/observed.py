@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES
 from parallax.model.context import Context
-from parallax.pipeline.stage import Place, Stage
+from parallax.pipeline.executor import SlotIndex, Stage
 from parallax.sharding.collectives import as_varying, max_over, sum_over
 
 
@@ -15,18 +15,16 @@ class ObservedStage(Stage):
     """A stage that keeps nothing but what it observes: float32 [1 + layers of the model, 2], for the embedding and
     each layer how many entries of its output are not finite, and the largest of the others."""
 
-    def forward(self, weights: Any, x: Array, context: Context, kept: Array, place: Place) -> tuple[Array, Array]:
+    def forward(self, weights: Any, x: Array, context: Context, seen: Array, at: SlotIndex) -> tuple[Array, Array]:
         def step(carry, layer, number, gathered):
             x, seen = carry
             own = self.loop.numbers[number]
-            seen = _add(seen, jnp.int32(0), x, self._counts(own == 0, place))
+            seen = _add(seen, jnp.int32(0), x, own == 0)
             y = self.layer(gathered, x, self._at(context, number))
-            return (y, _add(seen, own + 1, y, self._counts(own >= 0, place))), {}
+            return (y, _add(seen, own + 1, y, own >= 0)), {}
 
-        return self.loop.run(step, (x, kept), place.chunk, weights=weights)[0]
-
-    def _counts(self, there: Array, place: Place) -> Array:
-        return there if place.active is None else there & place.active
+        turns = self.loop.turns(step, at.chunk, weights=weights)
+        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, seen))))[0]
 
 
 def nothing_seen(layers: int) -> Array:

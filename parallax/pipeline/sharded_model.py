@@ -34,13 +34,10 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
-from parallax.pipeline import Executor, Stage
-from parallax.pipeline.arrangement import Arrangement
-from parallax.pipeline.ends import Tokens, Work
-from parallax.pipeline.inside import InsideEnds, LossEnds, folds
-from parallax.pipeline.loops import LayerLoop
+from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
+from parallax.pipeline.executor import Executor, LayerLoop, Stage
+from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
-from parallax.pipeline.spread import SpreadEnds
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Schedule, by_name, in_turn
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
@@ -238,60 +235,63 @@ class ShardedModel:
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
 
     def _loss_and_grad(self, params, batch, noise):
-        executor, ends_state, blocks = self.ready(params, batch, noise)
-        ends, state = executor.ends, executor.run(ends_state)
-        ended = ends.finish(state.ends)
+        executor, boundary_state, blocks = self.ready(params, batch, noise)
+        boundary, state = executor.boundary, executor.run(boundary_state)
+        ended = boundary.finish(state.boundary)
         block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
-        metrics = self._metrics(ended.loss, ends.work, ends.tokens)
+        metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
         return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
     def ready(self, params, batch, noise):
-        """The executor of a training step, the first state of its ends, and the weights of this rank's layers."""
+        """The executor of a training step, the first state of its boundary, and the weights of this rank's layers."""
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
         weight = 1 / jnp.maximum(tokens.count(), 1)
         weights = self.plan.load(jax.tree.map(as_varying, params))
         spread = self.schedule.head == "between"
-        work = self._work(weights, tokens.key, rows=SHARED_ROWS if spread else ROWS)
-        ends = (SpreadEnds if spread else InsideEnds)(work, tokens, weight, self.schedule.placement[-1])
+        work = self._embed_and_head(weights, tokens.key, rows=SHARED_ROWS if spread else ROWS)
+        boundary = (BatchedHead if spread else MicrobatchHead)(work, tokens, weight, self.schedule.placement[-1])
         blocks = weights["blocks"]
-        return self._executor(self.schedule, blocks, ends), ends.start(self.schedule.exit_slots), blocks
+        return self._executor(self.schedule, blocks, boundary), boundary.start(self.schedule.exit_slots), blocks
 
     def _loss(self, params, batch, noise):
         executor = self._evaluator(params, batch, noise, Stage)
-        ends = executor.ends
-        return self._metrics(executor.run_forward(ends.start(1)).ends, ends.work, ends.tokens)
+        boundary = executor.boundary
+        return self._metrics(executor.run_forward(boundary.start(1)).boundary, boundary.embed_and_head, boundary.tokens)
 
     def _activations(self, params, batch, noise):
         executor = self._evaluator(params, batch, noise, ObservedStage)
-        return all_seen(executor.run_forward(executor.ends.start(1), nothing_seen(self.model.layers)).kept)
+        return all_seen(executor.run_forward(executor.boundary.start(1), nothing_seen(self.model.layers)).residuals)
 
     def _evaluator(self, params, batch, noise, kind):
         tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches, noise)
-        work = self._work(weights, tokens.key, rows=ROWS)
-        ends = LossEnds(work, tokens, jnp.float32(1), schedule.placement[-1])
-        return self._executor(schedule, weights["blocks"], ends, kind)
+        work = self._embed_and_head(weights, tokens.key, rows=ROWS)
+        boundary = LossOnly(work, tokens, jnp.float32(1), schedule.placement[-1])
+        return self._executor(schedule, weights["blocks"], boundary, kind)
 
     def _logits(self, params, batch, noise):
         tokens, weights, schedule = self._forward(params, batch, 1)
-        ends = SpreadEnds(self._work(weights, None, rows=SHARED_ROWS), tokens, jnp.float32(1), schedule.placement[-1])
-        executor = self._executor(schedule, weights["blocks"], ends)
-        return ends.work.logits(ends.from_last(executor.run_forward(ends.start(1)).ends.exits))
+        boundary = BatchedHead(
+            self._embed_and_head(weights, None, rows=SHARED_ROWS), tokens, jnp.float32(1), schedule.placement[-1]
+        )
+        executor = self._executor(schedule, weights["blocks"], boundary)
+        return boundary.embed_and_head.logits(
+            boundary.from_last(executor.run_forward(boundary.start(1)).boundary.exits)
+        )
 
     def _forward(self, params, batch, microbatches, noise=None):
         """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
         tokens = self._tokens(batch, noise, microbatches)
         return tokens, self.plan.load(jax.tree.map(as_varying, params)), in_turn(self.schedule.placement, microbatches)
 
-    def _executor(self, schedule: Schedule, blocks: Any, ends: Any, kind: type[Stage] = Stage) -> Executor:
+    def _executor(self, schedule: Schedule, blocks: Any, boundary: Any, kind: type[Stage] = Stage) -> Executor:
         return Executor(
             schedule,
             self._stage(kind),
             blocks,
             partial(self.plan.zero_grads, "blocks", blocks),
-            partial(self._context, ends.tokens),
-            ends,
+            partial(self._context, boundary.tokens),
+            boundary,
             residual_layout(self.layout),
-            self.pipeline.branches,
             messages_last=self._simulated,
         )
 
@@ -312,34 +312,32 @@ class ShardedModel:
         return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
-        block = self.parts.block
         loop = LayerLoop(
-            partial(self.plan.use, part="blocks"),
+            lambda weights: {"params": self.plan.use(weights, "blocks")},
             self.plan.add_up("blocks"),
             self.arrangement.stage_layers,
             self.arrangement.own_numbers(),
             self.arrangement.uneven,
-            masked=self.pipeline.branches == "mask",
             prefetch=self.fsdp.prefetch == 1,
             in_turn=self._simulated,
         )
         return kind(
-            lambda weights, x, context: block.apply({"params": weights}, x, context),
+            self.parts.block.apply,
             loop,
             self.pipeline.remat,
             self.schedule.split,
             in_rows=relays_what_is_read(self.mesh),
         )
 
-    def _work(self, weights: Any, key: Array | None, *, rows: str) -> Work:
+    def _embed_and_head(self, weights: Any, key: Array | None, *, rows: str) -> EmbedAndHead:
         """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
         parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
         ends = {part: weights[part] for part in ("embedding", "head")}
-        return Work(parts, self.loss_config, self.plan, ends, key)
+        return EmbedAndHead(parts, self.loss_config, self.plan, ends, key)
 
-    def _metrics(self, loss_sum: Array, work: Work, tokens: Tokens) -> dict[str, Array]:
+    def _metrics(self, loss_sum: Array, ends: EmbedAndHead, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()
-        loss, z_loss = sum_over(loss_sum, work.loss_axes) / jnp.maximum(count, 1)
+        loss, z_loss = sum_over(loss_sum, ends.loss_axes) / jnp.maximum(count, 1)
         metrics = {"loss": loss, "tokens": count}
         return metrics | {"z_loss": z_loss} if self.loss_config.z_coefficient else metrics
 

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from parallax.config.settings import Settings
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.mesh import make_mesh
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import TrainStep, make_train_step

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import Settings
 from parallax.data import Reader
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles

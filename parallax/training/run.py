@@ -22,7 +22,7 @@ from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import writing

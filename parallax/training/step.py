@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import GuardConfig
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.optimizer import global_norm

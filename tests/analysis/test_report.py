@@ -84,12 +84,6 @@ def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
     assert flops.repeated == 0
 
 
-def test_the_ceiling_is_the_same_whether_idle_ticks_wait_or_compute_in_vain():
-    skip, mask = (flops_of((2, 1, 1), branches=way) for way in ("skip", "mask"))
-    assert skip.waiting > 0 == mask.waiting and mask.executed > skip.executed
-    assert skip.ceiling == pytest.approx(mask.ceiling)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_waiting_is_the_schedules_bubble(schedule):
     model = on((4, 1, 1), schedule=schedule, remat="none")

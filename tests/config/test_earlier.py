@@ -52,6 +52,12 @@ def test_every_rename_gives_keys_that_there_are():
     assert get_type_hints(Settings) == SECTIONS and [*get_type_hints(Settings)] == [*SECTIONS]
 
 
+def test_an_earlier_run_whose_idle_ranks_skipped_the_work_loads_and_one_that_masked_it_is_refused():
+    assert read_settings(BASE, pipeline={"branches": "skip"}).to_dict() == BASE
+    with pytest.raises(ConfigError, match="pipeline.branches='mask' is gone: idle ranks always skip the work"):
+        read_settings(BASE, pipeline={"branches": "mask"})
+
+
 def test_keys_of_a_config_in_python_are_renamed_with_a_warning(capsys):
     assert of(read_settings(with_old(size="small"))) == (64, 128)
     assert capsys.readouterr().err == f"warning: {SAID}\n"

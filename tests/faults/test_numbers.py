@@ -17,7 +17,7 @@ from tiny import build, make_batch, optimizer_config, params_of
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import replay
 from parallax.config.sections import GuardConfig
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.training import run as run_module
 from parallax.training.corruption import CorruptionError, SilentCorruptionCheck
 from parallax.training.divergence import make_diagnosis, not_finite

@@ -28,7 +28,7 @@ from parallax.config.sections import (
 from parallax.data.tokenizer import Bytes
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import complete, generate
-from parallax.pipeline.sharded_model import ShardedModel
+from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
 from parallax.training.run import train

@@ -25,7 +25,7 @@ from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_se
 from parallax.model.context import Context, causal_mask
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.model.rope import rope_of
-from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
@@ -185,7 +185,7 @@ MORE = [
     ((1, 2, 4), GQA, dict(schedule="gpipe", remat="none")),  # more ranks than key heads
     ((2, 1, 2), MLA, dict(schedule="zero_bubble", remat="layer")),
     ((2, 2, 1), MLA, dict(schedule="one_f_one_b", remat="none")),
-    ((2, 2, 2), GQA, dict(schedule="zero_bubble", remat="stage", branches="mask")),
+    ((2, 2, 2), GQA, dict(schedule="zero_bubble", remat="stage")),
     ((2, 2, 1), GQA, dict(schedule="one_f_one_b", remat="stage", tensor_parallel="scatter")),
 ]
 

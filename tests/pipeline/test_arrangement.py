@@ -14,7 +14,7 @@ from tiny import build, make_batch, mesh_of, optimizer_config
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import AXES, CheckpointConfig
-from parallax.pipeline.arrangement import Arrangement
+from parallax.pipeline.layer_order import Arrangement
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import cut_over_pp

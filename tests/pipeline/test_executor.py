@@ -16,10 +16,13 @@ from reference import plain_losses_and_grad, plain_parts
 from tiny import SCHEDULES, build, make_batch, model_config, params_of
 
 from parallax.analysis.flops import flops_by_direction
-from parallax.config.sections import AXES, REMAT
+from parallax.config.sections import (
+    AXES,
+    REMAT,
+)
 from parallax.model.context import training_context
 from parallax.model.rope import rope_of
-from parallax.pipeline.saved import SplitVjp
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -46,14 +49,6 @@ def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenl
     assert max(ranks) <= 1.02 * min(ranks)
 
 
-def test_masked_branches_compute_the_bubble_too():
-    skipped, masked = (
-        sum(flops_by_rank((4, 1, 1), schedule="one_f_one_b", remat="none", branches=b)) for b in ("skip", "mask")
-    )
-    # 8 microbatches take 14 ticks; the head's work is done in 8 of them in both forms.
-    assert 1.5 * skipped < masked < 14 / 8 * skipped
-
-
 def layer_alone():
     """A layer of the tiny model on one device: its vjp, the weights, saved arrays, context, and a gradient."""
     model = model_config(attention="mla")
@@ -66,18 +61,18 @@ def layer_alone():
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))
     _, saved = vjp.forward(weights, x, context)
-    vjp.plan_division(weights, saved, context, dy, saved_is_kept=True)
+    vjp.plan_split(weights, saved, context, dy, saved_is_kept=True)
     return vjp, weights, saved, context, dy
 
 
 def test_b_and_w_cost_together_what_the_backward_pass_cost():
     """FLOPs as XLA counts them in the compiled programs."""
     vjp, weights, saved, context, dy = layer_alone()
-    handed = vjp.input_backward(weights, saved, context, dy)[2]
+    b_residuals = vjp.input_backward(weights, saved, context, dy)[2]
     flops = lambda f, *args: jax.jit(f).lower(*args).compile().cost_analysis()["flops"]  # noqa: E731
     whole = flops(lambda saved, dy: vjp.backward(weights, saved, context, dy), saved, dy)
     first = flops(lambda saved, dy: vjp.input_backward(weights, saved, context, dy), saved, dy)
-    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
+    second = flops(vjp.weight_backward, [saved[at] for at in vjp.read_later], b_residuals)
     assert first + second == pytest.approx(whole, rel=0.01)
     assert 0.3 * whole < second < 0.5 * whole, "attention's products have no weights, so B is the larger part"
 
@@ -120,16 +115,6 @@ def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
     assert forward == [0], "F alone"
     assert sorted(backward) == [0, 1, 2], "B and what it reads, not W"
     assert len(passes) == (4 if schedule == "zero_bubble" else 3)
-
-
-@pytest.mark.parametrize("layers", [4, 6], ids=["even", "uneven"])
-def test_masked_branches_leave_no_branch_that_differs_along_the_pipeline(layers):
-    def differing(branches):
-        model = build((4, 1, 1), schedule="one_f_one_b", branches=branches, layers=layers)
-        found = equations(model.loss_and_grad, model.shapes, make_batch())
-        return [e for e in found if e.primitive.name == "cond" and "pp" in e.invars[0].aval.mat.varying]
-
-    assert len(differing("skip")) >= 2 and differing("mask") == []
 
 
 @functools.cache

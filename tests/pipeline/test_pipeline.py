@@ -1,6 +1,5 @@
 """What stages keep, how often weights are gathered, and laws of the executor that hold for any batch."""
 
-import dataclasses
 import functools
 from collections import Counter
 
@@ -14,10 +13,8 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
 from parallax.model.remat import keep
-from parallax.pipeline import Stage
-from parallax.pipeline.loops import LayerLoop
-from parallax.pipeline.saved import SplitVjp
-from parallax.pipeline.stage import Place
+from parallax.pipeline.executor import LayerLoop, SlotIndex, Stage
+from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
@@ -37,7 +34,6 @@ def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
         LAYERS,
         numbers,
         uneven=layers < LAYERS,
-        masked=False,
         prefetch=prefetch,
         in_turn=False,
     )
@@ -80,7 +76,7 @@ def two_slots(stage, weights, x):
     """Empty pools of two slots each, and a place in the second."""
     pools = stage.plan(weights, x, NoDropout())
     names = ("FB", "FW", "BW") if stage.split else ("FB",)
-    return stage.empty(pools, dict.fromkeys(names, 2)), Place(chunk=0, slots=dict.fromkeys(names, 1))
+    return stage.empty(pools, dict.fromkeys(names, 2)), SlotIndex(chunk=0, slots=dict.fromkeys(names, 1))
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
@@ -92,11 +88,11 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     weights, x, dy = toy()
     stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
     ones = jax.tree.map(jnp.ones_like, weights)
-    kept, place = two_slots(stage, weights, x)
-    y, kept = stage.forward(weights, x, NoDropout(), kept, place)
-    dx, grads, kept = stage.backward(weights, kept, NoDropout(), dy, jax.tree.leaves(ones), place)
+    residuals, at = two_slots(stage, weights, x)
+    y, residuals = stage.forward(weights, x, NoDropout(), residuals, at)
+    dx, grads, residuals = stage.backward(weights, residuals, NoDropout(), dy, jax.tree.leaves(ones), at)
     if split:
-        grads = stage.weigh(kept, grads, place)
+        grads = stage.weight_gradients(residuals, grads, at)
     expected_y, expected_grads, expected_dx = plain_passes(weights, x, dy, layers)
     # Of the largest entry, as everywhere: small entries are what is left of large terms. On one CPU, with 3 layers, an
     # entry of 0.045 among those up to 6 is 1.3e-6 off, which is 2e-7 of the largest.
@@ -110,29 +106,17 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
         np.testing.assert_allclose(grad, expected + 1, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_pass_that_is_not_active_changes_no_gradient(split):
-    weights, x, dy = toy()
-    stage, ones = toy_stage("none", split=split), jax.tree.leaves(jax.tree.map(jnp.ones_like, weights))
-    kept, place = two_slots(stage, weights, x)
-    _, kept = stage.forward(weights, x, NoDropout(), kept, place)
-    idle = dataclasses.replace(place, active=jnp.bool_(False))
-    _, grads, kept = stage.backward(weights, kept, NoDropout(), dy, ones, idle)
-    grads = stage.weigh(kept, grads, idle) if split else grads
-    jax.tree.map(np.testing.assert_array_equal, grads, ones)
-
-
 def test_what_is_kept_is_what_remat_says():
     weights, x, _ = toy()
     shapes = {}
     for remat in REMAT:
         stage = toy_stage(remat)
-        kept, place = two_slots(stage, weights, x)
-        _, kept = stage.forward(weights, x, NoDropout(), kept, place)
-        shapes[remat] = [leaf.shape for leaf in kept["FB"]]
+        residuals, at = two_slots(stage, weights, x)
+        _, residuals = stage.forward(weights, x, NoDropout(), residuals, at)
+        shapes[remat] = [leaf.shape for leaf in residuals["FB"]]
         if remat != "none":
-            np.testing.assert_array_equal(kept["FB"][0][1].reshape(-1, *x.shape)[0], x)
-            np.testing.assert_array_equal(kept["FB"][0][0], 0)
+            np.testing.assert_array_equal(residuals["FB"][0][1].reshape(-1, *x.shape)[0], x)
+            np.testing.assert_array_equal(residuals["FB"][0][0], 0)
     assert shapes["stage"] == [(2, *x.shape)] and shapes["layer"] == [(2, LAYERS, *x.shape)]
     # Activations of the layer alone, and the scale as it was reshaped: weights are at hand again in the backward pass.
     assert shapes["attention"] == shapes["elementwise"] == [(2, LAYERS, *x.shape)] * 2  # the input and the product
@@ -148,7 +132,7 @@ def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
     assert len(pools["FB"]) + len(pools["FW"]) == all_saved and len(pools["FB"]) > 0
     assert len(pools["FW"]) == 2, "the inputs of up and of down"
     assert len(pools["BW"]) == 2, "the gradients of their outputs"
-    assert set(apart.vjp.division.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
+    assert set(apart.vjp.backward_split.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
 
 
 def test_b_and_w_do_the_work_of_the_backward_pass_once():
@@ -156,17 +140,17 @@ def test_b_and_w_do_the_work_of_the_backward_pass_once():
     one = jax.tree.map(lambda w: w[0], weights)
     split = SplitVjp(toy_layer)
     _, saved = split.forward(one, x, NoDropout())
-    split.plan_division(one, saved, NoDropout(), dy, saved_is_kept=True)
+    split.plan_split(one, saved, NoDropout(), dy, saved_is_kept=True)
     read = [saved[at] for at in split.read_later]
 
     def apart(saved, dy):
-        dx, few, handed = split.input_backward(one, saved, NoDropout(), dy)
-        return dx, few, handed
+        dx, few, b_residuals = split.input_backward(one, saved, NoDropout(), dy)
+        return dx, few, b_residuals
 
-    *_, handed = apart(saved, dy)
+    *_, b_residuals = apart(saved, dy)
     products = lambda f, *args: sum(e.primitive.name == "dot_general" for e in equations(f, *args))  # noqa: E731
     together = products(lambda saved, dy: split.backward(one, saved, NoDropout(), dy), saved, dy)
-    assert products(apart, saved, dy) == 2 and products(split.weight_backward, read, handed) == 2
+    assert products(apart, saved, dy) == 2 and products(split.weight_backward, read, b_residuals) == 2
     assert together == 4
 
 
@@ -282,11 +266,10 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
             2,
             "pipeline.virtual=2 does nothing with pipeline.schedule='gpipe'; use virtual=1, or schedule='int",
         ),
-        ("branches", "masked", "pipeline.branches='masked' is unknown; did you mean 'mask'?"),
     ],
 )
 def test_wrong_settings_are_refused(field, value, message):
-    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer", branches="skip") | {field: value}
+    fields = dict(schedule="gpipe", virtual=1, microbatches=4, remat="layer") | {field: value}
     with pytest.raises(ConfigError) as caught:
         PipelineConfig(**fields)
     assert message in str(caught.value)

@@ -34,7 +34,6 @@ REST = {
     "remat": ["none", "elementwise", "attention", "layer", "stage"],
     "tied": [True, False],
     "uneven": [False, True],
-    "branches": ["skip", "skip", "mask"],
     "prefetch": [0, 1],
     "reduce": ["float32", "compute"],
 }
@@ -42,7 +41,7 @@ REST = {
 # The largest error of a gradient that was seen, 7e-6: two rows a microbatch, and much that cancels.
 WORST = dict(
     mesh=(8, 1, 1), layers=12, microbatches=32, policy="zero3", attention="mla", residual=HIDDEN_CUT,
-    embedding="all_to_all", remat="none", tied=False, branches="skip", prefetch=0, reduce="float32",
+    embedding="all_to_all", remat="none", tied=False, prefetch=0, reduce="float32",
     schedule="zero_bubble",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 from tiny import SEQ_CUT, build, make_batch
 from turns import out_of_turn
 
-from parallax.pipeline.loops import LayerLoop
+from parallax.pipeline.executor import LayerLoop
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.

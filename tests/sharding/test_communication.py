@@ -26,9 +26,8 @@ from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Block, Parts
-from parallax.pipeline.inside import InsideEnds
-from parallax.pipeline.packing import layers_from_ranks, layers_to_ranks
-from parallax.pipeline.spread import SpreadEnds
+from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
+from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -188,13 +187,15 @@ def test_cross_entropy_sends_what_it_says(table):
 
 @pytest.mark.parametrize(
     ("schedule", "ends", "variant", "times"),
-    [("one_f_one_b", InsideEnds, "a microbatch", 4), ("gpipe", SpreadEnds, "a step", 1)],
+    [("one_f_one_b", MicrobatchHead, "a microbatch", 4), ("gpipe", BatchedHead, "a step", 1)],
 )
 def test_the_pipelines_ends_send_what_they_say(schedule, ends, variant, times):
     model = build(MESH, schedule=schedule, microbatches=4)
     section, found = sections(ends)[variant], Counter()
+    (text, first), file = inspect.getsourcelines(ends), inspect.getmodule(ends).__name__.replace(".", "/")
+    own = {f"{file}.py:{line}" for line in range(first, first + len(text))}
     for one in step_collectives(model, 64, 16):
-        if one.source.startswith(inspect.getmodule(ends).__name__.replace(".", "/")):
+        if one.source in own:
             found[one.direction, one.kind.replace("-", "_"), *one.axes] += one.count
     both = ((way, expected(getattr(section, way), {})) for way in ("forward", "backward"))
     said = {(way, *key): count * times for way, counts in both for key, count in counts.items()}
@@ -205,7 +206,7 @@ def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
     model = build((4, 1, 2), schedule="zero_bubble_v", microbatches=4)
     both = [expected(getattr(sections(way)["a step"], direction), {})
             for way, direction in ((layers_to_ranks, "forward"), (layers_from_ranks, "backward"))]  # fmt: skip
-    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/packing"]
+    moved = [one for one in step_collectives(model, 64, 16) if one.module == "pipeline/layer_order"]
     assert both == [Counter([("all_to_all", "pp")])] * 2
     assert {(one.direction, one.kind, one.axes): one.count for one in moved} == {
         ("forward", "all-to-all", ("pp",)): 1,

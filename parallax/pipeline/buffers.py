@@ -1,4 +1,4 @@
-"""Arrays stacked in slots: one entry read, one replaced, nothing else copied."""
+"""Arrays stacked in slots: one entry read, one replaced, nothing else copied; and what simulated devices wait for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.sharding.collectives import as_varying, varying_axes
 
+WAIT = "wait"  # the scope of what holds an array back until a gradient is there
+
 
 def zeros(like: Any, *leading: int) -> Array:
     """Room for arrays like this one, varying where it does and over pp."""
     return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
 
 
-def entry(stacked: Any, *numbers: Array | int) -> Any:
+def read_slot(stacked: Any, *numbers: Array | int) -> Any:
     """The entry at these indices of the leading dims; nothing else is copied."""
 
     def read(leaf: Array) -> Array:
@@ -28,7 +30,7 @@ def entry(stacked: Any, *numbers: Array | int) -> Any:
     return jax.tree.map(read, stacked)
 
 
-def put(stacked: Any, values: Any, *numbers: Array | int) -> Any:
+def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
     """The same with that entry replaced."""
 
     def write(leaf: Array, value: Array) -> Array:
@@ -48,3 +50,23 @@ def _indices(leaf: Array, numbers: Sequence[Array | int]) -> tuple:
     what is read."""
     at = tuple(jnp.int32(0) if size == 1 else jnp.int32(number) for size, number in zip(leaf.shape, numbers))
     return (*at, *(jnp.int32(0) for _ in leaf.shape[len(numbers) :]))
+
+
+def index(stacked: Array, at: Array) -> Array:
+    """The entry at this index of the first dim."""
+    return lax.dynamic_index_in_dim(stacked, at, keepdims=False)
+
+
+def after(x: Array, earlier: Array) -> Array:
+    """`x`, but not before `earlier` is known.
+
+    XLA begins the collectives of a simulated device in the order of the program, and each holds one of few threads
+    until it is done. But a loop or a branch goes on in other threads, and what does not read its result begins beside
+    it: collectives of both are met in another order by each device, and those of the same ranks are taken for one.
+    Where one device waits in a message and its neighbour in a pass of this tick, both wait for ever.
+    An optimization_barrier is gone before that order is made, so this is arithmetic that XLA cannot see through:
+    where a gradient is NaN, and the step lost, messages are NaN, too.
+    """
+    with jax.named_scope(WAIT):
+        probe = earlier.reshape(-1)[0].astype(x.dtype)
+        return jnp.where(jnp.isnan(probe), probe, x)

@@ -1,0 +1,347 @@
+"""The pipeline's boundary: embedding before the first stage, and head, which is final norm, logits and loss, behind the
+last.
+
+No rank does the head's work for another: under each schedule all of them share it by tokens. The last stage alone
+would make every tick of a 1F1B schedule longer by the whole head, where all ranks make it longer by a P-th; stages of
+uneven layers could balance whole layers only. It costs two messages more per microbatch.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.config.sections import ALL_AXES, LossConfig
+from parallax.model.batch import IGNORED
+from parallax.model.embedding import logits
+from parallax.model.loss import chunked_loss, chunked_loss_and_grads
+from parallax.model.transformer import Parts
+from parallax.pipeline.buffers import index
+from parallax.sharding.activations import BATCH_AXES, ROWS, SHARED_ROWS, TOKENS, with_rows
+from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
+from parallax.sharding.layout import Layout
+from parallax.sharding.plan import ShardingPlan
+
+
+class PipelineBoundary(Protocol):
+    """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
+
+    def start(self, slots: int) -> Any:
+        """The state before the first tick; `slots` are those of outputs of the last stage."""
+
+    def first_stage_input(self, state: Any, microbatch: Array) -> Array:
+        """The first stage's input."""
+
+    def on_last_stage_output(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
+        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
+
+    def run_head(self, state: Any) -> Any:
+        """Once, after the last F and before the first B, where the schedule has its head between."""
+
+    def last_stage_gradient(self, state: Any, microbatch: Array, slot: Array) -> Array:
+        """The gradient in the last stage's output."""
+
+    def on_first_stage_gradient(self, state: Any, microbatch: Array, dx: Array) -> Any:
+        """Take the gradient in the first stage's input."""
+
+    def finish(self, state: Any) -> Any:
+        """Once, after the last tick."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """A batch as one device has it, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks."""
+
+    ids: Array
+    labels: Array
+    segments: Array
+    positions: Array
+    rows: Array  # [M, B], indices in the global batch
+    key: Array | None  # of this step's dropout
+
+    def count(self) -> Array:
+        """Labels in the whole global batch that are not ignored, float32."""
+        return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), BATCH_AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedAndHead:
+    """Embedding and head of a model for rows of the batch cut one way, on resident weights. Gradients are this
+    device's share, scaled by `weight`, and cut as the plan's summed ones are.
+    """
+
+    parts: Parts
+    loss: LossConfig
+    plan: ShardingPlan
+    weights: Any  # {"embedding": ..., "head": ...}, resident
+    key: Array | None
+
+    def embed(self, ids_BS: Array, rows_B: Array) -> Array:
+        return self._embed(self._gathered("embedding"), ids_BS, rows_B)
+
+    def embed_grads(self, ids_BS: Array, rows_B: Array, dx: Array) -> Any:
+        """The gradient of what is stored of the embedding."""
+        _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), self._gathered("embedding"))
+        (grads,) = pull(dx)
+        return {"embedding": self.plan.added_up("embedding", grads)}
+
+    def head_loss(self, y: Array, labels_BS: Array) -> Array:
+        """Cross-entropy and z-loss, [2], summed over this device's tokens."""
+        weights = self._gathered("head")
+        arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
+        return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
+
+    def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
+        """The losses summed over this device's tokens, `totals` with the gradients of what is stored added, and the
+        gradient in y."""
+        weights, home = self._gathered("head"), "embedding" if self.parts.head.tied else "head"
+        hidden, pull = jax.vjp(self._hidden, weights, y)
+        arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
+        row = self.plan.rows[home]["table"]
+        in_place = row.summed == row.compute  # nothing is left to scatter
+        earlier = totals[home]["table"] if in_place else None
+        loss, d_table, d_hidden = chunked_loss_and_grads(
+            self.loss, self._form.table, *arrays, earlier, entries=self._entries
+        )
+        found, dy = pull(d_hidden.reshape(hidden.shape))
+        shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
+        if in_place:
+            totals = totals | {home: totals[home] | {"table": d_table}}
+        else:
+            shares.setdefault(home, {})["table"] = d_table
+        shares = {part: self.plan.added_up(part, share) for part, share in shares.items()}
+        return loss, add_gradients(totals, shares), dy
+
+    def logits(self, y: Array) -> Array:
+        """Logits in float32 of this device's tokens, cut as the embedding's form says."""
+        weights = self._gathered("head")
+        rows = self.parts.head.rows
+        return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
+
+    def _gathered(self, part):
+        return self.plan.use(self.weights[part], part)
+
+    @property
+    def _form(self):
+        return self.parts.head.form
+
+    @property
+    def _entries(self):
+        return self.parts.head.entries
+
+    def _embed(self, weights, ids_BS, rows_B):
+        # Layers fold in 1, 2, ...: see Stage.
+        key = None if self.key is None else jax.random.fold_in(self.key, 0)
+        return self.parts.embedding.apply({"params": weights}, ids_BS, rows_B, key)
+
+    def _hidden(self, weights, y):
+        return self.parts.head.apply({"params": weights}, y)
+
+    def _table(self, head_weights):
+        tied = self.parts.head.tied
+        weights = self._gathered("embedding") if tied else head_weights
+        return weights["table"].astype(self.parts.embedding.dtype)
+
+    def _tokens(self, hidden, labels_BS):
+        rows = self.parts.head.rows
+        labels = cut(f"{rows} seq -> {self._form.ids(rows)}", labels_BS)
+        return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+
+    def zero_grads(self) -> Any:
+        return {part: self.plan.zero_grads(part, self.weights[part]) for part in self.weights}
+
+    def zero_loss(self) -> Array:
+        return as_varying(jnp.zeros(2, jnp.float32), self.loss_axes)
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes over which a device's loss is one summand."""
+        used = self._form.ids(self.parts.head.rows).used_axes()
+        return tuple(axis for axis in ALL_AXES if axis in used or axis == "pp")
+
+
+def residual_layouts(ends: EmbedAndHead) -> tuple[Layout, Layout]:
+    """The residual stream's layout, and that of this pipeline rank's share of its rows."""
+    residual = ends.parts.head.residual
+    return Layout.parse(residual), with_rows(residual, SHARED_ROWS)
+
+
+def add_gradients(total: Any, share: Any) -> Any:
+    """Gradients by part of the model; what has no share stays as it is."""
+
+    def added(part: str) -> Any:
+        own = {name: total[part][name] for name in share[part]}
+        return total[part] | jax.tree.map(lambda a, b: a + as_varying(b), own, share[part])
+
+    return total | {part: added(part) for part in share}
+
+
+class MicrobatchState(NamedTuple):
+    exits: Array  # [exit slots, ...] gradients of the last stage's outputs
+    loss: Array
+    grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchHead:
+    """Embedding and head in the ticks, one microbatch at a time: the embedding on the first stage's rank, the head
+    on all ranks, each with its share of tokens, when the last stage, on rank `last`, has run.
+
+    Communication, a microbatch:
+        forward   reduce_scatter of the last stage's output over pp
+        backward  all_gather of its gradient over pp
+    """
+
+    embed_and_head: EmbedAndHead
+    tokens: Tokens
+    weight: Array
+    last: int
+
+    def start(self, slots: int) -> MicrobatchState:
+        x = jax.eval_shape(lambda: self.first_stage_input(None, jnp.int32(0)))
+        exits = as_varying(jnp.zeros((slots, *x.shape), x.dtype))
+        return MicrobatchState(exits, self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads())
+
+    def first_stage_input(self, state, microbatch):
+        return self.embed_and_head.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
+
+    def on_last_stage_output(self, state, microbatch, slot, y):
+        whole, own = residual_layouts(self.embed_and_head)
+        loss, grads, d_share = self.embed_and_head.head_loss_and_grads(
+            *self._share(y, microbatch), self.weight, state.grads
+        )
+        dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
+        exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
+        return MicrobatchState(exits, state.loss + loss, grads)
+
+    def run_head(self, state):
+        return state
+
+    def last_stage_gradient(self, state, microbatch, slot):
+        return index(state.exits, slot)
+
+    def on_first_stage_gradient(self, state, microbatch, dx):
+        ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
+        return state._replace(grads=add_gradients(state.grads, self.embed_and_head.embed_grads(ids, rows, dx)))
+
+    def finish(self, state):
+        return state
+
+    def _share(self, y: Array, microbatch: Array) -> tuple[Array, Array]:
+        """This rank's tokens of the last stage's output, and their labels.
+
+        Rows that are too few for all ranks are folded: pieces of a row become rows, for the head works by tokens.
+        """
+        whole, own = residual_layouts(self.embed_and_head)
+        mine = jnp.where(lax.axis_index("pp") == self.last, y, 0)
+        share = reduce_scatter(f"{whole} -> {own}", self._folded(mine))
+        return share, self._own_labels(index(self.tokens.labels, microbatch))
+
+    def _folded(self, y_BSD: Array) -> Array:
+        fold = folds(len(y_BSD), lax.axis_size("pp"))
+        return y_BSD.reshape(len(y_BSD) * fold, -1, y_BSD.shape[-1])
+
+    def _own_labels(self, labels_BS: Array) -> Array:
+        """Labels of this rank's share, folded as every tp rank folds its own piece of seq."""
+        fold = folds(len(labels_BS), lax.axis_size("pp"))
+        pieces = math.prod(map(lax.axis_size, residual_layouts(self.embed_and_head)[0].cut_of("seq")))
+        labels = labels_BS.reshape(len(labels_BS), pieces, fold, -1).swapaxes(1, 2)
+        return cut(f"{TOKENS} -> {SHARED_ROWS} seq", labels.reshape(len(labels_BS) * fold, -1))
+
+
+class LossOnly(MicrobatchHead):
+    """The same for the forward pass alone; the state is the loss."""
+
+    def start(self, slots: int) -> Array:
+        return self.embed_and_head.zero_loss()
+
+    def on_last_stage_output(self, state, microbatch, slot, y):
+        return state + self.embed_and_head.head_loss(*self._share(y, microbatch))
+
+
+def folds(rows: int, ranks: int) -> int:
+    """Into how many pieces of seq each row must be cut so that ranks can share the pieces evenly.
+
+    >>> folds(rows=2, ranks=8)
+    4
+    """
+    return ranks // math.gcd(rows, ranks)
+
+
+class BatchedState(NamedTuple):
+    entries: Array  # [M, ...] the first stage's inputs, then their gradients
+    exits: Array  # [M, ...] the last stage's outputs, then their gradients
+    loss: Array
+    grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedHead:
+    """Embedding before all ticks, head between forward and backward: every pipeline rank does its share of rows.
+
+    Communication, a step:
+        forward   all_gather of the embedded rows over pp; reduce_scatter of the last stage's outputs over pp
+        backward  the transposes
+
+    Each rank sends every microbatch's activations about once, as a stage boundary does.
+    """
+
+    embed_and_head: EmbedAndHead
+    tokens: Tokens
+    weight: Array
+    last: int  # rank of the last stage; the first is on rank 0
+
+    def start(self, slots: int) -> BatchedState:
+        x = self.embed_and_head.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
+        entries = as_varying(self._to_first(x))
+        assert slots == len(entries), "all microbatches wait for the head together"
+        return BatchedState(
+            entries, jnp.zeros_like(entries), self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads()
+        )
+
+    def first_stage_input(self, state, microbatch):
+        return index(state.entries, microbatch)
+
+    def on_last_stage_output(self, state, microbatch, slot, y):
+        return state._replace(exits=lax.dynamic_update_index_in_dim(state.exits, y, microbatch, 0))
+
+    def run_head(self, state):
+        y = self.from_last(state.exits)
+        labels = self._own_rows(self.tokens.labels)
+        loss, grads, dy = self.embed_and_head.head_loss_and_grads(y, labels, self.weight, state.grads)
+        return BatchedState(state.entries, self._to_first(dy), state.loss + loss, grads)
+
+    def last_stage_gradient(self, state, microbatch, slot):
+        return index(state.exits, microbatch)
+
+    def on_first_stage_gradient(self, state, microbatch, dx):
+        return state._replace(entries=lax.dynamic_update_index_in_dim(state.entries, dx, microbatch, 0))
+
+    def finish(self, state) -> BatchedState:
+        """Take the gradients of the first stage's inputs back to the ranks that embedded them."""
+        first = lax.axis_index("pp") == 0
+        dx = self._scatter_rows(jnp.where(first, state.entries, 0))
+        grads = self.embed_and_head.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
+        return state._replace(grads=add_gradients(state.grads, grads))
+
+    def from_last(self, exits: Array) -> Array:
+        """This rank's rows of the last stage's outputs."""
+        last = lax.axis_index("pp") == self.last
+        return self._scatter_rows(jnp.where(last, exits, 0))
+
+    def _own_rows(self, x_MB: Array) -> Array:
+        flat = x_MB.reshape(-1, *x_MB.shape[2:])
+        rest = " seq" if flat.ndim == 2 else ""
+        return cut(f"{ROWS}{rest} -> {SHARED_ROWS}{rest}", flat)
+
+    def _to_first(self, x: Array) -> Array:
+        whole, own = residual_layouts(self.embed_and_head)
+        rows = all_gather(f"{own} -> {whole}", x)
+        return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
+
+    def _scatter_rows(self, x_MB: Array) -> Array:
+        whole, own = residual_layouts(self.embed_and_head)
+        return reduce_scatter(f"{whole} -> {own}", x_MB.reshape(-1, *x_MB.shape[2:]))

@@ -1,0 +1,210 @@
+"""A layer's forward pass apart from its backward pass, and the backward pass in two: B, all that the gradient of the
+input needs, and W, the other gradients of weights."""
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from parallax.runtime.jaxprs import apply, called, part
+from parallax.sharding.collectives import as_varying
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+# A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
+# whole activations to save a sum.
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
+
+
+class SplitVjp:
+    """`y = layer(weights, x, context)` now, its gradient later, from the arrays that were saved.
+
+    Weights and context are at hand again when the gradient is taken, so they are not saved. `forward` must be
+    traced before `backward`, `plan_split` before the two halves of a divided backward pass, and `plan_selection`
+    before the forward pass that keeps little.
+    """
+
+    def __init__(self, layer: Callable):
+        self.layer = layer
+
+    def forward(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
+        """The layer's output, and what `backward` needs besides weights and context."""
+        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+        return y, self.saved(pull, weights, context)
+
+    def saved(self, pull: Callable, weights: Any, context: Any) -> list[Array]:
+        """What the layer's vjp holds besides weights and context."""
+        leaves, self.structure = jax.tree.flatten(pull)
+        known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
+        self.source = [known.get(id(leaf)) for leaf in leaves]
+        # What comes out of a slot varies over pp, and a program that was divided is particular about that.
+        return [as_varying(leaf, ["pp"]) for leaf, at in zip(leaves, self.source, strict=True) if at is None]
+
+    def backward(self, weights: Any, saved: list[Array], context: Any, dy: Array) -> tuple[Any, Array]:
+        """Gradients in weights and x."""
+        known, rest = jax.tree.leaves((weights, context)), iter(saved)
+        leaves = [next(rest) if at is None else known[at] for at in self.source]
+        pull = jax.tree.unflatten(self.structure, leaves)
+        return pull(dy)
+
+    def plan_selection(self, weights: Any, x: Array, context: Any, names: Collection[str]) -> None:
+        """Divide the forward pass: what has one of these names is kept, the rest made again."""
+        args, structure = jax.tree.flatten((weights, x, context))
+
+        def forward(*args):
+            y, saved = self.forward(*jax.tree.unflatten(structure, args))
+            return [y, *saved]
+
+        self.selection = select(forward, tuple(args), now=[0], names=names)
+
+    def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
+        """The layer's output, and what `recompute` needs besides weights, x and context."""
+        y, *kept = self.selection.make(*jax.tree.leaves((weights, x, context)))
+        return y, kept
+
+    def recompute(self, weights: Any, x: Array, context: Any, kept: list[Array]) -> list[Array]:
+        """What `forward` saves."""
+        return self.selection.recompute(*jax.tree.leaves((weights, x, context)), *kept)
+
+    def plan_split(self, weights: Any, saved: list[Array], context: Any, dy: Array, *, saved_is_kept: bool) -> None:
+        """Divide the backward pass. With `saved_is_kept` the second half reads of `saved` what it needs, in place."""
+        known, structure = jax.tree.flatten((weights, context))
+
+        def backward(*args):
+            weights, context = jax.tree.unflatten(structure, args[: len(known)])
+            dw, dx = self.backward(weights, list(args[len(known) : -1]), context, args[-1])
+            return [*jax.tree.leaves(dw), dx]
+
+        first_saved, last_saved = len(known), len(known) + len(saved)
+        readable = range(first_saved, last_saved) if saved_is_kept else ()
+        wanted = len(jax.tree.leaves(weights))
+        self.backward_split = split_backward(backward, (*known, *saved, dy), wanted=[wanted], readable=readable)
+        self.read_later = tuple(at - first_saved for at in self.backward_split.reads)
+        self.now = tuple(at for at in range(wanted) if at not in self.backward_split.deferred)
+
+    def input_backward(
+        self, weights: Any, saved: list[Array], context: Any, dy: Array
+    ) -> tuple[Array, dict[int, Array], list[Array]]:
+        """B: the gradient in x; those of weights that cost no matrix product, by their number; what W needs."""
+        dw_and_dx = self.backward_split.first(*jax.tree.leaves((weights, context)), *saved, dy)
+        few, (dx, *b_residuals) = dw_and_dx[: len(self.now)], dw_and_dx[len(self.now) :]
+        return dx, dict(zip(self.now, few, strict=True)), b_residuals
+
+    def weight_backward(self, read: list[Array], b_residuals: list[Array]) -> dict[int, Array]:
+        """W: the gradients of the other weights, from saved arrays `read_later` and `b_residuals`."""
+        return dict(zip(self.backward_split.deferred, self.backward_split.second(*read, *b_residuals), strict=True))
+
+
+class BackwardSplit(NamedTuple):
+    """Two programs that do together what one did, each equation in one of them.
+
+    `first(*args)` returns `(*outputs, *b_residuals)`, `second(*args at reads, *b_residuals)` the deferred outputs.
+    """
+
+    first: Callable
+    second: Callable
+    deferred: tuple[int, ...]  # outputs of the whole that the second makes
+    reads: tuple[int, ...]  # arguments of the whole that the second reads, too
+
+
+def split_backward(function: Callable, args: tuple, *, wanted: Iterable[int], readable: Iterable[int]) -> BackwardSplit:
+    """Divide `function(*args) -> flat list`: the outputs at `wanted` and what is cheap first, matrix products that
+    they do not need second.
+
+    The second reads arguments at `readable` itself; all else that it needs, the first hands to it, as `b_residuals`.
+    """
+    whole = inlined(jax.make_jaxpr(function)(*args))
+    jaxpr = whole.jaxpr
+    wanted, readable = set(wanted), set(readable)
+    first = _ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
+    deferred = []
+    for at, out in enumerate(jaxpr.outvars):
+        if at in wanted:
+            continue
+        own = _ancestors(jaxpr, [out]) - first
+        if any(jaxpr.eqns[number].primitive.name in PRODUCTS for number in own):
+            deferred.append(at)
+        else:
+            first |= own
+    second = _ancestors(jaxpr, [jaxpr.outvars[at] for at in deferred]) - first
+    crossing = _crossing(jaxpr, second, [jaxpr.outvars[at] for at in deferred])
+    place = {var: at for at, var in enumerate(jaxpr.invars)}
+    reads = [var for var in crossing if place.get(var) in readable]
+    b_residuals = [var for var in crossing if place.get(var) not in readable and var not in set(jaxpr.constvars)]
+    now = [out for at, out in enumerate(jaxpr.outvars) if at not in deferred]
+    later = [jaxpr.outvars[at] for at in deferred]
+    return BackwardSplit(
+        _numbered(whole, first, jaxpr.invars, [*now, *b_residuals]),
+        _numbered(whole, second, [*reads, *b_residuals], later),
+        tuple(deferred),
+        tuple(place[var] for var in reads),
+    )
+
+
+class Selection(NamedTuple):
+    """`make(*args)` returns `(*outputs at given places, *kept)`, `recompute(*args, *kept)` the other outputs."""
+
+    make: Callable
+    recompute: Callable
+
+
+def select(function: Callable, args: tuple, *, now: Iterable[int], names: Collection[str]) -> Selection:
+    """Divide `function(*args) -> flat list` in time: the outputs at `now` are made first, the others later, from the
+    arguments again and from values of these names, which are kept where the others need them."""
+    whole = inlined(jax.make_jaxpr(function)(*args))
+    jaxpr = whole.jaxpr
+    named = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "name" and e.params["name"] in names}
+    first, later = [], []
+    for at, out in enumerate(jaxpr.outvars):
+        (first if at in now else later).append(out)
+    recomputed = _ancestors(jaxpr, later, given=named)
+    read = [var for number in recomputed for var in jaxpr.eqns[number].invars] + later
+    kept = [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var in named)]
+    first += kept
+    return Selection(
+        _numbered(whole, _ancestors(jaxpr, first), jaxpr.invars, first),
+        _numbered(whole, recomputed, [*jaxpr.invars, *kept], later),
+    )
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without calls of jitted functions: an einsum's two gradients are two equations then."""
+
+    def run(jaxpr: Jaxpr, consts: list, args: list) -> list:
+        value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
+        for equation in jaxpr.eqns:
+            values = [read(atom) for atom in equation.invars]
+            inner = called(equation) if equation.primitive.name in CALLS else None
+            outs = run(inner.jaxpr, inner.consts, values) if inner else apply(equation, values)
+            value_of |= zip(equation.outvars, outs, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def _ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
+    """Numbers of the equations that these outputs need, where these values are given."""
+    needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
+    found = set()
+    for number in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[number]
+        if needed & set(equation.outvars):
+            found.add(number)
+            needed |= {var for var in equation.invars if not isinstance(var, Literal) and var not in given}
+    return found
+
+
+def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:
+    """What the second part reads and does not make."""
+    made = {var for number in second for var in jaxpr.eqns[number].outvars}
+    read = [var for number in sorted(second) for var in jaxpr.eqns[number].invars] + list(outs)
+    return [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var not in made)]
+
+
+def _numbered(whole: ClosedJaxpr, numbers: set[int], invars: list, outvars: list) -> Callable:
+    """Some of the equations of a program, from `invars` to `outvars`."""
+    equations = [whole.jaxpr.eqns[number] for number in sorted(numbers)]
+    return part(equations, invars, outvars, whole.jaxpr.constvars, whole.consts)
