@@ -15,7 +15,7 @@ from traced_settings import CASES, ROWS, SEQ, settings_of
 import parallax as px
 from parallax.analysis.collectives import collectives_by_rank
 from parallax.analysis.trace import abstract_mesh, step_program
-from parallax.config.sections import AXES
+from parallax.config.sections import ALL_AXES
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "collectives.txt"
 HEADER = """\
@@ -70,7 +70,10 @@ def in_jaxpr(jaxpr, times=1):
     for equation in (jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr).eqns:
         if (kind := KINDS.get(equation.primitive.name)) is not None:
             axes = equation.params["axes" if "axes" in equation.params else "axis_name"]
-            key = ((axes,) if isinstance(axes, str) else tuple(sorted(axes, key=AXES.index))), kind.replace("_", "-")
+            key = (
+                ((axes,) if isinstance(axes, str) else tuple(sorted(axes, key=ALL_AXES.index))),
+                kind.replace("_", "-"),
+            )
             size = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
             _add(found, key, times, times * size)
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -105,4 +108,4 @@ def _add(found, key, calls, size):
 
 
 def _order(axes):
-    return len(axes), [AXES.index(axis) for axis in axes]
+    return len(axes), [ALL_AXES.index(axis) for axis in axes]
