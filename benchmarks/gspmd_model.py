@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.model.batch import IGNORED
 from parallax.model.kernels import causal_attention
-from parallax.model.remat import KEPT
+from parallax.model.remat import REMAT_POLICIES
 from parallax.model.rope import rotate
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -72,7 +72,7 @@ class Annotated(ShardedModel):
         """The layer with its backward pass as `pipeline.remat` says; with one stage, "stage" is as "layer" here."""
         if self.pipeline.remat == "none":
             return layer
-        policy = jax.checkpoint_policies.save_only_these_names(*KEPT.get(self.pipeline.remat, ()))
+        policy = jax.checkpoint_policies.save_only_these_names(*REMAT_POLICIES.get(self.pipeline.remat, ()))
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def block(self, weights: Any, x_BSD: Array, rope: Any, segments_BS: Array) -> Array:

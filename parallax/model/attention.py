@@ -6,13 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.kernels import causal_attention, cudnn_attention
 from parallax.model.norm import RMSNorm
-from parallax.model.remat import keep
 from parallax.model.rope import rotate
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import offset, reshard
@@ -35,7 +35,7 @@ def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, sca
         out = cudnn_attention(*heads, mask, scale=scale)
     else:
         out = jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="xla")
-    return keep(out[..., : v_BTGK.shape[-1]], of="attention")
+    return checkpoint_name(out[..., : v_BTGK.shape[-1]], "attention")
 
 
 def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
@@ -118,7 +118,7 @@ class GQA(nn.Module):
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         q, k = self.q_norm(self.q(x)), self.k_norm(self.k(x))
         heads = rotate(q, context.rope), rotate(k, context.rope), self.v(x)
-        return tuple(keep(x, of="attention") for x in heads)
+        return tuple(checkpoint_name(x, "attention") for x in heads)
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))

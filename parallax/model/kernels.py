@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
-from parallax.model.remat import keep
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
 
 
@@ -137,7 +137,7 @@ def _forward(*arrays: Array) -> tuple[Array, Any]:
         made["pull"] = Pull(structure, given, tuple(tables.get(id(leaf)) for leaf in leaves))
         return out, rest
 
-    out, rest = jax.tree.map(functools.partial(keep, of="attention"), unchecked(run, *arrays))
+    out, rest = jax.tree.map(functools.partial(checkpoint_name, name="attention"), unchecked(run, *arrays))
     return out, ([*arrays, out, *rest], Fixed(made["pull"]))
 
 

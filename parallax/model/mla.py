@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.attention import attend, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.norm import RMSNorm
-from parallax.model.remat import keep
 from parallax.model.rope import rotate
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, reshard
@@ -69,7 +69,7 @@ class MLA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
-        k, v = (keep(up(latent), of="attention") for up in (self.up_k, self.up_v))
+        k, v = (checkpoint_name(up(latent), "attention") for up in (self.up_k, self.up_v))
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
         sow_intermediates(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
@@ -119,12 +119,12 @@ class MLA(nn.Module):
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         q = x
         for layer in self.queries:
-            q = keep(layer(q), of="attention") if isinstance(layer, Dense) else layer(q)
+            q = checkpoint_name(layer(q), "attention") if isinstance(layer, Dense) else layer(q)
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
-        q = keep(jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1), of="attention")
-        latent = self.norm(keep(self.down(x), of="attention"))
+        q = checkpoint_name(jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1), "attention")
+        latent = self.norm(checkpoint_name(self.down(x), "attention"))
         latent = reshard(f"{activation('d_latent/tp')} -> {self.family.input('d_latent')}", latent)
-        k_rope = rotate(keep(self.k_rope(x), of="attention")[:, :, None], context.rope)[:, :, 0]
+        k_rope = rotate(checkpoint_name(self.k_rope(x), "attention")[:, :, None], context.rope)[:, :, 0]
         return q, latent, k_rope
 
 

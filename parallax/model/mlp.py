@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import flax.linen as nn
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.dense import Dense
 from parallax.model.families import Family
-from parallax.model.remat import keep
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import reshard
 
@@ -45,5 +45,5 @@ class GatedMLP(nn.Module):
             scale=self.out_scale,
             name="down",
         )
-        gate, up = keep(gate, of="mlp"), keep(up, of="mlp")
+        gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
         return down(nn.silu(gate) * up)

@@ -1,12 +1,4 @@
-"""What a layer marks as dear to make again."""
+"""Activation names for remat policies: `pipeline.remat` says which named activations the backward pass keeps."""
 
-from jax import Array
-from jax.ad_checkpoint import checkpoint_name
-
-# What the backward pass finds kept, for each `pipeline.remat` that makes some again, and not all or none.
-KEPT = {"elementwise": ("mlp", "attention"), "attention": ("mlp",)}
-
-
-def keep(x: Array, *, of: str) -> Array:
-    """The same array, marked as a product "of" the layer's "mlp" or "attention"."""
-    return checkpoint_name(x, of)
+# Names that layers give by `checkpoint_name`: outputs of products of their "mlp" and their "attention".
+REMAT_POLICIES = {"elementwise": ("mlp", "attention"), "attention": ("mlp",)}

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.model.attention import GQA
@@ -17,7 +18,6 @@ from parallax.model.families import Family
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.remat import keep
 from parallax.model.rope import rope_of
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
@@ -45,7 +45,9 @@ class Block(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key = context.rows_B, context.key
-        x = keep(x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), of="attention")
+        x = checkpoint_name(
+            x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), "attention"
+        )
         return x + self.drop_mlp(self.mlp(self.mlp_norm(x)), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.model.context import Context
-from parallax.model.remat import KEPT
+from parallax.model.remat import REMAT_POLICIES
 from parallax.pipeline.boundary import PipelineBoundary
 from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
 from parallax.pipeline.split_backward import SplitVjp
@@ -281,8 +281,8 @@ class Stage:
         saved = self.vjp.saved(pull, gathered, context)
         in_place = self.remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
-        if self.remat in KEPT:
-            self.vjp.plan_selection(gathered, x, context, KEPT[self.remat])
+        if self.remat in REMAT_POLICIES:
+            self.vjp.plan_selection(gathered, x, context, REMAT_POLICIES[self.remat])
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
         if self.split:
             self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
@@ -325,7 +325,7 @@ class Stage:
             (x, residuals), here = carry, self._at(context, number)
             if self.remat == "layer":
                 saved, y = [x], self.layer(gathered, x, here)
-            elif self.remat in KEPT:
+            elif self.remat in REMAT_POLICIES:
                 y, kept_of_layer = self.vjp.forward_selected(gathered, x, here)
                 saved = [x, *kept_of_layer]
             else:
@@ -398,7 +398,7 @@ class Stage:
     ) -> list[Array]:
         """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
         own = read_slot(residuals["FB"], at.slots["FB"], layer)
-        if self.remat in KEPT:
+        if self.remat in REMAT_POLICIES:
             rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
             return self.vjp.recompute(gathered, own[0], context, rest)
         if not self.split:

@@ -231,7 +231,7 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     vjp, weights, x, context = layer_alone(GQA)
     y, saved = vjp.forward(weights, x, context)
-    vjp.plan_division(weights, saved, context, y, saved_is_kept=True)
+    vjp.plan_split(weights, saved, context, y, saved_is_kept=True)
     kernels = lambda *args: [e for e in equations(*args) if e.primitive.name == "pallas_call"]  # noqa: E731
     handed = vjp.input_backward(weights, saved, context, y)[2]
     assert len(kernels(lambda dy: vjp.input_backward(weights, saved, context, dy), y)) == 2

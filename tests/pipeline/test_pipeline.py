@@ -1,4 +1,4 @@
-"""What stages keep, how often weights are gathered, and laws of the executor that hold for any batch."""
+"""What stages checkpoint_name, how often weights are gathered, and laws of the executor that hold for any batch."""
 
 import functools
 from collections import Counter
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jaxprs import equations, inside, sent
 from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
-from parallax.model.remat import keep
 from parallax.pipeline.executor import LayerLoop, SlotIndex, Stage
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
@@ -21,7 +21,7 @@ LAYERS, WIDTH = 3, 4
 
 
 def toy_layer(weights, x, context):
-    up = keep(x @ weights["up"], of="mlp")
+    up = checkpoint_name(x @ weights["up"], "mlp")
     return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
 
 
