@@ -47,8 +47,7 @@ class State(NamedTuple):
 class Executor(NamedTuple):
     """Runs a schedule on the stages that this rank holds.
 
-    With `messages_last` a tick's messages wait for all of its
-    passes; simulated devices need that, see `after`.
+    With `messages_last` a tick's messages wait for all of its passes; simulated devices need that, see `after`.
     """
 
     schedule: Schedule
