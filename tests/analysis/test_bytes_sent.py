@@ -236,7 +236,7 @@ def test_sources_are_lines_of_this_project_that_ask_for_what_they_are_said_to(sc
 def test_modules_are_named_as_the_model_names_them():
     modules = {one.module for one in step_collectives(step(attention="mla", tied=False), ROWS, SEQ)}
     assert {"embedding", "attention", "attention/norm", "attention/out", "mlp", "mlp/down", "head/norm"} <= modules
-    assert {"model/loss", "pipeline/executor", "pipeline/storage"} <= modules
+    assert {"model/loss", "pipeline/executor", "sharding/plan"} <= modules
 
 
 def test_a_report_has_of_each_entry_the_count_of_the_rank_that_sends_it_most():

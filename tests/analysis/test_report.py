@@ -39,7 +39,10 @@ QUICKSTART = "--config=configs/quickstart.py"
 def on(mesh, **changes):
     """A tiny model on a mesh of no devices, whose chunks of tokens are never filled up."""
     changes = dict(attention="gqa", layers=4, chunk_tokens=64) | changes
-    return tiny.build((1, 1, 1), **changes).replace(mesh=abstract_mesh(dict(zip(AXES, mesh))))
+    model = tiny.model_config(**changes)  # whose kernel no CPU may have
+    return tiny.build((1, 1, 1), **changes | {"kernel": "xla"}).replace(
+        model=model, mesh=abstract_mesh(dict(zip(AXES, mesh)))
+    )
 
 
 def flops_of(mesh, **changes):

@@ -27,9 +27,9 @@ WIDTHS = (1280, 400)
 SENT = (
     Sent("permute", ("pp",), 2 * MIB, 8, "forward", "pipeline/executor", "parallax/pipeline/executor.py:1"),
     Sent("permute", ("pp",), 2 * MIB, 8, "backward", "pipeline/executor", "parallax/pipeline/executor.py:1"),
-    Sent("all-gather", ("dp",), MIB, 16, "forward", "pipeline/storage", "parallax/pipeline/storage.py:2"),
-    Sent("all-gather", ("dp",), MIB, 16, "recompute", "pipeline/storage", "parallax/pipeline/storage.py:2"),
-    Sent("reduce-scatter", ("dp",), MIB, 32, "backward", "pipeline/storage", "parallax/pipeline/storage.py:3"),
+    Sent("all-gather", ("dp",), MIB, 16, "forward", "sharding/plan", "parallax/sharding/plan.py:2"),
+    Sent("all-gather", ("dp",), MIB, 16, "recompute", "sharding/plan", "parallax/sharding/plan.py:2"),
+    Sent("reduce-scatter", ("dp",), MIB, 32, "backward", "sharding/plan", "parallax/sharding/plan.py:3"),
     Sent("all-reduce", ("tp",), 4 * MIB, 16, "forward", "<i>&quot", "parallax/model/norm.py:4"),
 )
 MADE = [

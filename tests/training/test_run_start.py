@@ -28,9 +28,9 @@ def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
     assert default_settings() == read_settings(get_config()) and differences(default_settings()) == []
     changed = read_settings(get_config(), mesh={"tp": 4}, sample={"prompt": "a  b"}, train={"wandb": "x" * 200})
     assert differences(changed) == [
-        "mesh         tp=4",
-        f"train        wandb={'x' * 200!r}",
-        "sample       prompt='a  b'",
+        "mesh           tp=4",
+        f"train          wandb={'x' * 200!r}",
+        "sample         prompt='a  b'",
     ]
     every = differences(read_settings(tiny_config(ROOT)))
     assert max(map(len, every)) <= WIDTH and len(every) < 12
