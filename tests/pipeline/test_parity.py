@@ -177,3 +177,10 @@ def test_layers_gathered_ahead_give_the_same_bits():
         return jax.tree.map(np.asarray, step(params_of(model), batch()))
 
     jax.tree.map(np.testing.assert_array_equal, results(0), results(1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy"), [((2, 2, 1, 2), "zero3"), ((1, 2, 2, 2), "zero1"), ((1, 1, 1, 8), "ddp")], ids=str
+)
+def test_replicas_give_the_plain_models_gradients(mesh, policy, record_property):
+    check_parity(dict(mesh=mesh, policy=policy, attention="gqa", tied=False), record_property)
