@@ -16,29 +16,6 @@ SLOW_AXES = ("replica", "pp")  # what may go over the network between slices: dp
 SHOWN_FACTORISATIONS = 12
 
 
-def simulate_devices(count: int, processes: int = 1) -> None:
-    """Let the CPU pose as `count` devices; to be called before anything else asks JAX for its devices.
-
-    `import jax` may come first, an array may not. Where JAX already runs with so many CPU devices nothing happens.
-    Of several processes each simulates its equal share. Raises ConfigError with both numbers where it comes too late.
-    """
-    if count % processes:
-        raise ConfigError(f"mesh.simulate={count} does not divide over {processes} processes; use a multiple of it")
-    count //= processes
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-        jax.config.update("jax_platforms", "cpu")
-    except RuntimeError as error:
-        present = len(jax.devices())
-        if jax.default_backend() == "cpu" and present == count:
-            return
-        raise ConfigError(
-            f"mesh.simulate={count} comes too late: JAX already runs with {present} {jax.default_backend()} "
-            f"device(s); restart the kernel, or start a fresh process, and call simulate_devices({count}) there before "
-            "any other JAX call"
-        ) from error
-
-
 def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -> dict[str, int]:
     """Size of each axis on so many devices, -1 replaced; ConfigError lists the legal sizes, and where devices may be
     `simulated` instead says how.
