@@ -178,3 +178,29 @@ def test_what_is_never_written_is_not_there(path):
     }
     found = [why for why, pattern in never.items() if re.search(pattern, text)]
     assert found == (["shard_map without its check"] if path == UNCHECKED else [])
+
+
+# Which axes cut the batch and the parameters is said here; another data axis touches these, the mesh and a page.
+DATA_AXES_ARE_SAID_IN = (
+    "config/sections.py",
+    "sharding/activations.py",
+    "sharding/plan.py",
+    "sharding/mesh.py",
+    "sharding/layout.py",
+)
+
+
+@every_file
+def test_layers_and_the_executor_know_no_data_axis(path):
+    """No literal layout of the batch, no name of a data axis, outside of the places that say them."""
+    name = str(path.relative_to(PACKAGE))
+    if not name.startswith(("model/", "pipeline/", "sharding/", "inference/")) or name in DATA_AXES_ARE_SAID_IN:
+        return
+    tree = ast.parse(path.read_text())
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    words = [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in texts
+    ]
+    assert not [word for word in words if re.search(r"/(dp|replica)\b", word) or word in ("dp", "replica")]

@@ -30,6 +30,7 @@ from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
+from parallax.sharding.plan import DATA_AXES
 
 RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
@@ -190,7 +191,7 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype before they are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            for axis in ("dp", "pp"):  # tables are cut over both; layers stay on their ranks
+            for axis in (*DATA_AXES, "pp"):  # tables are cut over both; layers stay on their ranks
                 whole = stored if axis in wanted.used_axes() else stored.without(axis)
                 if whole != stored:
                     weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))

@@ -1,6 +1,7 @@
 """Token ids behind prompts, and text behind text."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
+from parallax.sharding.activations import BATCH_AXES
 
 NO_END = -1  # no token has this id
 
@@ -60,7 +62,7 @@ def generate(
     check_length(model.model, prompts, config)
     how = dataclasses.replace(config, prompt="", seed=0)
     end = NO_END if end is None else end
-    batch = left_padded(prompts, multiple=model.axis_sizes["dp"])
+    batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in BATCH_AXES))
     key = jax.random.key(config.seed)
     written = np.asarray(_write(params, batch, key, model=model, config=how, end=end, vocab=vocab))
     return [_before_end(ids, end) for ids in written[: len(prompts)]]

@@ -45,7 +45,7 @@ from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.plan import Policies, ShardingPlan
+from parallax.sharding.plan import DATA_AXES, Policies, ShardingPlan
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
@@ -89,7 +89,7 @@ class ShardedModel:
             model.dtype,
             order=self.arrangement,
             reduce=fsdp.reduce,
-            gather_first=first_group(mesh, "dp"),
+            gather_first=first_group(mesh, DATA_AXES[-1]),
         )
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
