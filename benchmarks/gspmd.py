@@ -105,8 +105,7 @@ def step_of(row: Row, settings: Any, mesh: Any) -> Any:
     """The training step of one side; loss and gradients are all that differs."""
     from gspmd_model import Annotated
 
-    from parallax.training.build import model_and_optimizer
-    from parallax.training.step import make_train_step
+    from parallax.training.step import make_train_step, model_and_optimizer
 
     model, tx = model_and_optimizer(settings, mesh)
     if row.annotated:

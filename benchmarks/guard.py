@@ -47,8 +47,7 @@ def measure(args: Any) -> None:
     from step import random_batch
 
     import parallax as px
-    from parallax.training.build import model_and_optimizer
-    from parallax.training.step import TrainStep, init_state
+    from parallax.training.step import TrainStep, init_state, model_and_optimizer
 
     config = config_of(args.config)
     pp, dp, tp = map(int, args.mesh.split(","))

@@ -18,14 +18,14 @@ HOME = {
     "look_inside": "inference.capture",
     "make_mesh": "sharding.mesh",
     "mesh_of": "sharding.mesh",
-    "model_of": "training.build",
+    "model_of": "training.step",
     "named_leaves": "sharding.layout",
     "plan": "analysis.plan",
     "read_settings": "config.settings",
     "report": "analysis.report",
     "sent_by": "analysis.collectives",
     "simulate_devices": "runtime.devices",
-    "step_of": "training.build",
+    "step_of": "training.step",
     "train": "training.run",
 }
 MODULES = {"collectives": "sharding.collectives", "schedules": "schedules"}

@@ -14,7 +14,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
 from parallax.sharding.mesh import factorisations
-from parallax.training.build import model_of
+from parallax.training.step import model_of
 
 SHARDED_TABLES = "embedding=zero3 head=zero3"
 # Stages on each rank that are tried with "interleaved"; more of them send more and gain little.

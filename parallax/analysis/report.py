@@ -45,8 +45,7 @@ from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.progress import waiting
 from parallax.runtime.units import in_bytes, in_flops, percent
-from parallax.training.build import step_of
-from parallax.training.step import TrainStep, abstract_state
+from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
 LEFT_OUT = ("mesh", "timeline", "text", "modules")  # of what the compiler made: not for JSON

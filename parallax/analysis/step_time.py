@@ -53,7 +53,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, by_name, figures
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import stay_of
-from parallax.training.build import model_of, step_of
+from parallax.training.step import model_of, step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"

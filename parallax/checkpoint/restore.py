@@ -86,11 +86,21 @@ def restore(
     """
     manifest = agreed(folder, step, lambda: read_manifest(folder, step))
     for part, tree in parts.items():
-        differences = compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part)
-        if differences:
-            raise CheckpointError(_other_model(folder, manifest, differences, settings))
+        if differences := compare_arrays(manifest["arrays"].get(part, {}), flatten(tree), part):
+            drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
+            because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {folder} is of another model: {shortened(differences)}{because}"
+            )
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
-    loaded = _load(folder, step, parts)
+    try:
+        loaded = {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
+    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
+        how = first_line(error)
+        if jax.process_count() > 1:
+            # Others may have read it: none goes on to another step alone.
+            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
+        raise DamagedError(folder, step, f"it cannot be read: {how}") from error
     for part, tree in loaded.items():
         arrays = manifest["arrays"][part]
         wrong = [name for name, number in fingerprints(flatten(tree)).items() if number != arrays[name]["fingerprint"]]
@@ -129,31 +139,10 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
         raise DamagedError(folder, step, f"{shortened(wrong)}; {_not_as_saved(hit)}")
 
 
-def _load(folder: Path, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return {part: _restore_tree(folder.resolve() / str(step) / part, tree) for part, tree in parts.items()}
-    except (ValueError, OSError, KeyError) as error:  # orbax and tensorstore raise these for what is wrong with files
-        how = first_line(error)
-        if jax.process_count() > 1:
-            # Others may have read it: none goes on to another step alone.
-            raise CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read: {how}") from error
-        raise DamagedError(folder, step, f"it cannot be read: {how}") from error
-
-
 def _restore_tree(folder: Path, wanted: Any) -> Any:
     with ocp.StandardCheckpointer() as reader:
         flat = reader.restore(folder, flatten(wanted))
     return jax.tree.unflatten(jax.tree.structure(wanted), [flat[name] for name in flatten(wanted)])
-
-
-def _other_model(
-    folder: Path, manifest: Mapping[str, Any], differences: list[str], settings: Mapping[str, Any] | None
-) -> str:
-    drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
-    because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
-    return (
-        f"the checkpoint of step {manifest['step']} in {folder} is of another model: {shortened(differences)}{because}"
-    )
 
 
 def _not_as_saved(names: list[str]) -> str:

@@ -81,7 +81,10 @@ class CheckpointWriter:
         if step in complete_steps(self._folder):
             return
         flat = {part: flatten(tree) for part, tree in parts.items()}
-        arrays = {part: describe_arrays(tree) for part, tree in flat.items()}
+        arrays = {}
+        for part, tree in flat.items():
+            marks = fingerprints(tree).items()
+            arrays[part] = {name: {**shape_and_dtype(tree[name]), "fingerprint": mark} for name, mark in marks}
         self._in_flight = {"step": step, "loss": loss, "settings": self._settings, "arrays": arrays}
         items = {part: ocp.args.StandardSave(tree) for part, tree in flat.items()}
         with self._saving(step):
@@ -100,15 +103,14 @@ class CheckpointWriter:
         """Wait until the save in the background is on disk, and remove what it replaces."""
         if not self._in_flight:
             return
-        step, loss = self._in_flight["step"], self._in_flight["loss"]
+        step = self._in_flight["step"]
         with self._saving(step):
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
                 if step not in complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
                 files.sync(self._folder)
-        self._in_flight = {}
-        self._losses[step] = loss
+        self._losses[step], self._in_flight = self._in_flight["loss"], {}
         if jax.process_index() == 0:
             self._remove_replaced()
 
@@ -153,27 +155,22 @@ def say_errors_once() -> None:
     That is a log with tracebacks, and one more for each write that ends when the first has failed: nobody waits for it,
     or its event loop is closed by then.
     """
+    before = sys.unraisablehook
+
+    def unraisable(about: Any) -> None:
+        # A write of TensorStore that ends late calls back into a loop that is closed, and nothing can be raised there.
+        if str(about.exc_value) != "Event loop is closed":
+            before(about)
+
+    sys.unraisablehook = unraisable
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
         logger.addFilter(_is_no_error_of_orbax)
-    sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     abandoned = record.name == "asyncio" and "orbax" in record.getMessage()
     logged = record.levelno >= logging.ERROR and "orbax" in Path(record.pathname).parts
     return not (abandoned or logged)
-
-
-def _unraisable(before: Callable[[Any], None], about: Any) -> None:
-    # A write of TensorStore that ends late calls back into a loop that is closed, and nothing can be raised there.
-    if str(about.exc_value) != "Event loop is closed":
-        before(about)
-
-
-def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and fingerprint of arrays, as a manifest lists them."""
-    marks = fingerprints(arrays)
-    return {name: {**shape_and_dtype(array), "fingerprint": marks[name]} for name, array in arrays.items()}
 
 
 def check_space(folder: Path, parts: Mapping[str, Any]) -> None:

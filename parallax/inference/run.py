@@ -27,9 +27,9 @@ from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
 from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import open_split
-from parallax.training.build import model_of
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
+from parallax.training.step import model_of
 
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve

@@ -31,7 +31,7 @@ from parallax.runtime.errors import CheckpointError, shown, writing
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
-from parallax.training.build import model_of
+from parallax.training.step import model_of
 
 STACKED = "blocks."  # how names of arrays begin that have a dim for layers
 CARRIED = ("config.json", TOKENIZER_FILE)

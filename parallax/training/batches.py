@@ -10,7 +10,6 @@ from jax.sharding import Sharding
 from parallax.config.settings import Settings
 from parallax.data import Reader, open_reader
 from parallax.data.vocabulary import with_tokenizer
-from parallax.runtime.errors import ConfigError
 from parallax.training.folder import RunFolder
 
 
@@ -40,13 +39,3 @@ def open_split(settings: Settings, folder: RunFolder, split: str, rows: np.ndarr
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
     return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows)
-
-
-def check_eval(reader: Reader, settings: Settings) -> None:
-    """Raise ConfigError if there is nothing to evaluate on."""
-    if not reader.batches:
-        raise ConfigError(
-            f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
-            f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0 "
-            "with checkpoint.keep_best=0"
-        )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
 from parallax.config.settings import Settings
 from parallax.data import Reader
@@ -21,6 +22,7 @@ from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
 from parallax.training.logger import RunLogger
+from parallax.training.optimizer import global_norm
 
 SHOWN_RANGES = 8
 
@@ -44,43 +46,36 @@ class Diagnosis(NamedTuple):
     @property
     def first(self) -> str | None:
         """The first value that is not finite, in the order in which a step computes; None if all are."""
-        for name, layer in _not_finite(self.parameters):
-            return f"parameter {name}{_of(layer)}"
-        for at in np.flatnonzero(self.activations[:, 0]):
-            return f"output of layer {at - 1}" if at else "output of the embedding"
+        layers = np.flatnonzero(self.activations[:, 0])
+        found = [f"parameter {place}" for place in _not_finite(self.parameters)]
+        found += [f"output of layer {at - 1}" if at else "output of the embedding" for at in layers]
         if not math.isfinite(self.loss):
-            return "loss, of finite activations"
+            found.append("loss, of finite activations")
         # The backward pass begins with the head, and ends with the embedding.
-        for name, layer in reversed(_not_finite(self.gradients)):
-            return f"gradient of {name}{_of(layer)}"
-        return (
-            None if math.isfinite(self.grad_norm) else "norm of the gradient: its entries are finite, their sum is not"
-        )
+        found += [f"gradient of {place}" for place in reversed(_not_finite(self.gradients))]
+        if not math.isfinite(self.grad_norm):
+            found.append("norm of the gradient: its entries are finite, their sum is not")
+        return found[0] if found else None
 
     def lines(self) -> list[str]:
         """A table: one line for the embedding, each layer and the head."""
-        rows = [f"{'':12}{'activations':>24}{'gradients':>24}{'parameters':>24}"]
-        layers = len(self.activations) - 1
-        for at, name in enumerate(["embedding", *(f"layer {n}" for n in range(layers)), "head"]):
-            activation = self.activations[at] if at <= layers else None
-            part = "head" if at > layers else "blocks" if at else "embedding"
-            cells = [_cell(activation, "largest"), self._of_part(self.gradients, part, at - 1, "norm")]
-            cells.append(self._of_part(self.parameters, part, at - 1, "largest"))
-            rows.append(f"{name:12}" + "".join(f"{cell:>24}" for cell in cells))
+        layers = range(len(self.activations) - 1)
+        places = [("embedding", "embedding", 0), *((f"layer {n}", "blocks", n) for n in layers), ("head", "head", 0)]
+        rows = []
+        for at, (title, part, layer) in enumerate(places):
+            gradients, parameters = (
+                [value[layer] if part == "blocks" else value for name, value in of.items() if _part(name) == part]
+                for of in (self.gradients, self.parameters)
+            )
+            activations = self.activations[at : at + 1]  # the head has none
+            cells = _cell(activations, "largest"), _cell(gradients, "norm"), _cell(parameters, "largest")
+            rows.append([title, *cells])
         first = self.first
         return [
-            *rows,
+            *text_table(["", "activations", "gradients", "parameters"], rows, left=1),
             f"loss {self.loss!r}, norm of the gradient {self.grad_norm!r}",
             "all is finite" if first is None else f"first value that is not finite: {first}",
         ]
-
-    def _of_part(self, measured: dict[str, np.ndarray], part: str, layer: int, what: str) -> str:
-        found = [value[layer] if part == "blocks" else value for name, value in measured.items() if _part(name) == part]
-        if not found:
-            return ""
-        counts, sizes = np.array(found).T
-        total = float(np.sqrt(np.sum(sizes**2))) if what == "norm" else float(np.max(sizes))
-        return _cell(np.array([np.sum(counts), total]), what)
 
 
 def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Array], Diagnosis]:
@@ -114,9 +109,8 @@ def _any_not_finite(params: Any) -> dict[str, Array]:
 def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
     gradients = {name: _measure(name, grad, norm=True) for name, grad in flatten(grads).items()}
-    squares = sum(jnp.sum(jnp.square(grad)) for _, grad in flatten(grads).items())
     parameters = {name: _measure(name, leaf, norm=False) for name, leaf in flatten(params).items()}
-    return metrics["loss"], jnp.sqrt(squares), gradients, parameters
+    return metrics["loss"], global_norm(grads), gradients, parameters
 
 
 def _measure(name: str, x: Array, *, norm: bool) -> Array:
@@ -131,24 +125,22 @@ def _part(name: str) -> str:
     return name.split(".")[0]
 
 
-def _not_finite(measured: dict[str, np.ndarray]) -> list[tuple[str, int | None]]:
+def _not_finite(measured: dict[str, np.ndarray]) -> list[str]:
     """Names and layers where something is not finite, in the order of the forward pass."""
-    places = []
-    for name, values in measured.items():
-        for at in np.argwhere(values[..., 0]).tolist():
-            places.append((name, at[0] if at else None))
     depth = {"embedding": -1, "head": math.inf}
-    return sorted(places, key=lambda place: depth.get(_part(place[0]), place[1]))
+    places = [(name, *at) for name, values in measured.items() for at in np.argwhere(values[..., 0]).tolist()]
+    places.sort(key=lambda place: depth.get(_part(place[0]), place[-1]))
+    return [" in layer ".join(map(str, place)) for place in places]
 
 
-def _of(layer: int | None) -> str:
-    return "" if layer is None else f" in layer {layer}"
-
-
-def _cell(value: np.ndarray | None, what: str) -> str:
-    if value is None:
+def _cell(measured: Sequence[np.ndarray], what: str) -> str:
+    """Several arrays together: how many entries are not finite, else their norm or the largest of them."""
+    if not len(measured):
         return ""
-    return f"{int(value[0])} not finite" if value[0] else f"{what} {value[1]:.3e}"
+    counts, sizes = np.array(measured).T
+    if counts.any():
+        return f"{int(counts.sum())} not finite"
+    return f"{what} {np.linalg.norm(sizes) if what == 'norm' else sizes.max():.3e}"
 
 
 @dataclass
@@ -181,7 +173,8 @@ class SkippedSteps:
         in_a_row = int(metrics["in_a_row"])
         first = step - in_a_row + 1
         set_phase(f"the diagnosis of step {first}", compiling=True)
-        found = self.diagnose(params, first)
+        noise = np.array([self.settings.train.seed, first - 1], np.int32)
+        found = make_diagnosis(self.model)(params, self.put(self.data.batch(first - 1)), noise)
         numbers, where = _numbers(metrics), "when it is computed again, all is finite: the hardware may be faulty"
         if found.first is not None:
             numbers, where = _numbers(found._asdict()), f"the first value that is not finite is the {found.first}"
@@ -193,11 +186,6 @@ class SkippedSteps:
             f"`python -m parallax.replay --workdir={self.folder.path} --step={first}`; try a lower "
             "optimizer.learning_rate, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
         )
-
-    def diagnose(self, params: Any, step: int) -> Diagnosis:
-        """What step `step` computes with these parameters."""
-        noise = np.array([self.settings.train.seed, step - 1], np.int32)
-        return make_diagnosis(self.model)(params, self.put(self.data.batch(step - 1)), noise)
 
     def _why(self, metrics: Mapping[str, float]) -> str:
         if metrics["in_a_row"]:

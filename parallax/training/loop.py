@@ -1,10 +1,9 @@
 """The loop of a run: dispatch a step, report the one before, and pause to evaluate and save."""
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from parallax.training.watchdog import Watchdog
 
 RATES_BLOCK = 1024  # updates whose learning rates are computed together
 PATIENCE_SECS = 10.0  # steps are expected to take a while
+RECORDED = ("loss", "grad_norm", "skipped_steps", "z_loss")  # of a step's metrics, in metrics.jsonl
 SILENCE_SECS = 30.0  # a step that ends after so long without a line has one, whatever train.log_every_steps says
 
 
@@ -92,15 +92,16 @@ class TrainingLoop:
         """
         try:
             state, done = self._take_all(state, start)
+            if self.data_error is None:
+                return state, done
+            if not self.owed:
+                self.checkpoints.wait()
+                self.logger.say(f"step {done} is saved; with the data back, the same command goes on from there")
         except ParallaxError as error:
             if self.data_error is None or isinstance(error, DataError):
                 raise
+            # The disk may be the one that holds the data, too: that data is lost says more.
             self.logger.say_besides(f"{type(error).__name__}: {error}")
-        else:
-            if self.data_error is None:
-                return state, done
-            with self._besides():
-                self._finish_save(done)
         raise self.data_error
 
     def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
@@ -113,27 +114,34 @@ class TrainingLoop:
             try:
                 with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
                     batch, waited = self.batches.get(done - 1)
-            except DataError:
-                self._save_before_the_error(done - 1, state, pending, start)
-                raise
+            except DataError as error:
+                # The other processes of a job do not know of the error, and no save would come about.
+                if job.several() or done == self.first:
+                    raise
+                self.data_error = error
+                if pending is not None:
+                    self._pause(pending, state, stopping=True)
+                elif not self.owed:
+                    self._save(done - 1, state, None)
+                return state, done - 1
             self._stop_before_the_error()
             with self.profile.around(done):
                 state, metrics = self._take(state, batch, done)
             self.params = state.params
             before, pending = pending, DispatchedStep(done, metrics, self.meter.ending(metrics), waited)
             if before is not None:
-                self._report(before, self._read(before, first=before.step == self.first))
+                self._report(before, self._read(before))
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
             turns = self.profile.begins_after(done) or self.profile.ends_after(done)
             if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
-                self._pause(pending, state, first=done == self.first, stopping=stopping)
+                stopping = self._pause(pending, state, stopping=stopping)
                 pending = None
             elif done == self.first:  # nobody waits for the second step to hear of the first
-                self._report(pending, self._read(pending, first=True))
+                self._report(pending, self._read(pending))
                 pending = None
-            if stopping and not self.owed:
+            if stopping:
                 break
         return state, done
 
@@ -148,36 +156,6 @@ class TrainingLoop:
             self.data_error = error
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")
-
-    def _save_before_the_error(self, done: int, state: TrainState, pending: DispatchedStep | None, start: int) -> None:
-        """Save what is done when data cannot be read any more, and report the step that is `pending`.
-
-        With several processes the others do not know of the error, and no save would come about.
-        """
-        if job.several() or done == start:
-            return
-        with self._besides():
-            if pending is not None:
-                self._pause(pending, state, first=pending.step == start + 1, stopping=True)
-            self._save_done(done, state)
-
-    def _save_done(self, done: int, state: TrainState) -> None:
-        with self._besides():
-            if not self.owed:
-                self._save(done, state, None)
-                self._finish_save(done)
-
-    def _finish_save(self, done: int) -> None:
-        self.checkpoints.wait()
-        self.logger.say(f"step {done} is saved; with the data back, the same command goes on from there")
-
-    @contextlib.contextmanager
-    def _besides(self) -> Iterator[None]:
-        """What fails in here is said, and no more: the disk may be the same one, and that data is lost says more."""
-        try:
-            yield
-        except ParallaxError as error:
-            self.logger.say_besides(f"{type(error).__name__}: {error}")
 
     def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
         interval = self.settings.train.check_every
@@ -201,9 +179,12 @@ class TrainingLoop:
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
-    def _pause(self, ended: DispatchedStep, state: TrainState, *, first: bool, stopping: bool) -> None:
-        """Finish a step's report, then evaluate, save and trace as is due; who is stopping saves at once."""
-        values = self._read(ended, first=first)
+    def _pause(self, ended: DispatchedStep, state: TrainState, *, stopping: bool) -> bool:
+        """Finish a step's report, then evaluate, save and trace as is due; returns whether the run stops here.
+
+        Who is stopping saves at once, and so do all processes where the text of an evaluation cannot be read.
+        """
+        values = self._read(ended)
         self.watchdog.pause()
         if self.profile.ends_after(ended.step):
             self.profile.end(state)
@@ -216,18 +197,17 @@ class TrainingLoop:
             job.set_phase(f"the evaluation after step {ended.step}", compiling=self.eval_loss is None)
             try:
                 values["eval/loss"] = self.eval_loss = self.evaluate(state.params)
-            except DataError:
-                with self._besides():
-                    self._report(ended, values)
-                self._save_done(ended.step, state)  # all processes raise at the same batch
-                raise
-            self._check_finite(ended.step, values["eval/loss"])
+            except DataError as error:  # all processes raise it at the same batch
+                self.data_error, stopping = error, True
+            else:
+                check_eval_loss(ended.step, self.eval_loss)
         self._report(ended, values)
-        if saves and not self.owed:
+        if (saves or stopping) and not self.owed:
             self._save(ended.step, state, values.get("eval/loss"))
         if self.profile.begins_after(ended.step) and not stopping:
             self.profile.begin(ended.step, state)
         self.meter.pause()
+        return stopping and not self.owed
 
     def _save(self, step: int, state: TrainState, loss: float | None) -> None:
         if bad := not_finite(state.params):
@@ -239,31 +219,19 @@ class TrainingLoop:
         with waiting(f"saving step {step}"):
             self.checkpoints.save(step, parts_of(state), loss=loss)
 
-    def _read(self, ended: DispatchedStep, *, first: bool) -> dict[str, Any]:
+    def _read(self, ended: DispatchedStep) -> dict[str, Any]:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
+        first = ended.step == self.first
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
             metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
-        values = {
-            "train/loss": metrics["loss"],
-            "train/grad_norm": metrics["grad_norm"],
-            "train/learning_rate": float(self.rates[updates]),
-            "train/skipped_steps": metrics["skipped_steps"],
-        }
-        if "z_loss" in metrics:
-            values["train/z_loss"] = metrics["z_loss"]
+        values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}
+        values["train/learning_rate"] = float(self.rates[updates])
         values |= self.skips.note(ended.step, metrics)
         if self.skips.too_many(metrics):
             self.logger.record(ended.step, values)
             self.skips.stop(ended.step, metrics, self.params)
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
-
-    def _check_finite(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise DivergenceError(
-                f"after step {step} eval/loss is {loss:.4g}; it was not saved; try a lower optimizer.learning_rate, "
-                "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
-            )
 
     def _report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
         self.logger.record(ended.step, values)
@@ -274,6 +242,15 @@ class TrainingLoop:
             self.said_at = time.monotonic()
         if "eval/loss" in values:
             self.logger.say(self.meter.eval_line(ended.step, values["eval/loss"]))
+
+
+def check_eval_loss(step: int, loss: float) -> None:
+    """Raise DivergenceError unless the loss of an evaluation is finite."""
+    if not math.isfinite(loss):
+        raise DivergenceError(
+            f"after step {step} eval/loss is {loss:.4g}; it was not saved; try a lower optimizer.learning_rate, "
+            "more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+        )
 
 
 def parts_of(state: TrainState) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ import optax
 
 from parallax.analysis.devices import check_fits, peak_flops
 from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.memory import memory
+from parallax.analysis.memory import Memory, memory
+from parallax.analysis.render import text_table
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
 from parallax.config.sections import AUTO
@@ -25,14 +26,14 @@ from parallax.inference.generate import check_length, complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, unused_accelerators
-from parallax.runtime.errors import writing
+from parallax.runtime.errors import ConfigError, writing
 from parallax.runtime.files import check_writable, write_file
 from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import RECORD
+from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import make_mesh
-from parallax.training.batches import check_eval, open_split, own_rows, put_on
-from parallax.training.build import model_and_optimizer
+from parallax.training.batches import open_split, own_rows, put_on
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
 from parallax.training.evaluation import mean_loss
@@ -56,9 +57,9 @@ from parallax.training.step import (
     init_state,
     make_eval_step,
     make_train_step,
+    model_and_optimizer,
     state_shardings,
 )
-from parallax.training.summary import render
 from parallax.training.watchdog import Watchdog
 
 __all__ = ["DivergenceError", "Outcome", "train"]
@@ -163,7 +164,12 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     eval_data = None
     if settings.train.eval_batches:
         eval_data = open_split(settings, folder, "eval", rows)
-        check_eval(eval_data, settings)
+        if not eval_data.batches:
+            raise ConfigError(
+                f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
+                f"{settings.data.eval_fraction} holds out no text; use a larger share, or train.eval_batches=0 "
+                "with checkpoint.keep_best=0"
+            )
     return RunComponents(settings, model, tx, train_data, eval_data)
 
 
@@ -183,11 +189,13 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
         meter = introduce(parts, folder, logger, start)
         logger.begin(start)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
+        # With several processes enough batches are in hand to stop before one that is lost.
+        reserve = STEPS_TO_STOP if job.several() else 0
         loop = TrainingLoop(
             settings,
             train_step.take,
             evaluation(parts),
-            stack.enter_context(open_batches(parts, start)),
+            stack.enter_context(Prefetcher(parts.train_data, put_batches(parts), start, reserve=reserve)),
             checkpoints,
             logger,
             meter,
@@ -202,7 +210,13 @@ def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRe
         state, done = loop.run(state, start)
         with waiting("finishing the last save"):
             checkpoints.wait()
-        return end(parts, folder, logger, stop, state, done, loop.eval_loss)
+        if done < settings.train.steps:
+            cause = stop.signal or "another process"
+            logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
+            return Outcome("stopped", done)
+        logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
+        conclude(parts, state, loop.eval_loss, logger.say)
+        return Outcome("finished", done, loop.eval_loss)
 
 
 def tidy_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> None:
@@ -249,44 +263,19 @@ def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger)
     )
 
 
-def open_batches(parts: RunComponents, start: int) -> Prefetcher:
-    """The batches from step `start` on; with several processes enough are in hand to stop before one that is lost."""
-    return Prefetcher(parts.train_data, put_batches(parts), start, reserve=STEPS_TO_STOP if job.several() else 0)
-
-
-def end(
-    parts: RunComponents,
-    folder: RunFolder,
-    logger: RunLogger,
-    stop: StopRequest,
-    state: TrainState,
-    done: int,
-    eval_loss: float | None,
-) -> Outcome:
-    """Say how the run ended; a finished one writes its sample."""
-    if done < parts.settings.train.steps:
-        cause = stop.signal or "another process"
-        logger.say(f"stopped by {cause}: step {done} is saved; the same command goes on from there")
-        return Outcome("stopped", done)
-    logger.say(f"finished: step {done} is saved in {folder.checkpoints}")
+def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, say: Callable[[str], None]) -> None:
+    """Say the last evaluation loss, beside the unigram entropy of the corpus, and write the sample."""
+    data, sample = parts.train_data, parts.settings.sample
     if eval_loss is not None:
-        logger.say(verdict(eval_loss, parts.train_data))
-    sample = parts.settings.sample
+        say(
+            f"eval loss {eval_loss:.3f} nats a token, {eval_loss / data.bytes_per_token:.3f} a byte; unigram entropy "
+            f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
+        )
     if sample.prompt:
         job.set_phase("the sample", compiling=True)
         with waiting(f"compiling and writing a sample of {sample.tokens} tokens"):
-            text = complete(parts.model, state.params, parts.train_data.tokenizer, sample)
-        logger.say(f"sample of {sample.tokens} tokens:\n\n{text}")
-    return Outcome("finished", done, eval_loss)
-
-
-def verdict(eval_loss: float, data: Reader) -> str:
-    """The evaluation loss beside the unigram entropy of the corpus."""
-    per_byte = eval_loss / data.bytes_per_token
-    return (
-        f"eval loss {eval_loss:.3f} nats a token, {per_byte:.3f} a byte; unigram entropy "
-        f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
-    )
+            text = complete(parts.model, state.params, data.tokenizer, sample)
+        say(f"sample of {sample.tokens} tokens:\n\n{text}")
 
 
 def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start: int) -> Meter:
@@ -306,34 +295,52 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
         f"{data.entropy_nats:.2f} nats a token",
-        *said_of_tokenizer(parts, start),
+    ]
+    if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
+        name, vocab = data.tokenizer.name, data.tokenizer.vocab
+        lines.append(f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids")
+    lines += [
         "",
-        render(parameters_by_component(model.shapes), needs),
+        *size_tables(parameters_by_component(model.shapes), needs),
         "",
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
-        *([] if settings.mesh.simulate else unused_accelerators(jax.default_backend())),
-        *said_of_evaluation(parts),
-        *said_of_cache(),
-        "",
     ]
-    logger.say("\n".join(lines))
+    if not settings.mesh.simulate:
+        lines += unused_accelerators(jax.default_backend())
+    wanted = settings.train.eval_batches
+    if wanted and eval_count(parts) < wanted:
+        lines.append(
+            f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"
+        )
+    if cache := jax.config.jax_compilation_cache_dir:
+        lines.append(f"compiled programs are kept in {cache} (train.compile_cache)")
+    logger.say("\n".join([*lines, ""]))
     return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
+
+
+def size_tables(parameters: dict[str, int], needs: Memory) -> Iterator[str]:
+    """Two tables: parameters by component, and bytes on each device."""
+    total = sum(parameters.values())
+    counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
+    sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
+    yield from text_table(["", "parameters", "share"], [*counts, ["total", f"{total:,}", ""]], left=1)
+    yield ""
+    yield from text_table(["", "on each device"], [*sizes, ["total", in_bytes(needs.peak)]], left=1)
 
 
 def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
     """A function from parameters to the mean loss over the held-out tokens of the first few batches."""
-    reader, put = parts.eval_data, put_batches(parts)
-    if reader is None:
+    if parts.eval_data is None:
         return None
-    step, count = make_eval_step(parts.model), eval_count(parts)
+    step, put = make_eval_step(parts.model), put_batches(parts)
     what = itertools.chain(["compiling the evaluation, and evaluating"], itertools.repeat("evaluating"))
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return mean_loss(step, params, reader, put, count, show).loss
+            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show).loss
 
     return evaluate
 
@@ -341,28 +348,6 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 def eval_count(parts: RunComponents) -> int:
     """Batches of an evaluation: no more than hold every window once."""
     return min(parts.settings.train.eval_batches, parts.eval_data.batches)
-
-
-def said_of_tokenizer(parts: RunComponents, start: int) -> list[str]:
-    """A line where the tokenizer was taken from the run whose weights this one starts from."""
-    settings, tokenizer = parts.settings, parts.train_data.tokenizer
-    if start or not settings.train.init_from or settings.data.tokenizer != AUTO:
-        return []
-    return [f"the tokenizer is that of {settings.train.init_from}: {tokenizer.name}, {tokenizer.vocab:,} ids"]
-
-
-def said_of_evaluation(parts: RunComponents) -> list[str]:
-    """A line where the evaluation is smaller than the config asks for."""
-    wanted = parts.settings.train.eval_batches
-    if parts.eval_data is None or eval_count(parts) == wanted:
-        return []
-    return [f"evaluating on batches: {eval_count(parts)}, all that are held out; train.eval_batches={wanted} is more"]
-
-
-def said_of_cache() -> list[str]:
-    """A line where compiled programs are kept for later runs."""
-    folder = jax.config.jax_compilation_cache_dir
-    return [f"compiled programs are kept in {folder} (train.compile_cache)"] if folder else []
 
 
 def checkpoint_settings(parts: RunComponents) -> dict[str, Any]:

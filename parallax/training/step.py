@@ -1,6 +1,7 @@
-"""What runs on devices: one training step, and one evaluation, compiled and pure."""
+"""What runs on devices: one training step and one evaluation, compiled and pure; and how settings become them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import GuardConfig
+from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options
+from parallax.sharding.mesh import make_mesh
 from parallax.training.guard import GuardState, init_guard, judge
-from parallax.training.optimizer import global_norm
+from parallax.training.optimizer import global_norm, make_optimizer
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
 
@@ -30,17 +33,29 @@ class TrainState(NamedTuple):
 
 
 def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
-    """The shapes and shardings of a state; optimizer states are cut as their parameters are."""
-    opt_state = jax.eval_shape(tx.init, model.shapes)
-    guard, whole = jax.eval_shape(init_guard), NamedSharding(model.mesh, P())
-    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), model.shapes, opt_state, guard)
-    cut = _like_params(model, opt_state, whole)
-    shardings = TrainState(whole, model.shardings, cut, jax.tree.map(lambda _: whole, guard))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
+    """The shapes and shardings of a state.
+
+    What an optimizer keeps for a parameter, in its shape, is cut as `model.plan` cuts the parameter; all else is whole
+    on every device.
+    """
+    whole = NamedSharding(model.mesh, P())
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+
+    def place(leaf: Any, sharding: NamedSharding = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def place_like(leaf: Any, param: Any) -> Any:
+        if is_masked(leaf):  # a parameter of which another of the optimizers in optax.partition takes care
+            return leaf
+        return place(leaf, param.sharding if leaf.shape == param.shape else whole)
+
+    init = partial(jax.eval_shape, tx.init)
+    params = jax.tree.map(place, model.shapes, model.shardings)
+    opt_state = optax.tree_map_params(
+        init, place_like, init(model.shapes), params, transform_non_params=place, is_leaf=is_masked
     )
+    guard = jax.tree.map(place, jax.eval_shape(init_guard))
+    return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32)), params, opt_state, guard)
 
 
 def state_shardings(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
@@ -131,18 +146,30 @@ def make_eval_step(model: ShardedModel) -> Callable:
     return lambda params, batch: jitted(params, model.checked(batch))
 
 
-def _like_params(model: ShardedModel, opt_state: Any, whole: NamedSharding) -> Any:
-    """Shardings of an optimizer state: a leaf whose path ends in a parameter's, and has its shape, is cut like it."""
-    params = {
-        jax.tree_util.keystr(path): (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(model.shapes), jax.tree.leaves(model.shardings), strict=True
-        )
-    }
+# ---- what settings describe, put together on a mesh
 
-    def sharding_of(path, leaf):
-        name = jax.tree_util.keystr(path)
-        found = (cut for end, (shape, cut) in params.items() if name.endswith(end) and shape == leaf.shape)
-        return next(found, whole)
 
-    return jax.tree_util.tree_map_with_path(sharding_of, opt_state)
+def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
+    """The model on a mesh, which may be abstract; a ParallaxError where it does not fit.
+
+    Without a mesh, on that of the settings, over all devices that are here.
+    """
+    mesh = make_mesh(settings.mesh) if mesh is None else mesh
+    return ShardedModel(
+        settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss, mesh
+    )
+
+
+def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:
+    """Both; a ParallaxError where they do not fit the mesh, the batch or the steps."""
+    model = model_of(settings, mesh)
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return model, make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+
+
+def step_of(settings: Settings, mesh: Any = None) -> TrainStep:
+    """The step that training with these settings takes, with its guard: `(state, batch) -> (state, metrics)`.
+
+    Without a mesh, on that of the settings, over all devices that are here. Errors as of `model_and_optimizer`.
+    """
+    return make_train_step(*model_and_optimizer(settings, mesh), settings.train.seed, settings.guard)

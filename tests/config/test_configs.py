@@ -22,9 +22,8 @@ from parallax.config.settings import read_settings
 from parallax.data.vocabulary import with_vocab
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
-from parallax.training.build import model_of
 from parallax.training.optimizer import make_optimizer
-from parallax.training.step import abstract_state
+from parallax.training.step import abstract_state, model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")

@@ -43,10 +43,9 @@ STEPS = """
 import conftest, jax, numpy, pathlib
 from run_examples import tiny_config
 from parallax.config.settings import read_settings
-from parallax.training.build import model_and_optimizer
 from parallax.sharding.mesh import make_mesh
 from parallax.data.vocabulary import with_vocab
-from parallax.training.step import init_state, make_train_step
+from parallax.training.step import init_state, make_train_step, model_and_optimizer
 
 changes = {"mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b", "pipeline.microbatches": 2}
 settings = with_vocab(read_settings(tiny_config(pathlib.Path(), **changes)), 384)

@@ -341,7 +341,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None, 1)
     steps = TrainingLoop(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
-    steps._pause = lambda ended, state, first, stopping: steps._read(ended, first=first)
+    steps._pause = lambda ended, state, stopping: steps._read(ended) and stopping
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
         "dispatch 0", "read 0", "dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
@@ -529,7 +529,7 @@ def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     )
     metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
     ended = DispatchedStep(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
-    assert {k: v for k, v in steps._read(ended, first=True).items() if "z_loss" in k} == {
+    assert {k: v for k, v in steps._read(ended).items() if "z_loss" in k} == {
         f"train/{k}": v for k, v in metrics.items()
     }
 

@@ -14,7 +14,7 @@ from parallax.data.vocabulary import with_likely_vocab
 from parallax.runtime.errors import ParallaxError
 from parallax.runtime.units import in_bytes
 from parallax.sharding.mesh import resolve_sizes
-from parallax.training.build import model_of
+from parallax.training.step import model_of
 
 ALL_ALONG_DP = "--config.mesh.dp=-1"
 # By platform, the largest first: a config, and what is changed of it.

@@ -25,8 +25,7 @@ from parallax.runtime.units import in_bytes
 from parallax.sharding.compiler import compiler_options
 from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import own_rows, put_on
-from parallax.training.build import step_of
-from parallax.training.step import TrainState, TrainStep
+from parallax.training.step import TrainState, TrainStep, step_of
 
 WARM_UP = 2  # steps that are left out of the times
 LARGEST_ID = 251  # of the tokens that count up and begin anew, which a model learns in a few steps
