@@ -29,7 +29,7 @@ from parallax.sharding.mesh import make_mesh
 from parallax.training import run as run_module
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger
-from parallax.training.loop import parts_of
+from parallax.training.loop import checkpoint_parts
 from parallax.training.run import begin, open_checkpoints, put_batches
 from parallax.training.step import init_state
 
@@ -85,7 +85,7 @@ def save(path: pathlib.Path, parts) -> dict[str, str]:
     folder.path.mkdir(parents=True, exist_ok=True)
     state = stirred(init_state(parts.model, parts.tx, seed=0))
     with RunLogger(folder) as logger, open_checkpoints(parts, folder, logger) as checkpoints:
-        checkpoints.save(STEP, parts_of(state))
+        checkpoints.save(STEP, checkpoint_parts(state))
     return digests(parts, state)
 
 
@@ -100,7 +100,7 @@ def digests(parts, state) -> dict[str, str]:
     """SHA-256 of each array of the state, and of each of the next batches, as all devices hold them together."""
     put = put_batches(parts)
     batches = {f"batch {at}": put(parts.train_data.batch(at)) for at in range(STEP, STEP + NEXT_BATCHES)}
-    return {name: digest(array) for name, array in flatten({"state": parts_of(state), **batches}).items()}
+    return {name: digest(array) for name, array in flatten({"state": checkpoint_parts(state), **batches}).items()}
 
 
 def digest(array) -> str:

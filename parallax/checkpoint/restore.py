@@ -58,9 +58,8 @@ def restore_newest(
         CheckpointError: all are damaged, there is none, or the newest that is whole is of another model.
     """
     damaged: list[DamagedError] = []
-    for step in sorted(complete_steps(folder), reverse=True):
-        if before is not None and step >= before:
-            continue
+    steps = (step for step in complete_steps(folder) if before is None or step < before)
+    for step in sorted(steps, reverse=True):
         try:
             return Restored(step, restore(folder, step, parts, settings=settings), damaged)
         except DamagedError as error:

@@ -24,12 +24,12 @@ MANIFEST, REMOVED = "manifest.json", "manifest.removed"
 NOT_COUNTED = "_CHECKPOINT_METADATA"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 UNFINISHED = re.compile(r"([0-9]+)\.orbax-checkpoint-tmp.*")  # how orbax calls what it has not finished
-READ_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22
 # A manifest has a line for each file and array: thousands of them are a megabyte.
 LIMIT_BYTES = 1 << 28
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
-NAMED = 5  # differences that a message lists
+NAMED_DIFFERENCES = 5  # differences that a message lists
 QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # that no file came for; to wait for that
 
 
@@ -75,7 +75,9 @@ def check_steps(folder: Path) -> CheckedSteps:
     checked = CheckedSteps([], {})
     for step in sorted(complete_steps(folder), reverse=True):
         try:
-            check_sizes(folder, step)
+            wrong = wrong_files(folder / str(step), read_manifest(folder, step)["files"], contents=False)
+            if wrong:
+                raise DamagedError(folder, step, shortened(wrong))
             checked.valid.append(step)
         except DamagedError as error:
             checked.damaged[step] = error
@@ -139,14 +141,6 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return written["content"]
 
 
-def check_sizes(folder: Path, step: int) -> None:
-    """Hold a step's files to the sizes in its manifest; DamagedError names those that differ."""
-    manifest = read_manifest(folder, step)
-    wrong = wrong_files(folder / str(step), manifest["files"], contents=False)
-    if wrong:
-        raise DamagedError(folder, step, shortened(wrong))
-
-
 def files_of(manifest: Mapping[str, Any], parts: Collection[str]) -> dict[str, dict[str, int]]:
     """The files of some parts of a step, and those that belong to none, such as its tokenizer."""
     items = manifest["files"].items()
@@ -161,15 +155,15 @@ def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents
 
 def shortened(texts: list[str]) -> str:
     """The first few of a list in words, and how many more there are."""
-    more = len(texts) - NAMED
-    return ", ".join(texts if more <= 0 else [*texts[:NAMED], f"and {more} more"])
+    more = len(texts) - NAMED_DIFFERENCES
+    return ", ".join(texts if more <= 0 else [*texts[:NAMED_DIFFERENCES], f"and {more} more"])
 
 
 def size_and_checksum(path: Path) -> dict[str, int]:
     """Size and CRC-32 of a file."""
     size = checksum = 0
     with files.open_file(path) as file:
-        while block := file.read(READ_BYTES):
+        while block := file.read(BLOCK_BYTES):
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return {"bytes": size, "crc32": checksum}

@@ -32,7 +32,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
     from parallax.training.logger import read_metrics
-    from parallax.training.loop import parts_of, state_of
+    from parallax.training.loop import checkpoint_parts, state_from
     from parallax.training.run import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
 
@@ -113,11 +113,11 @@ def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int
                 f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
             )
         return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
-    wanted = parts_of(abstract_state(parts.model, parts.tx))
+    wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))
     start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
     for error in damaged:
         print(error)
-    return start, state_of(found)
+    return start, state_from(found)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.sharding.collectives import as_varying
 from parallax.training.step import TrainState
 
-SHOWN = 4
+SHOWN_ARRAYS = 4
 NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
 ADVICE = "the hardware may be faulty: nothing was saved; go on from the last checkpoint, without that machine"
 
@@ -92,11 +92,11 @@ class SilentCorruptionCheck:
 
     def _text(self, wrong: dict[str, np.ndarray]) -> str:
         shown = []
-        for name, places in list(wrong.items())[:SHOWN]:
-            devices = ", ".join(self._device(place) for place in places[:SHOWN].tolist() if place)
-            more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+        for name, places in list(wrong.items())[:SHOWN_ARRAYS]:
+            devices = ", ".join(self._device(place) for place in places[:SHOWN_ARRAYS].tolist() if place)
+            more = f" and {len(places) - SHOWN_ARRAYS} more" if len(places) > SHOWN_ARRAYS else ""
             shown.append(f"{name} on {devices}{more}" if places.size else name)
-        left = len(wrong) - SHOWN
+        left = len(wrong) - SHOWN_ARRAYS
         return "; ".join(shown) + (f"; and {left} more arrays" if left > 0 else "")
 
     def _device(self, place: list[int]) -> str:

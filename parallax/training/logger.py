@@ -1,6 +1,7 @@
 """Logging of a run: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases; in process 0 only."""
 
 import contextlib
+import importlib
 import json
 import math
 import sys
@@ -121,7 +122,9 @@ class RunLogger:
     def record(self, step: int, values: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and a step of each writer; JSON has no NaN: a number that is not finite is null."""
         if self._speaks:
-            self._metrics.write(json.dumps({"step": step, **{k: _written(v) for k, v in values.items()}}) + "\n")
+            is_odd = lambda value: isinstance(value, float) and not math.isfinite(value)  # noqa: E731
+            row = {"step": step, **{name: None if is_odd(value) else value for name, value in values.items()}}
+            self._metrics.write(json.dumps(row) + "\n")
             for writer in self._writers:
                 with writing(self._metrics_path.parent, files.WHEN_FULL):
                     writer.write(step, values)
@@ -146,10 +149,6 @@ def _lines(path: Path) -> list[str]:
         return file.read().splitlines()
 
 
-def _written(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]:
     """The writers that the settings ask for, in process 0; ConfigError if a package is missing."""
     if not is_first():
@@ -162,20 +161,23 @@ def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]
     return found
 
 
+def imported(package: str, setting: str, advice: str) -> Any:
+    """An optional package; ConfigError if it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(f"{setting} needs the package {package}: {advice}") from None
+
+
 class TensorBoard:
     """TensorBoard events in the run's folder; events after the resumed step are purged."""
 
     def __init__(self, folder: RunFiles):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                f"train.tensorboard=True needs the package tensorboardX: {how_to_install('tensorboard')}"
-            ) from None
-        self._open, self._folder, self._events = SummaryWriter, folder.tensorboard, None
+        self._package = imported("tensorboardX", "train.tensorboard=True", how_to_install("tensorboard"))
+        self._folder, self._events = folder.tensorboard, None
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
-        self._events = self._open(str(self._folder), purge_step=step + 1)
+        self._events = self._package.SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -196,13 +198,8 @@ class Wandb:
     """
 
     def __init__(self, project: str, folder: RunFiles, settings: dict[str, Any]):
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                f"train.wandb={project!r} needs the package wandb: {how_to_install('wandb')}, or leave it empty"
-            ) from None
-        self._wandb, self._project, self._folder, self._settings = wandb, project, folder, settings
+        self._wandb = imported("wandb", f"train.wandb={project!r}", f"{how_to_install('wandb')}, or leave it empty")
+        self._project, self._folder, self._settings = project, folder, settings
         self._run: Any = None
         self._say: Callable[[str], None] = print
 
@@ -230,15 +227,16 @@ class Wandb:
     def close(self, *, failed: bool) -> None:
         if self._run is None:
             return
-        ending = threading.Thread(target=self._finish, args=(failed,), name="wandb", daemon=True)
+
+        def finish() -> None:
+            with self._going_on_without():
+                self._run.finish(exit_code=int(failed))
+
+        ending = threading.Thread(target=finish, name="wandb", daemon=True)
         ending.start()
         ending.join(WANDB_SECS)
         if ending.is_alive():
             self._say(f"wandb has not taken all numbers within {WANDB_SECS} s; the run ends without")
-
-    def _finish(self, failed: bool) -> None:
-        with self._going_on_without():
-            self._run.finish(exit_code=int(failed))
 
     def _own_id(self) -> str:
         """That of the project's run in this folder; a new one where there is none yet."""

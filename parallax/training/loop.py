@@ -91,7 +91,7 @@ class TrainingLoop:
             DataError: a batch cannot be read; the steps before it are saved, where that was possible.
         """
         try:
-            state, done = self._take_all(state, start)
+            state, done = self.take_steps(state, start)
             if self.data_error is None:
                 return state, done
             if not self.owed:
@@ -104,7 +104,8 @@ class TrainingLoop:
             self.logger.say_besides(f"{type(error).__name__}: {error}")
         raise self.data_error
 
-    def _take_all(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+    def take_steps(self, state: TrainState, start: int) -> tuple[TrainState, int]:
+        """The same; where a batch cannot be read, `data_error` is what reading it raised."""
         pending, self.first = None, start + 1
         if self.profile.begins_after(start):
             self.profile.begin(start, state)
@@ -120,32 +121,32 @@ class TrainingLoop:
                     raise
                 self.data_error = error
                 if pending is not None:
-                    self._pause(pending, state, stopping=True)
+                    self.pause(pending, state, stopping=True)
                 elif not self.owed:
-                    self._save(done - 1, state, None)
+                    self.save(done - 1, state, None)
                 return state, done - 1
-            self._stop_before_the_error()
+            self.stop_before_the_error()
             with self.profile.around(done):
-                state, metrics = self._take(state, batch, done)
+                state, metrics = self.take(state, batch, done)
             self.params = state.params
             before, pending = pending, DispatchedStep(done, metrics, self.meter.ending(metrics), waited)
             if before is not None:
-                self._report(before, self._read(before))
+                self.report(before, self.read(before))
             self.checkpoints.check()
             # Asked once: a signal that comes later is for the next step. After the last one there is nothing to stop.
             stopping = done < self.settings.train.steps and self.stop.after(done)
             turns = self.profile.begins_after(done) or self.profile.ends_after(done)
-            if stopping or turns or self._evaluates_after(done) or self._saves_after(done):
-                stopping = self._pause(pending, state, stopping=stopping)
+            if stopping or turns or self.evaluates_after(done) or self.saves_after(done):
+                stopping = self.pause(pending, state, stopping=stopping)
                 pending = None
             elif done == self.first:  # nobody waits for the second step to hear of the first
-                self._report(pending, self._read(pending))
+                self.report(pending, self.read(pending))
                 pending = None
             if stopping:
                 break
         return state, done
 
-    def _stop_before_the_error(self) -> None:
+    def stop_before_the_error(self) -> None:
         """With several processes, have all of them stop and save where data of a step to come cannot be read.
 
         This process has batches until then. Where it has none left, as for the first step of a run, or for one after
@@ -157,7 +158,8 @@ class TrainingLoop:
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")
 
-    def _take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+    def take(self, state: TrainState, batch: Any, done: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step; each `train.check_every`-th is taken twice and compared."""
         interval = self.settings.train.check_every
         compiles = done == self.first
         what = "compiling the training step" if compiles else f"taking step {done}"
@@ -166,29 +168,31 @@ class TrainingLoop:
                 return self.corruption_check.take(self.train_step, state, batch, done)
             return self.train_step(state, batch)
 
-    def _evaluates_after(self, done: int) -> bool:
+    def evaluates_after(self, done: int) -> bool:
+        """Whether an evaluation is due."""
         if self.evaluate is None:
             return False
         # Each checkpoint is judged by its own evaluation, or the best could not be known.
-        judged = self._saves_after(done) and self.settings.checkpoint.keep_best > 0
+        judged = self.saves_after(done) and self.settings.checkpoint.keep_best > 0
         return judged or self.owed_evaluation or self._is_due(done, self.settings.train.eval_every_steps)
 
-    def _saves_after(self, done: int) -> bool:
+    def saves_after(self, done: int) -> bool:
+        """Whether a checkpoint is due."""
         return self.owed or self._is_due(done, self.settings.checkpoint.every_steps)
 
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.settings.train.steps or (interval > 0 and done % interval == 0)
 
-    def _pause(self, ended: DispatchedStep, state: TrainState, *, stopping: bool) -> bool:
+    def pause(self, ended: DispatchedStep, state: TrainState, *, stopping: bool) -> bool:
         """Finish a step's report, then evaluate, save and trace as is due; returns whether the run stops here.
 
         Who is stopping saves at once, and so do all processes where the text of an evaluation cannot be read.
         """
-        values = self._read(ended)
+        values = self.read(ended)
         self.watchdog.pause()
         if self.profile.ends_after(ended.step):
             self.profile.end(state)
-        saves, evaluates = stopping or self._saves_after(ended.step), self._evaluates_after(ended.step)
+        saves, evaluates = stopping or self.saves_after(ended.step), self.evaluates_after(ended.step)
         # What made a step's numbers not finite may be in the parameters: they take no good checkpoint's place before a
         # step has shown that they work. After the last one that is left to the evaluation.
         self.owed = saves and values.get("skipped/reason") == "not finite" and ended.step < self.settings.train.steps
@@ -201,15 +205,16 @@ class TrainingLoop:
                 self.data_error, stopping = error, True
             else:
                 check_eval_loss(ended.step, self.eval_loss)
-        self._report(ended, values)
+        self.report(ended, values)
         if (saves or stopping) and not self.owed:
-            self._save(ended.step, state, values.get("eval/loss"))
+            self.save(ended.step, state, values.get("eval/loss"))
         if self.profile.begins_after(ended.step) and not stopping:
             self.profile.begin(ended.step, state)
         self.meter.pause()
         return stopping and not self.owed
 
-    def _save(self, step: int, state: TrainState, loss: float | None) -> None:
+    def save(self, step: int, state: TrainState, loss: float | None) -> None:
+        """Begin to save a state; DivergenceError if its parameters are not finite."""
         if bad := not_finite(state.params):
             raise DivergenceError(
                 f"after step {step} parameters are not finite: {', '.join(bad)}; they are not saved, older steps are "
@@ -217,9 +222,9 @@ class TrainingLoop:
             )
         job.set_phase(f"saving step {step}")
         with waiting(f"saving step {step}"):
-            self.checkpoints.save(step, parts_of(state), loss=loss)
+            self.checkpoints.save(step, checkpoint_parts(state), loss=loss)
 
-    def _read(self, ended: DispatchedStep) -> dict[str, Any]:
+    def read(self, ended: DispatchedStep) -> dict[str, Any]:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
         first = ended.step == self.first
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
@@ -233,7 +238,8 @@ class TrainingLoop:
             self.skips.stop(ended.step, metrics, self.params)
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
-    def _report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
+    def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
+        """Record a step's numbers, and print its line where one is due."""
         self.logger.record(ended.step, values)
         ends = ended.step in (self.first, self.settings.train.steps)
         due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
@@ -253,11 +259,11 @@ def check_eval_loss(step: int, loss: float) -> None:
         )
 
 
-def parts_of(state: TrainState) -> dict[str, Any]:
+def checkpoint_parts(state: TrainState) -> dict[str, Any]:
     """A state as the parts of a checkpoint: parameters can be loaded without the rest."""
     return {"params": state.params, "rest": {name: part for name, part in state._asdict().items() if name != "params"}}
 
 
-def state_of(parts: dict[str, Any]) -> TrainState:
-    """The state that `parts_of` took apart."""
+def state_from(parts: dict[str, Any]) -> TrainState:
+    """The state that `checkpoint_parts` took apart."""
     return TrainState(params=parts["params"], **parts["rest"])

@@ -13,7 +13,7 @@ import jax
 from parallax.analysis.devices import most_memory
 from parallax.runtime.units import count, duration, in_bytes, in_flops
 
-WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
+LINE_WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
 LEAST_WAIT = 0.01  # of a step's time: less waiting for data is no news
 DISPENSABLE = ("memory", "lr", "wait", "gnorm")  # where a line is too long; metrics.jsonl has all of them
 
@@ -74,9 +74,9 @@ class Meter:
         return 0.0 if self.peak_flops is None else self.step_flops / self.peak_flops
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """What the console shows, in at most `WIDTH` columns; speed is the mean since the last line."""
-        secs = sum(secs for secs, _ in self._window) / max(len(self._window), 1)
-        waited = sum(waited for _, waited in self._window) / max(len(self._window), 1)
+        """What the console shows, in at most `LINE_WIDTH` columns; speed is the mean since the last line."""
+        steps = max(len(self._window), 1)
+        secs, waited = (sum(column) / steps for column in zip((0.0, 0.0), *self._window))
         self._window.clear()
         parts = {
             "step": f"step {step}/{self.steps}",
@@ -84,23 +84,21 @@ class Meter:
             "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
             "lr": f"lr {rate_of(values['train/learning_rate'])}",
         }
-        return fitted(parts | (self._speed(step, secs, waited, values) if secs > self._least_secs else {}))
+        if secs > self._least_secs:
+            flops, (done, total) = self.step_flops / secs, self._measured
+            known = self.peak_flops is not None
+            parts["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"
+            parts["mfu"] = f"mfu {flops / self.peak_flops:.0%}" if known else f"{in_flops(flops / self.devices)}/s/dev"
+            if "perf/memory_bytes" in values:
+                parts["memory"] = in_bytes(values["perf/memory_bytes"])
+            if waited / secs >= LEAST_WAIT:
+                parts["wait"] = f"wait {waited / secs:.0%}"
+            parts["left"] = f"left {duration((self.steps - step) * total / done)}"
+        return fitted(parts)
 
     def eval_line(self, step: int, loss: float) -> str:
         """What the console shows of an evaluation."""
         return f"step {step}/{self.steps}  eval loss {loss_of(loss)}"
-
-    def _speed(self, step: int, secs: float, waited: float, values: Mapping[str, float]) -> dict[str, str]:
-        done, total = self._measured
-        rate = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
-        share = rate if self.peak_flops is None else f"mfu {self.step_flops / secs / self.peak_flops:.0%}"
-        return {
-            "tok/s": f"{count(self.step_tokens / secs)} tok/s",
-            "mfu": share,
-            **({"memory": in_bytes(values["perf/memory_bytes"])} if "perf/memory_bytes" in values else {}),
-            **({"wait": f"wait {waited / secs:.0%}"} if waited / secs >= LEAST_WAIT else {}),
-            "left": f"left {duration((self.steps - step) * total / done)}",
-        }
 
 
 def fitted(parts: Mapping[str, str]) -> str:
@@ -112,7 +110,7 @@ def fitted(parts: Mapping[str, str]) -> str:
     kept = dict(parts)
     line = "  ".join(kept.values())
     for name in ("", *DISPENSABLE):
-        if len(line) > WIDTH:
+        if len(line) > LINE_WIDTH:
             kept.pop(name, None)
             line = " ".join(kept.values())
     return line

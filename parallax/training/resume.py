@@ -10,7 +10,7 @@ from parallax.config.earlier import of_today
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
-from parallax.runtime.run_files import RECORD
+from parallax.runtime.run_files import RECORD, RunFiles
 from parallax.runtime.version import code_version, version_of
 from parallax.training.folder import RunFolder
 
@@ -76,8 +76,9 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
 
     CheckpointError if it knows its ids by another tokenizer.
     """
-    step, parts, damaged = restore_newest(_checkpoints_of(source), {"params": wanted}, settings=settings)
-    changed = compare_settings(read_manifest(_checkpoints_of(source), step)["settings"], settings)
+    checkpoints = RunFiles(source).checkpoints
+    step, parts, damaged = restore_newest(checkpoints, {"params": wanted}, settings=settings)
+    changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
     there, here = changed.get(TOKENIZER, (None, None))
     if there is not None and here is not None:
         raise CheckpointError(
@@ -95,7 +96,7 @@ def import_record(folder: RunFolder, source: str) -> bytes | None:
     It is in the run's own newest step, or in that of `source`, the run that it starts from; None if nothing was kept.
     """
     own = complete_steps(folder.checkpoints)
-    checkpoints = folder.checkpoints if own or not source else _checkpoints_of(source)
+    checkpoints = folder.checkpoints if own or not source else RunFiles(source).checkpoints
     for step in check_steps(checkpoints).valid:
         at, files = checkpoints / str(step), read_manifest(checkpoints, step)["files"]
         if RECORD not in files:
@@ -107,7 +108,7 @@ def import_record(folder: RunFolder, source: str) -> bytes | None:
 
 def check_source(source: str) -> None:
     """CheckpointError if the run that train.init_from names has no checkpoint; loading judges what it has."""
-    if not complete_steps(_checkpoints_of(source)):
+    if not complete_steps(RunFiles(source).checkpoints):
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
         )
@@ -125,10 +126,6 @@ def is_fixed(key: str) -> bool:
     ['model.d_ff']
     """
     return key in FIXED_KEYS or (key.split(".")[0] in FIXED_SECTIONS and not key.startswith(FREE_KEYS))
-
-
-def _checkpoints_of(source: str) -> Path:
-    return Path(source) / "checkpoints"
 
 
 def _text(changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -39,7 +39,7 @@ from parallax.training.divergence import DivergenceError, SkippedSteps
 from parallax.training.evaluation import mean_loss
 from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, metrics_writers
-from parallax.training.loop import LearningRates, TrainingLoop, parts_of, state_of
+from parallax.training.loop import LearningRates, TrainingLoop, checkpoint_parts, state_from
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
 from parallax.training.resume import (
@@ -234,8 +234,8 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
     wanted = abstract_state(parts.model, parts.tx)
     if start:
         with waiting(f"restoring step {start}"):
-            step, found = load_newest(folder, parts_of(wanted), checkpoint_settings(parts), say)
-        return state_of(found), step
+            step, found = load_newest(folder, checkpoint_parts(wanted), checkpoint_settings(parts), say)
+        return state_from(found), step
     with waiting("compiling and making the initial state"):
         state = init_state(parts.model, parts.tx, parts.settings.train.seed)
     source = parts.settings.train.init_from

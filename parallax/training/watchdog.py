@@ -12,7 +12,7 @@ from parallax.runtime.errors import tell
 LEAST_STEPS = 5  # before a median means anything
 REMEMBERED_STEPS = 100
 LEAST_SECS = 5.0  # what is over sooner needs no explaining
-TICK_SECS = 0.25
+LOOK_SECS = 0.25
 
 
 class Watchdog:
@@ -48,7 +48,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         said = None
-        while not self._closed.wait(TICK_SECS):
+        while not self._closed.wait(LOOK_SECS):
             current = self._current
             if current is None or current == said or len(self._durations) < LEAST_STEPS:
                 continue
@@ -56,12 +56,6 @@ class Watchdog:
             taken = time.monotonic() - current[1]
             if taken > max(self._factor * median, self._least_secs):
                 said = current
-                self._say(current[0], taken, median)
-
-    def _say(self, step: int, taken: float, median: float) -> None:
-        tell(
-            f"step {step} has taken {taken:.1f} s so far, the median is {median:.2f} s "
-            f"(train.stall_factor={self._factor:g}); all threads:",
-            sys.stderr,
-        )
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+                times = f"has taken {taken:.1f} s so far, the median is {median:.2f} s"
+                tell(f"step {said[0]} {times} (train.stall_factor={self._factor:g}); all threads:", sys.stderr)
+                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

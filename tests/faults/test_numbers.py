@@ -241,7 +241,7 @@ def test_parameters_that_are_not_finite_are_never_saved(corpus):
     params["head"]["norm"]["scale"] = params["head"]["norm"]["scale"].at[2].set(jnp.inf)
     steps = TrainingLoop.__new__(TrainingLoop)  # it comes as far as the check
     with pytest.raises(DivergenceError, match=r"after step 7 parameters are not finite: head.norm.scale; they are not"):
-        steps._save(7, initial._replace(params=params), None)
+        steps.save(7, initial._replace(params=params), None)
 
 
 CASES = {

@@ -17,7 +17,7 @@ from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
 from parallax.model.rope import rope_of
-from parallax.training.loop import TrainingLoop, parts_of
+from parallax.training.loop import TrainingLoop, checkpoint_parts
 from parallax.training.run import train
 
 BOS = "<s>"
@@ -153,7 +153,7 @@ def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
     """A run that starts from the import and saves after `steps`; what it learns is not asked."""
 
     def run(all_steps, state, start):
-        all_steps.checkpoints.save(steps, parts_of(state))
+        all_steps.checkpoints.save(steps, checkpoint_parts(state))
         return state, steps
 
     monkeypatch.setattr(TrainingLoop, "run", run)

@@ -341,7 +341,7 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None, 1)
     steps = TrainingLoop(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
-    steps._pause = lambda ended, state, stopping: steps._read(ended) and stopping
+    steps.pause = lambda ended, state, stopping: steps.read(ended) and stopping
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
         "dispatch 0", "read 0", "dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3",
@@ -357,7 +357,7 @@ def take_steps(settings, step, say=lambda line: None):
     steps = TrainingLoop(
         settings, step, None, batches, Stub(), logger, meter, stub, stub, np.zeros(99), NoSkips(), stub
     )
-    steps._save = lambda *_: None
+    steps.save = lambda *_: None
     steps.run(SimpleNamespace(params={}), 0)
 
 
@@ -500,8 +500,8 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
     meter, recheck = Meter(last, 1, 1.0, None, 1), SimpleNamespace(take=twice)
     others = logger, meter, Stub(), Stub(), SlowRates(device), skips, recheck
     steps = TrainingLoop(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
-    steps._evaluates_after = lambda done: done == at_step["an evaluation follows"]
-    steps._saves_after = lambda done: False
+    steps.evaluates_after = lambda done: done == at_step["an evaluation follows"]
+    steps.saves_after = lambda done: False
     steps.run(SimpleNamespace(params={}, step=START), START)
     expected = {at: KEEPS_THE_HOST.get(at, ("", STEP_SECS))[1] for at in range(START + 1, last)}
     found = {at: rows[at]["perf/step_secs"] for at in expected}
@@ -529,7 +529,7 @@ def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
     )
     metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
     ended = DispatchedStep(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
-    assert {k: v for k, v in steps._read(ended).items() if "z_loss" in k} == {
+    assert {k: v for k, v in steps.read(ended).items() if "z_loss" in k} == {
         f"train/{k}": v for k, v in metrics.items()
     }
 
