@@ -70,13 +70,10 @@ class RunningFingerprint:
 
 def _words(x: Array) -> list[Array]:
     """The bits of the elements as uint32, twice where they have 64."""
-    if x.dtype == jnp.bool_:
-        return [x.astype(jnp.uint32)]
-    bits = np.dtype(x.dtype).itemsize * 8
-    if bits > WORD_BITS:
-        halves = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        return [halves[..., half] for half in range(halves.shape[-1])]
-    return [jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)]
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    bits = min(np.dtype(x.dtype).itemsize * 8, WORD_BITS)
+    words = jax.lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+    return [words] if words.shape == x.shape else [words[..., half] for half in range(words.shape[-1])]
 
 
 def _positions(shape: tuple[int, ...]) -> Array:

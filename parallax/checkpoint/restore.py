@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, shortened, wrong_files
+from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, first_few, read_manifest, wrong_files
 from parallax.runtime.errors import CheckpointError, first_line, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
@@ -89,7 +89,7 @@ def restore(
             drift = compare_settings(manifest["settings"], settings) if settings is not None else {}
             because = "".join(f"; {key}={there!r} there, {here!r} here" for key, (there, here) in drift.items())
             raise CheckpointError(
-                f"the checkpoint of step {step} in {folder} is of another model: {shortened(differences)}{because}"
+                f"the checkpoint of step {step} in {folder} is of another model: {first_few(differences)}{because}"
             )
     agreed(folder, step, lambda: _check_files(folder, step, manifest, parts))
     try:
@@ -135,7 +135,7 @@ def _check_files(folder: Path, step: int, manifest: Mapping[str, Any], parts: Co
     wrong = wrong_files(folder / str(step), {name: files[name] for name in names}, contents=True)
     if wrong:
         hit = damaged_arrays(folder / str(step), {part: manifest["arrays"][part] for part in parts})
-        raise DamagedError(folder, step, f"{shortened(wrong)}; {_not_as_saved(hit)}")
+        raise DamagedError(folder, step, f"{first_few(wrong)}; {_not_as_saved(hit)}")
 
 
 def _restore_tree(folder: Path, wanted: Any) -> Any:
@@ -147,4 +147,4 @@ def _restore_tree(folder: Path, wanted: Any) -> Any:
 def _not_as_saved(names: list[str]) -> str:
     if not names:
         return "its arrays are whole"
-    return f"{shortened(names)} {'is' if len(names) == 1 else 'are'} not what was saved"
+    return f"{first_few(names)} {'is' if len(names) == 1 else 'are'} not what was saved"

@@ -29,7 +29,7 @@ from parallax.runtime.errors import CheckpointError, first_line
 from parallax.runtime.units import in_bytes
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager):
     """Writes the checkpoints of one run into a folder.
 
     Use it as a context: leaving it waits for the save in flight, whatever the reason to leave.
@@ -60,9 +60,6 @@ class CheckpointWriter:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         try:

@@ -77,7 +77,7 @@ def check_steps(folder: Path) -> CheckedSteps:
         try:
             wrong = wrong_files(folder / str(step), read_manifest(folder, step)["files"], contents=False)
             if wrong:
-                raise DamagedError(folder, step, shortened(wrong))
+                raise DamagedError(folder, step, first_few(wrong))
             checked.valid.append(step)
         except DamagedError as error:
             checked.damaged[step] = error
@@ -153,10 +153,10 @@ def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents
     return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
 
 
-def shortened(texts: list[str]) -> str:
+def first_few(texts: list[str], most: int = NAMED_DIFFERENCES) -> str:
     """The first few of a list in words, and how many more there are."""
-    more = len(texts) - NAMED_DIFFERENCES
-    return ", ".join(texts if more <= 0 else [*texts[:NAMED_DIFFERENCES], f"and {more} more"])
+    more = len(texts) - most
+    return ", ".join(texts if more <= 0 else [*texts[:most], f"and {more} more"])
 
 
 def size_and_checksum(path: Path) -> dict[str, int]:

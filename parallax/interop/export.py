@@ -17,8 +17,8 @@ from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
     files_of,
+    first_few,
     read_manifest,
-    shortened,
     write_manifest,
     wrong_files,
 )
@@ -93,7 +93,7 @@ def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: 
         *differences,
     ]
     if differences:
-        raise CheckpointError(f"{source} has not the parameters of its config.json: {shortened(sorted(differences))}")
+        raise CheckpointError(f"{source} has not the parameters of its config.json: {first_few(sorted(differences))}")
 
 
 def write_rows(array: ArrayWriter, index: tuple[int, ...], pieces: Iterator[np.ndarray]) -> int:
@@ -176,7 +176,7 @@ def open_step(workdir: Path, step: int | None) -> SavedStep:
         or wrong_files(found.folder, found.files, contents=False)
     )
     if wrong:
-        raise damaged(found, shortened(wrong))
+        raise damaged(found, first_few(wrong))
     return found
 
 
@@ -209,7 +209,7 @@ class SavedParams:
         arrays = self._step.arrays.items()
         wrong = [f"params {name}" for name, about in arrays if self._running[name].value != about["fingerprint"]]
         if wrong:
-            raise damaged(self._step, f"{shortened(wrong)} not as saved")
+            raise damaged(self._step, f"{first_few(wrong)} not as saved")
 
 
 # ---- into a run

@@ -1,8 +1,6 @@
 """Finds silent data corruption: a step is taken twice and compared, and replicas with each other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,13 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
+from parallax.checkpoint.steps import first_few
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
 from parallax.sharding.collectives import as_varying
 from parallax.training.step import TrainState
 
-SHOWN_ARRAYS = 4
 NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
-ADVICE = "the hardware may be faulty: nothing was saved; go on from the last checkpoint, without that machine"
 
 
 class CorruptionError(ParallaxError):
@@ -29,12 +26,22 @@ class CorruptionError(ParallaxError):
     exit_status = EXIT_NUMBERS
 
 
-@dataclass
 class SilentCorruptionCheck:
     """`shardings` are those of a state. Between the two times the state waits in the hosts' memory, each device's copy
     by itself; the devices need no more than for one step."""
 
-    shardings: TrainState
+    def __init__(self, shardings: TrainState):
+        self._shardings, self._mesh = flatten(shardings), shardings.step.mesh
+
+        def local(state):
+            pieces = [as_varying(fingerprint(leaf)) for leaf in jax.tree.leaves(state)]
+            return jnp.stack(pieces)[(None,) * self._mesh.devices.ndim]
+
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+        mapped = jax.shard_map(
+            local, mesh=self._mesh, in_specs=(specs,), out_specs=P(*self._mesh.axis_names), check_vma=True
+        )
+        self._measure = jax.jit(mapped, out_shardings=NamedSharding(self._mesh, P()))
 
     def take(self, train_step: Callable, state: TrainState, batch: Any, step: int) -> tuple[TrainState, dict]:
         """What `train_step` returns; CorruptionError if the hardware is not to be trusted."""
@@ -52,12 +59,12 @@ class SilentCorruptionCheck:
     def bits(self, state: TrainState) -> NamedBits:
         """A fingerprint of what each device holds of each array; every process gets all of them."""
         table = np.asarray(self._measure(state))
-        return {name: table[..., at] for at, name in enumerate(self._names)}
+        return {name: table[..., at] for at, name in enumerate(self._shardings)}
 
     def compare_copies(self, found: NamedBits, step: int) -> None:
         """Raise CorruptionError where devices hold the same piece of an array, but not the same bits."""
         differ = {}
-        for name, sharding in zip(self._names, jax.tree.leaves(self.shardings), strict=True):
+        for name, sharding in self._shardings.items():
             used = jax.tree.leaves(tuple(sharding.spec))
             copies = tuple(at for at, axis in enumerate(self._mesh.axis_names) if axis not in used)
             # The median is what most of them have.
@@ -68,36 +75,17 @@ class SilentCorruptionCheck:
         """Raise CorruptionError where anything differs, with the names of arrays and devices in the message."""
         wrong = {name: np.argwhere(where) for name, where in differ.items() if where.any()}
         if wrong:
-            raise CorruptionError(f"{message.format(self._text(wrong))}; {ADVICE}")
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return list(flatten(self.shardings))
-
-    @cached_property
-    def _mesh(self) -> jax.sharding.Mesh:
-        return self.shardings.step.mesh
-
-    @cached_property
-    def _measure(self) -> Callable[[TrainState], Array]:
-        def local(state):
-            pieces = [as_varying(fingerprint(leaf)) for leaf in jax.tree.leaves(state)]
-            return jnp.stack(pieces)[(None,) * self._mesh.devices.ndim]
-
-        specs = jax.tree.map(lambda sharding: sharding.spec, self.shardings)
-        mapped = jax.shard_map(
-            local, mesh=self._mesh, in_specs=(specs,), out_specs=P(*self._mesh.axis_names), check_vma=True
-        )
-        return jax.jit(mapped, out_shardings=NamedSharding(self._mesh, P()))
+            raise CorruptionError(
+                f"{message.format(self._text(wrong))}; the hardware may be faulty: nothing was saved; go on from the "
+                "last checkpoint, without that machine"
+            )
 
     def _text(self, wrong: dict[str, np.ndarray]) -> str:
         shown = []
-        for name, places in list(wrong.items())[:SHOWN_ARRAYS]:
-            devices = ", ".join(self._device(place) for place in places[:SHOWN_ARRAYS].tolist() if place)
-            more = f" and {len(places) - SHOWN_ARRAYS} more" if len(places) > SHOWN_ARRAYS else ""
-            shown.append(f"{name} on {devices}{more}" if places.size else name)
-        left = len(wrong) - SHOWN_ARRAYS
-        return "; ".join(shown) + (f"; and {left} more arrays" if left > 0 else "")
+        for name, places in wrong.items():
+            devices = first_few([self._device(place) for place in places.tolist() if place])
+            shown.append(f"{name} on {devices}" if devices else name)
+        return first_few(shown)
 
     def _device(self, place: list[int]) -> str:
         device = self._mesh.devices[tuple(place)]

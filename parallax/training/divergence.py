@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
+from parallax.checkpoint.steps import first_few
 from parallax.config.settings import Settings
 from parallax.data import Reader
 from parallax.pipeline import ShardedModel
@@ -203,9 +204,7 @@ def ranges(numbers: np.ndarray) -> str:
     """
     numbers = np.unique(numbers)
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:SHOWN_RANGES]]
-    left = len(runs) - SHOWN_RANGES
-    return ", ".join(shown) + (f" and {left} more" if left > 0 else "")
+    return first_few([f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs], SHOWN_RANGES)
 
 
 def text_of(data: Reader, step: int) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,22 +30,17 @@ def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
     return batch
 
 
-class MeanLoss(NamedTuple):
-    """`loss` is the mean over `tokens` labels, in nats; not a number where there is none."""
-
-    loss: float
-    tokens: int
-
-
 def mean_loss(
     step: Callable[[Any, Any], dict[str, jax.Array]],
     params: Any,
     reader: Reader,
     put: Callable[[Any], Any],
     batches: int,
-    show: Callable[[int, int], None] = lambda done, of: None,
-) -> MeanLoss:
-    """What `step` says of the first batches of a reader; `show` is told how many of how many are done.
+    show: Callable[[int, int], None],
+) -> tuple[float, int]:
+    """The mean loss in nats over the labels of a reader's first batches, NaN where there is none; and their number.
+
+    `step` computes a batch's metrics; `show` is told how many batches of how many are done.
 
     Raises:
         DataError: a batch cannot be read, by this process or by another one: all raise it at the same batch.
@@ -56,4 +51,4 @@ def mean_loss(
         nats += float(metrics["loss"]) * float(metrics["tokens"])
         tokens += int(metrics["tokens"])
         show(index + 1, batches)
-    return MeanLoss(nats / tokens if tokens else math.nan, tokens)
+    return nats / tokens if tokens else math.nan, tokens

@@ -40,14 +40,12 @@ class LearningRates:
     may have more steps than fit into a list."""
 
     def __init__(self, config: OptimizerConfig, steps: int):
-        self._schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
-        self._block = functools.lru_cache(maxsize=2)(self._compute)
+        schedule = jax.jit(jax.vmap(learning_rate(config, steps)))
+        compute = lambda block: np.asarray(schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK)))  # noqa: E731
+        self._block = functools.lru_cache(maxsize=2)(compute)
 
     def __getitem__(self, update: int) -> float:
         return float(self._block(update // RATES_BLOCK)[update % RATES_BLOCK])
-
-    def _compute(self, block: int) -> np.ndarray:
-        return np.asarray(self._schedule(block * RATES_BLOCK + jnp.arange(RATES_BLOCK)))
 
 
 class DispatchedStep(NamedTuple):

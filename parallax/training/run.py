@@ -340,7 +340,7 @@ def evaluation(parts: RunComponents) -> Callable[[Any], float] | None:
 
     def evaluate(params: Any) -> float:
         with waiting(next(what)) as show:
-            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show).loss
+            return mean_loss(step, params, parts.eval_data, put, eval_count(parts), show)[0]
 
     return evaluate
 
