@@ -1,7 +1,6 @@
 """What runs on devices: one training step and one evaluation, compiled and pure; and how settings become them."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +34,12 @@ class TrainState(NamedTuple):
 def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> TrainState:
     """The shapes and shardings of a state.
 
-    What an optimizer keeps for a parameter, in its shape, is cut as `model.plan` cuts the parameter; all else is whole
-    on every device.
+    Of an optimizer's state, what has the tree of the parameters is cut as `model.plan` cuts these, where the shape is
+    the same, too; all else is whole on every device.
     """
     whole = NamedSharding(model.mesh, P())
     is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    is_per_param = lambda tree: isinstance(tree, dict) and tree.keys() == model.shapes.keys()  # noqa: E731
 
     def place(leaf: Any, sharding: NamedSharding = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -49,11 +49,11 @@ def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> Tra
             return leaf
         return place(leaf, param.sharding if leaf.shape == param.shape else whole)
 
-    init = partial(jax.eval_shape, tx.init)
+    def place_part(part: Any) -> Any:
+        return jax.tree.map(place_like, part, params, is_leaf=is_masked) if is_per_param(part) else place(part)
+
     params = jax.tree.map(place, model.shapes, model.shardings)
-    opt_state = optax.tree_map_params(
-        init, place_like, init(model.shapes), params, transform_non_params=place, is_leaf=is_masked
-    )
+    opt_state = jax.tree.map(place_part, jax.eval_shape(tx.init, model.shapes), is_leaf=is_per_param)
     guard = jax.tree.map(place, jax.eval_shape(init_guard))
     return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32)), params, opt_state, guard)
 

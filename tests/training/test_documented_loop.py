@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import textwrap
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "parallax"
@@ -11,13 +12,15 @@ WRITTEN_IN = {"training/run.py": {"train", "run"}, "training/loop.py": {"take_st
 
 
 def documented():
-    """Each call of the page's listing, with the file that is written behind it."""
-    listing = re.search(r"## The training loop.*?```python\n(.*?)```", (ROOT / "docs/map.md").read_text(), re.S)[1]
+    """Each call of the page's listing, with the file that is written behind it, else that of the loop."""
+    section = re.search(r"## The training loop\n(.*?)\n## ", (ROOT / "docs/map.md").read_text(), re.S)[1]
+    listing = textwrap.dedent("".join(line for line in section.splitlines(True) if line.startswith("    ")))
     lines = listing.splitlines()
     assert len(lines) <= 15
     for node in calls_of(ast.parse(listing)):
         if name_of(node) != "range":
-            yield name_of(node), re.search(r"# ([\w/]+\.py)", lines[node.lineno - 1])[1]
+            file = re.search(r"# ([\w/]+\.py)", lines[node.lineno - 1])
+            yield name_of(node), file[1] if file else "training/loop.py"
 
 
 def calls_of(tree):
