@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_examples import SETTINGS
+from jax.sharding import PartitionSpec as P
 from tiny import build, optimizer_config, params_of
 
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
@@ -405,3 +406,24 @@ def test_optimizer_states_are_cut_as_their_parameters_are(optimizer):
     assert moments == 2 * len(by_name) - (matrices if optimizer == "muon" else 0)
     planned = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, tx))
     assert jax.tree.all(jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), state, planned))
+
+
+OTHERS = {
+    "muon of optax": optax.contrib.muon(1e-3),
+    "factored": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "of one part": optax.masked(optax.adam(1e-3), {"blocks": True, "embedding": False, "head": False}),
+    "injected": optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_of_other_optimizers_lie_as_their_parameters_where_they_have_their_shape(name):
+    """The oracle knows a parameter by the end of a path."""
+    model = build((2, 2, 2))
+    params, placed = flatten(model.shapes), 0
+    for path, leaf in flatten(abstract_state(model, OTHERS[name]).opt_state).items():
+        own = next((name for name in params if path.endswith(f".{name}")), None)
+        cut = own is not None and leaf.shape == params[own].shape
+        placed += cut
+        assert leaf.sharding.spec == (flatten(model.shardings)[own].spec if cut else P()), path
+    assert placed
