@@ -75,8 +75,8 @@ class Meter:
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """What the console shows, in at most `LINE_WIDTH` columns; speed is the mean since the last line."""
-        steps = max(len(self._window), 1)
-        secs, waited = (sum(column) / steps for column in zip((0.0, 0.0), *self._window))
+        secs = sum(secs for secs, _ in self._window) / max(len(self._window), 1)
+        waited = sum(waited for _, waited in self._window) / max(len(self._window), 1)
         self._window.clear()
         parts = {
             "step": f"step {step}/{self.steps}",
