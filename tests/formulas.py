@@ -97,6 +97,11 @@ class Step:
         """Entries of the embedding's table, or of the head's, on a tensor rank; cut over dp further."""
         return self.model.vocab * self.model.d_model // (self.tp if self.embedding == "vocab_parallel" else 1)
 
+    @property
+    def tables_at_once(self) -> bool:
+        """Whether pp and dp cut the same dim of a table, the larger one, and it is gathered over both once a step."""
+        return self.tables in ("zero1", "zero2") and self.model.d_model > self.model.vocab and self.pp > 1
+
     def cut(self, entries: int, over_tp: bool) -> int:
         return entries // self.tp if over_tp else entries
 
@@ -191,7 +196,8 @@ class Step:
             self.add("dp", *self.sum_of_gradients(kernel), sums)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
-        self.add("dp", "all-gather", "forward", self.table * self.bytes, gathers)
+        axes = "pp dp" if self.tables_at_once else "dp"
+        self.add(axes, "all-gather", "forward", self.table * self.bytes, gathers)
         self.add("dp", *self.sum_of_gradients(self.table), sums)
 
     def times(self, policy: str, uses: int, once: int) -> tuple[int, int]:
@@ -223,7 +229,7 @@ class Step:
             self.add(axes, "all-reduce", "backward", stage * self.cut(entries, over_tp) * FLOAT32)
         for _ in range(1 if m.tied else 2):
             table = self.cut_at_rest(self.table, self.tables)
-            self.add("pp", "all-gather", "forward", table * self.bytes)
+            self.add("pp", "all-gather", "forward", table * self.bytes, not self.tables_at_once)
             self.add("pp", "reduce-scatter", "backward", table * FLOAT32)
             self.sum_at_rest(self.table // self.pp, self.tables, self.embedding == "vocab_parallel")
         hidden = self.residual == "hidden"

@@ -116,7 +116,7 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
     found: list[tuple[tuple[int, ...], str]] = []
 
     def start(params, batch, noise):
-        executor, boundary_state, _ = model.ready(params, batch, noise)
+        executor, boundary_state = model.ready(params, batch, noise)
         state = executor.start(boundary_state)
         named = lambda tree, component: jax.tree.map(lambda leaf: component, tree)  # noqa: E731
         components = named(state, "pipeline_buffers")

@@ -8,7 +8,7 @@ uneven layers could balance whole layers only. It costs two messages more per mi
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,31 +24,6 @@ from parallax.sharding.activations import BATCH_AXES, ROWS, SHARED_ROWS, TOKENS,
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import ShardingPlan
-
-
-class PipelineBoundary(Protocol):
-    """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
-
-    def start(self, slots: int) -> Any:
-        """The state before the first tick; `slots` are those of outputs of the last stage."""
-
-    def first_stage_input(self, state: Any, microbatch: Array) -> Array:
-        """The first stage's input."""
-
-    def on_last_stage_output(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
-        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
-
-    def run_head(self, state: Any) -> Any:
-        """Once, after the last F and before the first B, where the schedule has its head between."""
-
-    def last_stage_gradient(self, state: Any, microbatch: Array, slot: Array) -> Array:
-        """The gradient in the last stage's output."""
-
-    def on_first_stage_gradient(self, state: Any, microbatch: Array, dx: Array) -> Any:
-        """Take the gradient in the first stage's input."""
-
-    def finish(self, state: Any) -> Any:
-        """Once, after the last tick."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +154,46 @@ def add_gradients(total: Any, share: Any) -> Any:
     return total | {part: added(part) for part in share}
 
 
+@dataclasses.dataclass(frozen=True)
+class PipelineBoundary:
+    """What the pipeline's first stage reads and its last stage feeds; `state` is carried from tick to tick."""
+
+    embed_and_head: EmbedAndHead
+    tokens: Tokens
+    weight: Array
+    last: int  # rank of the last stage; the first is on rank 0
+
+    def start(self, slots: int) -> Any:
+        """The state before the first tick; `slots` are those of outputs of the last stage."""
+
+    def first_stage_input(self, state: Any, microbatch: Array) -> Array:
+        """The first stage's input."""
+
+    def on_last_stage_output(self, state: Any, microbatch: Array, slot: Array, y: Array) -> Any:
+        """Take the last stage's output, which is `y` on its rank; all ranks call this together."""
+
+    def run_head(self, state: Any) -> Any:
+        """Once, after the last F and before the first B, where the schedule has its head between."""
+        return state
+
+    def last_stage_gradient(self, state: Any, microbatch: Array, slot: Array) -> Array:
+        """The gradient in the last stage's output."""
+
+    def on_first_stage_gradient(self, state: Any, microbatch: Array, dx: Array) -> Any:
+        """Take the gradient in the first stage's input."""
+
+    def finish(self, state: Any) -> Any:
+        """Once, after the last tick."""
+        return state
+
+
 class MicrobatchState(NamedTuple):
     exits: Array  # [exit slots, ...] gradients of the last stage's outputs
     loss: Array
     grads: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class MicrobatchHead:
+class MicrobatchHead(PipelineBoundary):
     """Embedding and head in the ticks, one microbatch at a time: the embedding on the first stage's rank, the head
     on all ranks, each with its share of tokens, when the last stage, on rank `last`, has run.
 
@@ -194,11 +201,6 @@ class MicrobatchHead:
         forward   reduce_scatter of the last stage's output over pp
         backward  all_gather of its gradient over pp
     """
-
-    embed_and_head: EmbedAndHead
-    tokens: Tokens
-    weight: Array
-    last: int
 
     def start(self, slots: int) -> MicrobatchState:
         x = jax.eval_shape(lambda: self.first_stage_input(None, jnp.int32(0)))
@@ -217,18 +219,12 @@ class MicrobatchHead:
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
         return MicrobatchState(exits, state.loss + loss, grads)
 
-    def run_head(self, state):
-        return state
-
     def last_stage_gradient(self, state, microbatch, slot):
         return index(state.exits, slot)
 
     def on_first_stage_gradient(self, state, microbatch, dx):
         ids, rows = index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch)
         return state._replace(grads=add_gradients(state.grads, self.embed_and_head.embed_grads(ids, rows, dx)))
-
-    def finish(self, state):
-        return state
 
     def _share(self, y: Array, microbatch: Array) -> tuple[Array, Array]:
         """This rank's tokens of the last stage's output, and their labels.
@@ -278,8 +274,7 @@ class BatchedState(NamedTuple):
     grads: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchedHead:
+class BatchedHead(PipelineBoundary):
     """Embedding before all ticks, head between forward and backward: every pipeline rank does its share of rows.
 
     Communication, a step:
@@ -288,11 +283,6 @@ class BatchedHead:
 
     Each rank sends every microbatch's activations about once, as a stage boundary does.
     """
-
-    embed_and_head: EmbedAndHead
-    tokens: Tokens
-    weight: Array
-    last: int  # rank of the last stage; the first is on rank 0
 
     def start(self, slots: int) -> BatchedState:
         x = self.embed_and_head.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))

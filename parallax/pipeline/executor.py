@@ -147,8 +147,6 @@ class Executor(NamedTuple):
             lambda: index(state.messages["F"], row["message F"]),
         )
         context, at = self.context(row["F"]), self._slot_index("F", row)
-        if state.residuals is None:
-            return vary_all((self.stage.run(self.weights, x, context, at.chunk), None))
         return vary_all(self.stage.forward(self.weights, x, context, state.residuals, at))
 
     def idle_forward(self, state: State) -> tuple[Array, Any]:
@@ -278,6 +276,7 @@ class Stage:
         gathered, context = self.loop.gathered(weights, 0), self._at(context, 0)
         y, pull = jax.vjp(partial(self.layer, context=context), gathered, x)
         saved = self.vjp.saved(pull, gathered, context)
+        self.saved_shapes = jax.eval_shape(lambda: saved)
         in_place = self.remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
         if self.remat in REMAT_POLICIES:
@@ -300,28 +299,21 @@ class Stage:
         """Slots for what `plan` says, empty."""
 
         def empty(pool: str, leaf: Any) -> Array:
-            layers = () if self._whole_stage(pool) else (self.loop.stage_layers,)
+            layers = () if pool == "FB" and self.remat == "stage" else (self.loop.stage_layers,)
             return zeros(leaf, slots[pool], *layers)
 
         return {pool: [empty(pool, leaf) for leaf in pools[pool]] for pool in slots}
 
-    def run(self, weights: Any, x: Array, context: Context, chunk: Array | int) -> Array:
-        """The stage's output; nothing is kept."""
-
-        def step(x, layer, number, gathered):
-            return self.layer(gathered, x, self._at(context, number)), {}
-
-        turns = self.loop.turns(step, chunk, weights=weights)
-        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(x)))[0]
-
     def forward(self, weights: Any, x: Array, context: Context, residuals: Any, at: SlotIndex) -> tuple[Array, Any]:
-        """The stage's output, and `residuals` with what the backward pass will read."""
-        if self.remat == "stage":
-            residuals = residuals | {"FB": write_slot(residuals["FB"], [x], at.slots["FB"])}
-            return self.run(weights, x, context, at.chunk), residuals
+        """The stage's output, and `residuals` with what the backward pass will read; without residuals, None."""
+        of_layers = residuals
+        if self.remat == "stage" and residuals is not None:
+            of_layers, residuals = None, residuals | {"FB": write_slot(residuals["FB"], [x], at.slots["FB"])}
 
         def step(carry, layer, number, gathered):
             (x, residuals), here = carry, self._at(context, number)
+            if residuals is None:
+                return (self.layer(gathered, x, here), None), {}
             if self.remat == "layer":
                 saved, y = [x], self.layer(gathered, x, here)
             elif self.remat in REMAT_POLICIES:
@@ -333,7 +325,9 @@ class Stage:
             return (y, self._write_residuals(residuals, saved, at, layer)), {}
 
         turns = self.loop.turns(step, at.chunk, weights=weights)
-        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, residuals))))[0]
+        state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, of_layers)))
+        (y, of_layers), _ = turns.end(state)
+        return y, residuals if of_layers is None else of_layers
 
     def backward(
         self, weights: Any, residuals: Any, context: Context, dy: Array, grads: list[Array], at: SlotIndex
@@ -342,11 +336,15 @@ class Stage:
 
         With `split` only the share that costs no matrix product, and `residuals` with those of `weight_gradients`.
         """
-        recomputed = self._recomputed(weights, residuals, context, at) if self.remat == "stage" else None
+        if self.remat == "stage":
+            turns = self.loop.turns(partial(self._save, context), at.chunk, weights=weights)
+            (x,) = read_slot(residuals["FB"], at.slots["FB"])
+            begin = turns.begin((x, [zeros(leaf, self.loop.stage_layers) for leaf in self.saved_shapes]))
+            (_, recomputed), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, begin))
 
         def step(carry, layer, number, gathered):
             (dy, residuals), here = carry, self._at(context, number)
-            if recomputed is not None:
+            if self.remat == "stage":
                 saved = read_slot(recomputed, layer)
             elif self.remat == "layer":
                 (x,) = read_slot(residuals["FB"], at.slots["FB"], layer)
@@ -406,23 +404,11 @@ class Stage:
         rest = iter(own)
         return [later[at] if at in later else next(rest) for at in range(len(own) + len(later))]
 
-    def _recomputed(self, weights: Any, residuals: Any, context: Context, at: SlotIndex) -> list[Array]:
-        """What all layers of the stage save, `[layer, ...]`, made again from the stage's input."""
-        (x,) = read_slot(residuals["FB"], at.slots["FB"])
-        _, saved = jax.eval_shape(lambda: self.vjp.forward(self.loop.gathered(weights, 0), x, self._at(context, 0)))
-        empty = [zeros(leaf, self.loop.stage_layers) for leaf in saved]
-
-        def step(carry, layer, number, gathered):
-            x, saved = carry
-            y, new = self.vjp.forward(gathered, x, self._at(context, number))
-            return (y, write_slot(saved, new, layer)), {}
-
-        turns = self.loop.turns(step, at.chunk, weights=weights)
-        (_, saved), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, empty))))
-        return saved
-
-    def _whole_stage(self, pool: str) -> bool:
-        return pool == "FB" and self.remat == "stage"
+    def _save(self, context: Context, carry: Any, layer: Array, number: Array, gathered: Any) -> tuple[Any, dict]:
+        """One layer forward, with what it saves written."""
+        (x, saved), here = carry, self._at(context, number)
+        y, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
+        return (y, write_slot(saved, self.vjp.saved(pull, gathered, here), layer)), {}
 
 
 @dataclasses.dataclass
@@ -496,7 +482,7 @@ class Turns:
         (carry, grads), layer = state, self.layer_of(at)
         number = self.first + layer
         carry, shares = self.step(carry, layer, number, self.loop.gathered(self.weights, number, _first(carry)))
-        return carry, self.loop.add(grads, number, shares)
+        return vary_all((carry, self.loop.add(grads, number, shares)))
 
     def end(self, state: Any) -> tuple[Any, list[Array]]:
         return state
@@ -506,19 +492,13 @@ class Turns:
         that a loop writes all of an array, and does not empty it before."""
         return self.loop.stage_layers - 1 - at if self.reverse else at
 
-    def where_layer(self, number: Array, run: Callable, otherwise: Callable) -> Any:
-        """`run()` where there is a layer."""
-        if not self.loop.uneven:
-            return run()
-        there = self.loop.numbers[number] >= 0
-        return lax.cond(there, lambda: vary_all(run()), lambda: vary_all(otherwise()))
-
 
 class UnevenTurns(Turns):
     """The same, where a place may be without a layer."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
-        return self.where_layer(self.first + self.layer_of(at), partial(super().turn, at, state), lambda: state)
+        there = self.loop.numbers[self.first + self.layer_of(at)] >= 0
+        return lax.cond(there, partial(super().turn, at, state), partial(vary_all, state))
 
 
 class PrefetchTurns(Turns):
@@ -539,8 +519,12 @@ class PrefetchTurns(Turns):
             grads = self.loop.add(grads, self.first + self.layer_of(at - 1), shares)
             carry = self.loop.carry_after(carry, grads)
         run = partial(self.step, carry, layer, number, gathered)
-        empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1]) if self.loop.uneven else None
-        carry, shares = self.where_layer(number, run, lambda: (carry, empty))
+        if self.loop.uneven:
+            empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1])
+            there = self.loop.numbers[number] >= 0
+            carry, shares = lax.cond(there, lambda: vary_all(run()), partial(vary_all, (carry, empty)))
+        else:
+            carry, shares = run()
         coming = gathered
         if not is_last:
             coming = self.loop.gathered(self.weights, self.first + self.layer_of(at + 1), _first(carry))

@@ -4,8 +4,8 @@ leaves, without a message and a program for each."""
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,24 +80,15 @@ class Arrangement:
 
         Communication: an all_to_all over pp of all those together in which another dim than `layers` is cut over it.
         """
-        found = [_take(x, self.own_numbers()) if _held(layout) else x for layout, x in zip(stored, leaves, strict=True)]
-        for group in alike(leaves, [at for at, layout in enumerate(stored) if _cut_elsewhere(layout)]):
-            dims = [_cut_dim(stored[at]) for at in group]
-            moved = layers_to_ranks([leaves[at] for at in group], dims, jnp.asarray(self.numbers.reshape(-1)))
-            found = _replaced(found, group, moved)
-        return found
+        rows = jnp.asarray(self.numbers.reshape(-1))
+        return _moved(stored, leaves, lambda x: _take(x, self.own_numbers()), partial(layers_to_ranks, rows=rows))
 
     def to_model(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """The inverse for gradients: this device's pieces of stored parameters; where no dim is cut over pp, its share
         of a sum over pp."""
-        found = [self._given_back(x) if _held(layout) else x for layout, x in zip(stored, leaves, strict=True)]
         flat = self.numbers.reshape(-1)
-        places = np.argsort(flat, stable=True)[flat.size - self.layers :]
-        for group in alike(leaves, [at for at, layout in enumerate(stored) if _cut_elsewhere(layout)]):
-            dims = [_cut_dim(stored[at]) for at in group]
-            moved = layers_from_ranks([leaves[at] for at in group], dims, jnp.asarray(places))
-            found = _replaced(found, group, moved)
-        return found
+        places = jnp.asarray(np.argsort(flat, stable=True)[flat.size - self.layers :])
+        return _moved(stored, leaves, self._given_back, partial(layers_from_ranks, rows=places))
 
     def _given_back(self, x: Array) -> Array:
         whole = as_varying(jnp.zeros((self.layers, *x.shape[1:]), x.dtype))
@@ -106,35 +97,26 @@ class Arrangement:
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
 
 
-def _held(stored: Layout) -> bool:
-    """Whether every pipeline rank holds all layers."""
-    return "pp" not in stored.used_axes()
-
-
-def _cut_elsewhere(stored: Layout) -> bool:
-    return not _held(stored) and "pp" not in stored.cut_of("layers")
-
-
-def _cut_dim(stored: Layout) -> int:
-    return next(dim for dim, axes in enumerate(stored.axes) if "pp" in axes)
-
-
-def _replaced(leaves: list[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
-    at = dict(zip(numbers, new, strict=True))
-    return [at.get(number, leaf) for number, leaf in enumerate(leaves)]
+def _moved(
+    stored: Sequence[Layout], leaves: Sequence[Array], of_whole: Callable[[Array], Array], exchange: Callable
+) -> list[Array]:
+    """Of leaves that every pipeline rank holds `of_whole`; those in which another dim than `layers` is cut over pp
+    exchanged, in groups that one array can hold: of one dtype, varying over the same axes."""
+    found, groups = [], defaultdict(list)
+    for at, (layout, x) in enumerate(zip(stored, leaves, strict=True)):
+        found.append(x if "pp" in layout.used_axes() else of_whole(x))
+        if "pp" in layout.used_axes() and "pp" not in layout.cut_of("layers"):
+            groups[x.dtype, varying_axes(x)].append(at)
+    for group in groups.values():
+        cut_dims = [next(dim for dim, axes in enumerate(stored[at].axes) if "pp" in axes) for at in group]
+        for at, moved in zip(group, exchange([leaves[at] for at in group], cut_dims), strict=True):
+            found[at] = moved
+    return found
 
 
 def _take(x: Array, numbers: Array) -> Array:
     there = (numbers >= 0).reshape(-1, *(1 for _ in x.shape[1:]))
     return jnp.where(there, x[jnp.maximum(numbers, 0)], 0)
-
-
-def alike(leaves: Sequence[Array], numbers: Sequence[int]) -> list[list[int]]:
-    """Those leaves in groups that one array can hold: of one dtype, varying over the same axes."""
-    groups = defaultdict(list)
-    for number in numbers:
-        groups[leaves[number].dtype, varying_axes(leaves[number])].append(number)
-    return list(groups.values())
 
 
 def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:

@@ -35,6 +35,7 @@ from parallax.model.families import FAMILIES
 from parallax.model.rope import rope_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
+from parallax.pipeline.buffers import index
 from parallax.pipeline.executor import Executor, LayerLoop, Stage
 from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
@@ -45,7 +46,7 @@ from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.plan import DATA_AXES, Policies, ShardingPlan
+from parallax.sharding.plan import Policies, ShardingPlan
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
@@ -89,7 +90,7 @@ class ShardedModel:
             model.dtype,
             order=self.arrangement,
             reduce=fsdp.reduce,
-            gather_first=first_group(mesh, DATA_AXES[-1]),
+            gather_first=partial(first_group, mesh),
         )
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
@@ -235,23 +236,22 @@ class ShardedModel:
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
 
     def _loss_and_grad(self, params, batch, noise):
-        executor, boundary_state, blocks = self.ready(params, batch, noise)
+        executor, boundary_state = self.ready(params, batch, noise)
         boundary, state = executor.boundary, executor.run(boundary_state)
         ended = boundary.finish(state.boundary)
-        block_grads = jax.tree.unflatten(jax.tree.structure(blocks), state.grads)
+        block_grads = jax.tree.unflatten(jax.tree.structure(executor.weights), state.grads)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
         return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
     def ready(self, params, batch, noise):
-        """The executor of a training step, the first state of its boundary, and the weights of this rank's layers."""
+        """The executor of a training step, and the first state of its boundary."""
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
         weight = 1 / jnp.maximum(tokens.count(), 1)
         weights = self.plan.load(jax.tree.map(as_varying, params))
         spread = self.schedule.head == "between"
         work = self._embed_and_head(weights, tokens.key, rows=SHARED_ROWS if spread else ROWS)
         boundary = (BatchedHead if spread else MicrobatchHead)(work, tokens, weight, self.schedule.placement[-1])
-        blocks = weights["blocks"]
-        return self._executor(self.schedule, blocks, boundary), boundary.start(self.schedule.exit_slots), blocks
+        return self._executor(self.schedule, weights["blocks"], boundary), boundary.start(self.schedule.exit_slots)
 
     def _loss(self, params, batch, noise):
         executor = self._evaluator(params, batch, noise, Stage)
@@ -306,8 +306,8 @@ class ShardedModel:
         return Tokens(*arrays, rows.reshape(microbatches, -1), key)
 
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
-        at = lambda x: as_varying(jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False))  # noqa: E731
-        positions, segments, rows = map(at, (tokens.positions, tokens.segments, tokens.rows))
+        arrays = tokens.positions, tokens.segments, tokens.rows
+        positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         masked = self.model.kernel != "splash"
         return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
 

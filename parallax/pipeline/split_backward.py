@@ -54,10 +54,11 @@ class SplitVjp:
         args, structure = jax.tree.flatten((weights, x, context))
 
         def forward(*args):
-            y, saved = self.forward(*jax.tree.unflatten(structure, args))
-            return [y, *saved]
+            weights, x, context = jax.tree.unflatten(structure, args)
+            y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+            return [y, *self.saved(pull, weights, context)]
 
-        self.selection = select(forward, tuple(args), now=[0], names=names)
+        self.selection = select(jax.make_jaxpr(forward)(*args), now=[0], names=names)
 
     def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
         """The layer's output, and what `recompute` needs besides weights, x and context."""
@@ -80,7 +81,9 @@ class SplitVjp:
         first_saved, last_saved = len(known), len(known) + len(saved)
         readable = range(first_saved, last_saved) if saved_is_kept else ()
         wanted = len(jax.tree.leaves(weights))
-        self.backward_split = split_backward(backward, (*known, *saved, dy), wanted=[wanted], readable=readable)
+        self.backward_split = split_backward(
+            jax.make_jaxpr(backward)(*known, *saved, dy), wanted=[wanted], readable=readable
+        )
         self.read_later = tuple(at - first_saved for at in self.backward_split.reads)
         self.now = tuple(at for at in range(wanted) if at not in self.backward_split.deferred)
 
@@ -109,13 +112,13 @@ class BackwardSplit(NamedTuple):
     reads: tuple[int, ...]  # arguments of the whole that the second reads, too
 
 
-def split_backward(function: Callable, args: tuple, *, wanted: Iterable[int], readable: Iterable[int]) -> BackwardSplit:
-    """Divide `function(*args) -> flat list`: the outputs at `wanted` and what is cheap first, matrix products that
+def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Iterable[int]) -> BackwardSplit:
+    """Divide a traced program: the outputs at `wanted` and what is cheap first, matrix products that
     they do not need second.
 
     The second reads arguments at `readable` itself; all else that it needs, the first hands to it, as `b_residuals`.
     """
-    whole = inlined(jax.make_jaxpr(function)(*args))
+    whole = inlined(program)
     jaxpr = whole.jaxpr
     wanted, readable = set(wanted), set(readable)
     first = _ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
@@ -150,10 +153,10 @@ class Selection(NamedTuple):
     recompute: Callable
 
 
-def select(function: Callable, args: tuple, *, now: Iterable[int], names: Collection[str]) -> Selection:
-    """Divide `function(*args) -> flat list` in time: the outputs at `now` are made first, the others later, from the
+def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) -> Selection:
+    """Divide a traced program in time: the outputs at `now` are made first, the others later, from the
     arguments again and from values of these names, which are kept where the others need them."""
-    whole = inlined(jax.make_jaxpr(function)(*args))
+    whole = inlined(program)
     jaxpr = whole.jaxpr
     named = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "name" and e.params["name"] in names}
     first, later = [], []

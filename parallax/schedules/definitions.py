@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.csv_files import load_csv
 from parallax.schedules.schedule import KINDS, Action, Schedule
@@ -114,9 +116,7 @@ def _groups(microbatches: int, ranks: int) -> list[range]:
     [range(0, 5), range(5, 9)]
     """
     count = max(microbatches // ranks, 1)
-    sizes = [microbatches // count + (at < microbatches % count) for at in range(count)]
-    stops = list(itertools.accumulate(sizes))
-    return [range(stop - size, stop) for size, stop in zip(sizes, stops)]
+    return [range(group[0], group[-1] + 1) for group in np.array_split(np.arange(microbatches), count)]
 
 
 def _with_weights(order: Sequence[Action], lag: int) -> tuple[Action, ...]:

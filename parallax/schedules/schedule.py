@@ -300,8 +300,7 @@ class Schedule:
     @cached_property
     def exit_microbatch(self) -> np.ndarray:
         """int32 `[tick]`: the microbatch whose forward pass the last stage has run, -1 where none."""
-        in_last_stage = self._when_run("F", lambda action: int(action.stage == self.stages - 1)) == 1
-        return self.microbatch["F"].max(axis=1, where=in_last_stage, initial=-1)
+        return self._when_run("F", lambda a: a.microbatch if a.stage == self.stages - 1 else -1).max(axis=1)
 
     @cached_property
     def _exit_slot_of(self) -> dict[Action, int]:
@@ -316,11 +315,8 @@ class Schedule:
     @cached_property
     def exit_slot(self) -> dict[str, np.ndarray]:
         """int32 `[tick]`: the slot that the last stage's F writes, and the one that its B reads."""
-        found = {kind: np.full(self.ticks, -1, np.int32) for kind in "FB"}
-        for action, slot in self._exit_slot_of.items():
-            for kind in "FB":
-                found[kind][self.tick_of[action._replace(kind=kind)]] = slot
-        return found
+        slot = lambda action: self._exit_slot_of.get(action._replace(kind="F"), -1)  # noqa: E731
+        return {kind: self._when_run(kind, slot).max(axis=1) for kind in "FB"}
 
     # ---- what is compiled
 

@@ -5,7 +5,7 @@ of JAX make of it. Outside, with no axis bound, all are the identity: that run i
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -67,11 +67,11 @@ def _bound(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in ALL_AXES if axis in wanted and is_bound(axis))
 
 
-def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
+def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int] = lambda axes: 1) -> Array:
     """Collect pieces: the axes that `after` lacks are gathered, those of one dim together.
 
-    With `first`, one axis is gathered in two steps: among so many neighbouring ranks, then among those groups. It is
-    the same result, and as many bytes.
+    `first(axes)` is the size of groups: where it is more than 1, a gather over these axes takes two steps, among so
+    many neighbouring ranks, then among those groups. It is the same result, and as many bytes.
 
     Communication:
         forward   all_gather of x over the axes that go
@@ -87,12 +87,9 @@ def all_gather(pattern: str, x: Array, *, first: int = 1) -> Array:
                 pattern,
                 f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
             )
-        gone = tuple(axis for axis in old[len(new) :] if is_bound(axis))
-        if len(gone) == 1:
-            for groups in _gather_groups(lax.axis_size(gone[0]), first):
-                x = lax.all_gather(x, gone[0], axis=dim, tiled=True, axis_index_groups=groups)
-        elif gone:
-            x = lax.all_gather(x, gone, axis=dim, tiled=True)
+        if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
+            for groups in _gather_groups(math.prod(map(lax.axis_size, gone)), first(gone)):
+                x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
 
@@ -115,13 +112,8 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
         forward   reduce_scatter of x over the axes that come
         backward  the transposes
     """
-    before, after = _checked(pattern, x)
-    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
-        if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
-        if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
-            _check_divides(pattern, before.names[dim], x.shape[dim], come)
-            x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
+    for dim, come, _ in _cut_further(pattern, x):
+        x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
     return x
 
 
@@ -137,16 +129,11 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
     dtype('float32')
     """
-    before, after = _checked(pattern, x)
-    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
-        if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is scattered behind the axes that cut it, {before.names[dim]} is not")
-        if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
-            size = _check_divides(pattern, before.names[dim], x.shape[dim], come)
-            pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
-            pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
-            # One after the other: of TPU programs, a reduction would be the slowest part of this.
-            x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
+    for dim, come, size in _cut_further(pattern, x):
+        pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
+        pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+        # One after the other: of TPU programs, a reduction would be the slowest part of this.
+        x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
     return x.astype(jnp.float32)
 
 
@@ -216,14 +203,10 @@ def cut(pattern: str, x: Array) -> Array:
         forward   nothing
         backward  all_reduce of the gradient over each axis that comes if x does not vary over it
     """
-    before, after = _checked(pattern, x)
-    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
-        if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
-        for axis in new[len(old) :]:
-            if is_bound(axis):
-                size = _check_divides(pattern, before.names[dim], x.shape[dim], (axis,))
-                x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
+    for dim, come, _ in _cut_further(pattern, x):
+        for axis in come:
+            size = x.shape[dim] // lax.axis_size(axis)
+            x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
     return x
 
 
@@ -281,6 +264,18 @@ def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     before, after = parse_move(pattern)
     check_rank(pattern, before, x)
     return before, after
+
+
+def _cut_further(pattern: str, x: Array) -> list[tuple[int, tuple[str, ...], int]]:
+    """Each dim that is cut over further, bound axes: its number, these axes, and the size of a piece."""
+    before, after = _checked(pattern, x)
+    found = []
+    for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
+        if new[: len(old)] != old:
+            _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
+        if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
+            found.append((dim, come, _check_divides(pattern, before.names[dim], x.shape[dim], come)))
+    return found
 
 
 def _check_divides(pattern: str, name: str, size: int, axes: tuple[str, ...]) -> int:

@@ -6,7 +6,9 @@ Measured in programs that both libtpu generations compile (0.0.42 and 0.0.50), b
 
 import functools
 import importlib.metadata
+import math
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -112,13 +114,18 @@ def relays_what_is_read(mesh: Mesh) -> bool:
     return _is_tpu(mesh)
 
 
-def first_group(mesh: Mesh, axis: str) -> int:
-    """Among how many neighbouring ranks of an axis a gather begins, before it goes on among all; 1: at once among all.
+def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Among how many neighbouring ranks of some axes a gather begins, before it goes on among all; 1: at once among
+    all.
 
     Of a gather among devices that fill a torus of three dims, libtpu makes a sum of arrays that are mostly zero. Two
     gathers, along one dim and then along the others, stay what they are.
     """
-    ranks = _along(mesh, axis)
+    if not isinstance(mesh, Mesh):
+        return 1
+    order = [*(name for name in mesh.axis_names if name not in axes), *axes]
+    groups = mesh.devices.transpose([mesh.axis_names.index(name) for name in order])
+    ranks = groups.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))[0]
     if getattr(ranks[0], "coords", None) is None:
         return 1
     moved = np.diff([device.coords for device in ranks], axis=0) != 0
@@ -131,10 +138,3 @@ def first_group(mesh: Mesh, axis: str) -> int:
 
 def _is_tpu(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
-
-
-def _along(mesh: Mesh, axis: str) -> list:
-    """The devices of the first group along an axis; of a mesh without devices, none that are anywhere."""
-    if not isinstance(mesh, Mesh):
-        return [None]
-    return list(mesh.devices[tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)])

@@ -80,7 +80,7 @@ class Layout:
         True
         """
         present = AXES if mesh is None else mesh.axis_names
-        return PartitionSpec(*(_spec_entry(tuple(a for a in axes if a in present)) for axes in self.axes))
+        return PartitionSpec(*(tuple(a for a in axes if a in present) for axes in self.axes))
 
     def local_shape(self, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of one device's piece; an axis that `axis_sizes` does not name is not bound and cuts nothing.
@@ -162,12 +162,6 @@ def _refuse_repeats(text: str, kind: str, words: list[str]) -> None:
 
 def _coloured(sign: str, axis: str) -> str:
     return f'<b style="color:{AXIS_COLOURS[axis]}">{sign}{axis}</b>'
-
-
-def _spec_entry(axes: tuple[str, ...]):
-    if not axes:
-        return None
-    return axes[0] if len(axes) == 1 else axes
 
 
 def _local_size(layout, name, axes, sizes, axis_sizes) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -99,17 +99,6 @@ class Policies(NamedTuple):
         return self.exceptions[max(found, key=len)] if found else self.policy
 
 
-class LayerOrder(Protocol):
-    """Which layers each pipeline rank runs, and the exchange between that order and the model's."""
-
-    ranks: int
-    in_order: bool
-
-    def to_stages(self, at_rest: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]: ...
-
-    def to_model(self, at_rest: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ParameterPlan:
     """One row of the plan. Layouts name all dims, "layers" too; an array of one layer lacks it.
@@ -160,17 +149,17 @@ class ShardingPlan:
         axis_sizes: Mapping[str, int],
         dtype: str,
         *,
-        order: LayerOrder | None = None,
+        order: Any = None,
         reduce: str = "float32",
-        gather_first: int = 1,
+        gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1,
     ):
         """
         Args:
             declared: parameters as `Declared`, a tree of them.
             sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
             dtype: of compute, in which weights travel; `reduce` is how gradients do, see FsdpConfig.
-            order: of layers on pipeline ranks; without it no layer moves over pp.
-            gather_first: see `all_gather`.
+            order: of layers on pipeline ranks, an Arrangement; without it no layer moves over pp.
+            gather_first: `first` of `all_gather`.
         Raises:
             ConfigError: the policies do not fit these parameters.
         """
@@ -234,12 +223,7 @@ class ShardingPlan:
     def use(self, weights: Any, part: str = "") -> Any:
         """The weights that a layer computes with, of resident ones: those of a part, or of one of its
         layers; without a part, of all."""
-        return jax.tree.map(self.use_one, self.rows[part] if part else self.rows, weights)
-
-    def use_one(self, row: ParameterPlan, weight: Array) -> Array:
-        if not row.is_gathered_per_use:
-            return weight
-        return self._gather(row, row.resident, row.compute, weight)
+        return jax.tree.map(self._use, self.rows[part] if part else self.rows, weights)
 
     def add_up(self, part: str) -> list[Callable[[Array], Array]]:
         """For each leaf of a part the move of its gradient from compute to summed; float32."""
@@ -260,11 +244,13 @@ class ShardingPlan:
         def zeros(row: ParameterPlan, weight: Array) -> Array:
             layers = weight.shape[: row.compute.names[0] == "layers"]
             one = jax.ShapeDtypeStruct(weight.shape[len(layers) :], weight.dtype)
-            made = lambda w: self._scatter(row, row.compute, row.summed, self.use_one(row, w))  # noqa: E731
-            shape = one.shape if row.resident == row.summed else jax.eval_shape(made, one).shape
-            return as_varying(jnp.zeros((*layers, *shape), jnp.float32))
+            made = lambda w: self._scatter(row, row.compute, row.summed, self._use(row, w))  # noqa: E731
+            return as_varying(jnp.zeros((*layers, *jax.eval_shape(made, one).shape), jnp.float32))
 
         return jax.tree.map(zeros, self.rows[part], weights)
+
+    def _use(self, row: ParameterPlan, weight: Array) -> Array:
+        return self._gather(row, row.resident, row.compute, weight)
 
     def _rows(self, part: str) -> list[ParameterPlan]:
         return jax.tree.leaves(self.rows[part])
@@ -273,12 +259,12 @@ class ShardingPlan:
         rows = self._rows(part)
         leaves, structure = jax.tree.flatten(params)
         leaves = [row.cast(x) if row.is_cast_at_load else x for row, x in zip(rows, leaves, strict=True)]
-        if part == "blocks":
-            leaves = self.order.to_stages([row.at_rest for row in rows], leaves) if self.order else leaves
-        else:
-            leaves = [self._gather(row, row.at_rest, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
-        leaves = [self._gather(row, row.staged, row.resident, x) for row, x in zip(rows, leaves, strict=True)]
-        return jax.tree.unflatten(structure, leaves)
+        layouts = [row.at_rest for row in rows]
+        if part == "blocks" and self.order:
+            layouts, leaves = [row.staged for row in rows], self.order.to_stages(layouts, leaves)
+        # Of a table, pp and data axes that cut the same dim are gathered at once.
+        gathered = [self._gather(row, at, row.resident, x) for row, at, x in zip(rows, layouts, leaves, strict=True)]
+        return jax.tree.unflatten(structure, gathered)
 
     def _store(self, part: str, grads: Any) -> Any:
         rows = self._rows(part)
@@ -301,9 +287,8 @@ class ShardingPlan:
         """The one call that gathers weights: cast first, so that fewer bytes are sent."""
         if before == after:
             return weight
-        first = self.gather_first if set(DATA_AXES) & set(before.used_axes()) - set(after.used_axes()) else 1
         with jax.named_scope(row.scope):
-            return all_gather(_pattern(before, after, weight), row.cast(weight), first=first)
+            return all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """The one call that sums gradients over data axes to the pieces that a device keeps."""
@@ -337,7 +322,7 @@ def _row(
     declared: Declared,
     *,
     policies: Policies,
-    order: LayerOrder | None,
+    order: Any,
     sizes: Mapping[str, int],
     axis_sizes: Mapping[str, int],
     dtype: str,

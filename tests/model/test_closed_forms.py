@@ -97,6 +97,15 @@ def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, 
     assert measured == formula
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_table_whose_rows_are_cut_over_pp_and_dp_is_gathered_over_both_at_once(policy, tied):
+    """Where layers gather once a step; a microbatch's gather of "lean" and "zero3" is over dp alone."""
+    measured, formula = both((2, 2, 2), policy=policy, tied=tied, vocab=16)
+    assert measured == formula
+    assert ((("pp", "dp"), "all-gather", "forward") in measured) == (policy in ("zero1", "zero2"))
+
+
 @meshes([(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)], (2, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):

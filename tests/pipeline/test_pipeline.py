@@ -97,7 +97,7 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     # Of the largest entry, as everywhere: small entries are what is left of large terms. On one CPU, with 3 layers, an
     # entry of 0.045 among those up to 6 is 1.3e-6 off, which is 2e-7 of the largest.
     np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-6 * np.abs(expected_y).max())
-    again = stage.run(weights, x, NoDropout(), 0)
+    again, _ = stage.forward(weights, x, NoDropout(), None, at)
     np.testing.assert_allclose(again, y, rtol=0, atol=1e-6 * np.abs(y).max())
     # Beside float64 on jax 0.12, with 3 layers, the plain passes are 2.5e-7 of it off, and those that make some again
     # 7.3e-7.

@@ -67,7 +67,9 @@ def test_a_gather_in_two_steps_is_the_gather(first):
     def both(x):
         results = []
         for steps in (1, first):
-            whole, pull = jax.vjp(functools.partial(all_gather, "seq/dp d_ff -> seq d_ff", first=steps), x)
+            whole, pull = jax.vjp(
+                functools.partial(all_gather, "seq/dp d_ff -> seq d_ff", first=lambda _, n=steps: n), x
+            )
             results += [whole[None], *pull(jax.lax.pcast(jnp.arange(48.0).reshape(16, 3), "dp", to="varying"))]
         return results
 

@@ -100,18 +100,24 @@ def test_a_compiler_that_takes_nothing_at_all_is_not_told_less(monkeypatch, caps
     ],
 )
 def test_a_gather_takes_two_steps_where_its_ranks_fill_three_dims(shape, torus, group):
-    assert first_group(mesh_on(shape, torus), "dp") == group
+    assert first_group(mesh_on(shape, torus), ("dp",)) == group
+
+
+def test_a_gather_over_two_axes_counts_the_ranks_of_both():
+    mesh = mesh_on((4, 16, 1), (4, 4, 4))  # pp takes the first dim, dp the others
+    assert first_group(mesh, ("dp",)) == 1
+    assert first_group(mesh, ("dp", "pp")) == first_group(mesh, ("pp", "dp")) == 4
 
 
 def test_devices_that_are_nowhere_gather_at_once():
-    assert first_group(mesh_of(1, 8, 1), "dp") == 1
-    assert first_group(jax.sharding.AbstractMesh((1, 8, 1), AXES), "dp") == 1
+    assert first_group(mesh_of(1, 8, 1), ("dp",)) == 1
+    assert first_group(jax.sharding.AbstractMesh((1, 8, 1), AXES), ("dp",)) == 1
 
 
 def test_two_steps_send_what_one_sends(monkeypatch):
     """Of `whole` bytes over 8 = 2 x 4 ranks: an eighth of them to one other, then a quarter to three."""
     at_once = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
-    monkeypatch.setattr("parallax.pipeline.sharded_model.first_group", lambda mesh, axis: 2)
+    monkeypatch.setattr("parallax.pipeline.sharded_model.first_group", lambda mesh, axes: 2)
     in_steps = gathers_of(build((1, 8, 1), microbatches=1, remat="layer"))
     assert sum(one.total_bytes for one in at_once) == sum(one.total_bytes for one in in_steps) > 0
     assert sum(one.count for one in in_steps) == 2 * sum(one.count for one in at_once)
