@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES, LossConfig
@@ -244,8 +245,8 @@ class MicrobatchHead(PipelineBoundary):
         """Labels of this rank's share, folded as every tp rank folds its own piece of seq."""
         fold = folds(len(labels_BS), lax.axis_size("pp"))
         pieces = math.prod(map(lax.axis_size, residual_layouts(self.embed_and_head)[0].cut_of("seq")))
-        labels = labels_BS.reshape(len(labels_BS), pieces, fold, -1).swapaxes(1, 2)
-        return cut(f"{TOKENS} -> {SHARED_ROWS} seq", labels.reshape(len(labels_BS) * fold, -1))
+        folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
+        return cut(f"{TOKENS} -> {SHARED_ROWS} seq", folded)
 
 
 class LossOnly(MicrobatchHead):

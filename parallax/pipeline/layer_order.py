@@ -2,13 +2,13 @@
 leaves, without a message and a program for each."""
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import jax.numpy as jnp
 import numpy as np
+from einops import pack, unpack
 from jax import Array, lax
 
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
@@ -128,11 +128,11 @@ def layers_to_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Arra
         forward   all_to_all of all leaves over pp
         backward  nothing
     """
-    flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+    flat, shapes = pack(leaves, "layers *")
     there = (rows >= 0)[:, None]
     moved = all_to_all("layers entries/pp -> layers/pp entries", jnp.where(there, flat[jnp.maximum(rows, 0)], 0))
-    pieces = jnp.split(moved.reshape(len(moved), -1, flat.shape[1]), _stops(leaves), axis=2)
-    return [_joined(piece, leaf.shape[1:], dim) for piece, leaf, dim in zip(pieces, leaves, cut_dims, strict=True)]
+    pieces = unpack(moved.reshape(len(moved), -1, flat.shape[1]), shapes, "layers ranks *")
+    return [_joined(piece, dim) for piece, dim in zip(pieces, cut_dims, strict=True)]
 
 
 def layers_from_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Array) -> list[Array]:
@@ -143,21 +143,14 @@ def layers_from_ranks(leaves: Sequence[Array], cut_dims: Sequence[int], rows: Ar
         backward  all_to_all of all leaves over pp
     """
     parts = [_parted(leaf, dim) for leaf, dim in zip(leaves, cut_dims, strict=True)]
-    flat = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in parts], axis=2)
+    flat, shapes = pack(parts, "layers ranks *")
     moved = all_to_all("layers/pp entries -> layers entries/pp", flat.reshape(len(flat), -1))[rows]
-    shapes = [(part.shape[0], *part.shape[2:]) for part in parts]
-    pieces = jnp.split(moved, _stops([part[:, 0] for part in parts]), axis=1)
-    return [piece.reshape(len(rows), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)]
+    return unpack(moved, shapes, "layers *")
 
 
-def _stops(leaves: Sequence[Array]) -> list[int]:
-    sizes = [math.prod(leaf.shape[1:]) for leaf in leaves]
-    return [sum(sizes[:at]) for at in range(1, len(sizes))]
-
-
-def _joined(piece: Array, shape: Sequence[int], dim: int) -> Array:
-    """[layers, ranks, entries] as an array in which dim `dim` holds all ranks' parts of it, in order."""
-    apart = jnp.moveaxis(piece.reshape(*piece.shape[:2], *shape), 1, dim)
+def _joined(piece: Array, dim: int) -> Array:
+    """[layers, ranks, ...] as an array in which dim `dim` holds all ranks' parts of it, in order."""
+    apart = jnp.moveaxis(piece, 1, dim)
     return apart.reshape(*apart.shape[:dim], -1, *apart.shape[dim + 2 :])
 
 

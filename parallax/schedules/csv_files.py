@@ -12,7 +12,7 @@ from pathlib import Path
 from parallax.runtime.files import is_file, names_in, open_file, write_whole
 from parallax.schedules.schedule import KINDS, Action, Schedule, ScheduleError, refused
 
-Grid = list[list[list[Action]]]  # [rank][tick]
+Placed = tuple[int, int, Action]  # rank, tick, and what runs then
 
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:
@@ -26,17 +26,13 @@ def load_csv(path: str | Path) -> Schedule:
 
     Raises ScheduleError, with the grid and the wrong cell between > and <, for a file that is no schedule.
     """
-    path = Path(path)
-    rows = _read(path)
-    grid = _parse(path.stem, rows)
-    placement = _placement(path.stem, rows, grid)
-    microbatches = _count(path.stem, rows, grid, "microbatch")
-    rows_of_actions = [
-        [(action, tick) for tick, cell in enumerate(row) for action in sorted(cell, key=lambda a: KINDS.index(a.kind))]
-        for row in grid
-    ]
-    orders, starts = (tuple(tuple(pair[i] for pair in row) for row in rows_of_actions) for i in (0, 1))
-    return Schedule(path.stem, placement, microbatches, orders, starts=starts)
+    name, rows = Path(path).stem, _read(Path(path))
+    found = _parse(name, rows)
+    placement, microbatches = _placement(name, rows, found), _count(name, rows, found, "microbatch")
+    by_rank = [[placed for placed in found if placed[0] == rank] for rank in range(len(rows))]
+    orders = tuple(tuple(action for *_, action in own) for own in by_rank)
+    starts = tuple(tuple(tick for _, tick, _ in own) for own in by_rank)
+    return Schedule(name, placement, microbatches, orders, starts=starts)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -70,46 +66,44 @@ def _read(path: Path) -> list[list[str]]:
     return [row[:ticks] for row in rows]
 
 
-def _parse(name: str, rows: list[list[str]]) -> Grid:
-    grid, unreadable = [], {}
+def _parse(name: str, rows: list[list[str]]) -> list[Placed]:
+    """What the cells hold, in the order in which each rank runs it."""
+    found, unreadable = [], {}
     for rank, row in enumerate(rows):
-        grid.append([])
         for tick, cell in enumerate(row):
             try:
-                grid[rank].append([Action.parse(text.strip()) for text in cell.split("+")] if cell else [])
+                found += [(rank, tick, Action.parse(text.strip())) for text in cell.split("+") if cell]
             except ValueError as error:  # also of int, for thousands of digits
                 unreadable[rank, tick] = error
     if unreadable:
         (rank, tick), error = next(iter(unreadable.items()))
         raise _refused(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
-    return grid
+    return sorted(found, key=lambda placed: (*placed[:2], KINDS.index(placed[2].kind)))
 
 
-def _cells_by(grid: Grid, what: str) -> dict[int, list[tuple[int, int]]]:
+def _cells_by(found: list[Placed], what: str) -> dict[int, list[tuple[int, int]]]:
     """The cells, (rank, tick), in which each stage or microbatch occurs."""
     cells: dict[int, list[tuple[int, int]]] = {}
-    for rank, row in enumerate(grid):
-        for tick, cell in enumerate(row):
-            for action in cell:
-                cells.setdefault(getattr(action, what), []).append((rank, tick))
+    for rank, tick, action in found:
+        cells.setdefault(getattr(action, what), []).append((rank, tick))
     return cells
 
 
-def _placement(name: str, rows: list[list[str]], grid: Grid) -> tuple[int, ...]:
+def _placement(name: str, rows: list[list[str]], placed: list[Placed]) -> tuple[int, ...]:
     """The rank of each stage."""
-    found = _cells_by(grid, "stage")
+    found = _cells_by(placed, "stage")
     for stage, cells in sorted(found.items()):
         by_rank = {rank: [cell for cell in cells if cell[0] == rank] for rank, _ in cells}
         if len(by_rank) > 1:
             both = " and ".join(f"rank {rank}" for rank in by_rank)
             few = min(by_rank.values(), key=len)  # the likelier mistake
             raise _refused(name, f"stage {stage} stands on {both}, and can on one alone", rows, few)
-    return tuple(found[stage][0][0] for stage in range(_count(name, rows, grid, "stage")))
+    return tuple(found[stage][0][0] for stage in range(_count(name, rows, placed, "stage")))
 
 
-def _count(name: str, rows: list[list[str]], grid: Grid, what: str) -> int:
+def _count(name: str, rows: list[list[str]], placed: list[Placed], what: str) -> int:
     """How many stages or microbatches there are; their numbers must have no gap."""
-    cells = _cells_by(grid, what)
+    cells = _cells_by(placed, what)
     gap = next(number for number in range(len(cells) + 1) if number not in cells)
     if gap < len(cells):
         beyond = [cell for number in cells if number > gap for cell in cells[number]]

@@ -112,7 +112,7 @@ def reduce_scatter(pattern: str, x: Array) -> Array:
         forward   reduce_scatter of x over the axes that come
         backward  the transposes
     """
-    for dim, come, _ in _cut_further(pattern, x):
+    for dim, come, _ in _cut_further(pattern, x, "scattered behind the axes that cut it"):
         x = lax.psum_scatter(as_varying(x, come), _named(come), scatter_dimension=dim, tiled=True)
     return x
 
@@ -129,7 +129,7 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     >>> exchange_and_add("d_model d_ff -> d_model/dp d_ff", jnp.ones((2, 3), "bfloat16")).dtype
     dtype('float32')
     """
-    for dim, come, size in _cut_further(pattern, x):
+    for dim, come, size in _cut_further(pattern, x, "scattered behind the axes that cut it"):
         pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
         pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
         # One after the other: of TPU programs, a reduction would be the slowest part of this.
@@ -203,7 +203,7 @@ def cut(pattern: str, x: Array) -> Array:
         forward   nothing
         backward  all_reduce of the gradient over each axis that comes if x does not vary over it
     """
-    for dim, come, _ in _cut_further(pattern, x):
+    for dim, come, _ in _cut_further(pattern, x, "cut behind the axes that cut it already"):
         for axis in come:
             size = x.shape[dim] // lax.axis_size(axis)
             x = lax.dynamic_slice_in_dim(as_varying(x, [axis]), lax.axis_index(axis) * size, size, dim)
@@ -266,13 +266,14 @@ def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     return before, after
 
 
-def _cut_further(pattern: str, x: Array) -> list[tuple[int, tuple[str, ...], int]]:
-    """Each dim that is cut over further, bound axes: its number, these axes, and the size of a piece."""
+def _cut_further(pattern: str, x: Array, how: str) -> list[tuple[int, tuple[str, ...], int]]:
+    """Each dim that is cut over more bound axes: its number, these axes, the size of a piece. Errors say `how` dims may
+    be cut."""
     before, after = _checked(pattern, x)
     found = []
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if new[: len(old)] != old:
-            _refuse(pattern, f"a dim is cut behind the axes that cut it already, {before.names[dim]} is not")
+            _refuse(pattern, f"a dim is {how}, {before.names[dim]} is not")
         if come := tuple(axis for axis in new[len(old) :] if is_bound(axis)):
             found.append((dim, come, _check_divides(pattern, before.names[dim], x.shape[dim], come)))
     return found
