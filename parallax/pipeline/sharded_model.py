@@ -161,23 +161,21 @@ class ShardedModel:
 
     def check_batch(self, global_batch: int, seq: int, microbatches: int | None = None) -> None:
         """Raise ConfigError unless a batch of this shape can be cut over the mesh and into microbatches."""
-        sizes, microbatches = self.axis_sizes, microbatches or self.pipeline.microbatches
-        ranks, axes = self._data_ranks
+        microbatches = microbatches or self.pipeline.microbatches
+        (ranks, axes), pp, tp = self._data_ranks, self.axis_sizes["pp"], self.axis_sizes["tp"]
         pieces = ranks * microbatches
-        if global_batch % pieces:
-            raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over {axes} x "
-                f"pipeline.microbatches={microbatches}; use a multiple of {pieces}."
-            )
+        check_multiple("data.global_batch", global_batch, pieces, f"{axes} x pipeline.microbatches={microbatches}")
         if self.schedule.head == "between":
             self._check_shared_rows(global_batch)
-        if seq % sizes["tp"]:
-            raise ConfigError(
-                f"data.seq={seq} does not divide over mesh.tp={sizes['tp']}; use a multiple of {sizes['tp']}."
-            )
+        check_multiple("data.seq", seq, tp, f"mesh.tp={tp}")
         check_window(self.model, seq)
         check_kernel_seq(self.model, seq)
-        self._check_folds(global_batch // pieces, seq)
+        # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
+        rows = global_batch // pieces
+        folded = folds(rows, pp) * tp
+        why = f"share the head of a microbatch, which has {rows} rows on a device"
+        over = f"{folded}: mesh.pp={pp} ranks and mesh.tp={tp} {why}"
+        check_multiple("data.seq", seq, folded, over, instead=", or more rows")
 
     @property
     def _data_ranks(self) -> tuple[int, str]:
@@ -198,21 +196,8 @@ class ShardedModel:
     def _check_shared_rows(self, global_batch: int) -> None:
         """Embedding and head outside of the ticks: all ranks of pipeline and data share the rows of the batch."""
         (ranks, axes), pp = self._data_ranks, self.axis_sizes["pp"]
-        if global_batch % (ranks * pp):
-            raise ConfigError(
-                f"data.global_batch={global_batch} does not divide over {axes} x mesh.pp={pp}, "
-                f"which share embedding and head by rows; use a multiple of {ranks * pp}."
-            )
-
-    def _check_folds(self, rows: int, seq: int) -> None:
-        """The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them."""
-        pieces = folds(rows, self.axis_sizes["pp"]) * self.axis_sizes["tp"]
-        if seq % pieces:
-            raise ConfigError(
-                f"data.seq={seq} does not divide over {pieces}: mesh.pp={self.axis_sizes['pp']} ranks and "
-                f"mesh.tp={self.axis_sizes['tp']} share the head of a microbatch, which has {rows} rows on a device; "
-                f"use a multiple of {pieces}, or more rows."
-            )
+        over = f"{axes} x mesh.pp={pp}, which share embedding and head by rows"
+        check_multiple("data.global_batch", global_batch, ranks * pp, over)
 
     # ---- parameters
 
@@ -346,3 +331,9 @@ class ShardedModel:
         form = EMBEDDINGS[self.layout.embedding]
         ids = form.ids(SHARED_ROWS)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
+
+
+def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:
+    """Raise ConfigError unless a size is a multiple of the pieces that it is cut into."""
+    if value % of:
+        raise ConfigError(f"{key}={value} does not divide over {over}; use a multiple of {of}{instead}.")

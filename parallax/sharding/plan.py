@@ -117,10 +117,6 @@ class ParameterPlan:
     memory: str = "device"
 
     @property
-    def stay(self) -> Stay:
-        return Stay(self.at_rest, self.resident, self.compute, self.summed)
-
-    @property
     def is_gathered_per_use(self) -> bool:
         return self.resident != self.compute
 
@@ -180,12 +176,12 @@ class ShardingPlan:
 
     def _repr_html_(self) -> str:
         lines, left = self._lines(), 'style="text-align:left"'
-        most = max(line.bytes for line in lines)
+        most = max(line.held[0] for line in lines)
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
         body = [
             f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
             + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
-            + f"<td>{bar.format(8 * line.bytes / most)}</td></tr>"
+            + f"<td>{bar.format(8 * line.held[0] / most)}</td></tr>"
             for line in lines
         ]
         head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(HEAD))
@@ -354,10 +350,6 @@ class _Line(NamedTuple):
     layout: Layout
     held: tuple[int, int, int]
 
-    @property
-    def bytes(self) -> int:
-        return self.held[0]
-
     @staticmethod
     def of(name: str, row: ParameterPlan, shape: Any, axis_sizes: Mapping[str, int]) -> "_Line":
         def entries(layout: Layout) -> int:
@@ -369,7 +361,8 @@ class _Line(NamedTuple):
             entries(row.resident) * width,
             entries(row.summed) * FLOAT32_BYTES,
         )
-        cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in row.stay[1:])
+        during = row.resident, row.compute, row.summed
+        cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
         hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
         travels = row.dtype if row.at_rest != row.compute and row.dtype else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
