@@ -510,12 +510,12 @@ class PrefetchTurns(Turns):
 
     def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
         gathered = self.loop.gathered(self.weights, self.first + self.layer_of(0), _first(carry))
-        return self.turn(0, (carry, gathered, {}, list(grads)), is_first=True)
+        return self.turn(0, (carry, gathered, {}, list(grads)))
 
-    def turn(self, at: Array | int, state: Any, *, is_first: bool = False, is_last: bool = False) -> Any:
+    def turn(self, at: Array | int, state: Any, *, is_last: bool = False) -> Any:
         carry, gathered, shares, grads = state
         layer, number = self.layer_of(at), self.first + self.layer_of(at)
-        if not is_first:
+        if shares:
             grads = self.loop.add(grads, self.first + self.layer_of(at - 1), shares)
             carry = self.loop.carry_after(carry, grads)
         run = partial(self.step, carry, layer, number, gathered)

@@ -57,9 +57,26 @@ class Layout:
     partial: tuple[str, ...] = ()
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> "Layout":
         """Read a layout; NotationError names unknown or repeated dims and axes."""
-        return _parse(text)
+        names, cuts, partial = [], [], []
+        for word in text.split():
+            if word.startswith("+"):
+                partial.append(_known_axis(word[1:], text))
+                continue
+            name, *axes = word.split("/")
+            if partial:
+                raise NotationError(
+                    f"{quoted(text)}: partial sums (+{partial[0]}) go last; move them behind {quoted(word)}."
+                )
+            if name not in DIMS:
+                raise NotationError(f"{quoted(text)}: unknown dim {quoted(name)}; {nearest(name, DIMS)}.")
+            names.append(name)
+            cuts.append(tuple(_known_axis(axis, text) for axis in axes))
+        _refuse_repeats(text, "dim", names)
+        _refuse_repeats(text, "axis", [axis for cut in cuts for axis in cut] + partial)
+        return Layout(tuple(names), tuple(cuts), tuple(axis for axis in ALL_AXES if axis in partial))
 
     def __str__(self) -> str:
         dims = ["/".join((name, *axes)) for name, axes in zip(self.names, self.axes, strict=True)]
@@ -126,27 +143,6 @@ class Layout:
         return tuple(axis for axis in ALL_AXES if axis in used)
 
 
-@functools.cache
-def _parse(text: str) -> Layout:
-    names, cuts, partial = [], [], []
-    for word in text.split():
-        if word.startswith("+"):
-            partial.append(_known_axis(word[1:], text))
-            continue
-        name, *axes = word.split("/")
-        if partial:
-            raise NotationError(
-                f"{quoted(text)}: partial sums (+{partial[0]}) go last; move them behind {quoted(word)}."
-            )
-        if name not in DIMS:
-            raise NotationError(f"{quoted(text)}: unknown dim {quoted(name)}; {nearest(name, DIMS)}.")
-        names.append(name)
-        cuts.append(tuple(_known_axis(axis, text) for axis in axes))
-    _refuse_repeats(text, "dim", names)
-    _refuse_repeats(text, "axis", [axis for cut in cuts for axis in cut] + partial)
-    return Layout(tuple(names), tuple(cuts), tuple(axis for axis in ALL_AXES if axis in partial))
-
-
 def _known_axis(axis: str, text: str) -> str:
     if axis not in ALL_AXES:
         raise NotationError(f"{quoted(text)}: unknown axis {quoted(axis)}; {nearest(axis, ALL_AXES)}.")
@@ -187,7 +183,7 @@ def map_layouts(function: Callable, layouts: Any, *trees: Any) -> Any:
     >>> map_layouts(str, {"kernel": Layout.parse("d_model/dp d_ff/tp")})
     {'kernel': 'd_model/dp d_ff/tp'}
     """
-    return jax.tree.map(function, layouts, *trees, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    return jax.tree.map(function, layouts, *trees)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -196,7 +192,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     >>> named_leaves({"mlp": {"gate": Layout.parse("d_model/dp d_ff/tp")}})
     {'mlp/gate': Layout.parse('d_model/dp d_ff/tp')}
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 

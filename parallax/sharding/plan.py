@@ -12,7 +12,6 @@ Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean"
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import pack, unpack
 from jax import Array
 
 from parallax.config.sections import PARTS
@@ -406,6 +406,5 @@ def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
     """Each array's sum over these axes, all in one message; the same bits as one by one."""
     if len(arrays) == 1 or not axes:
         return [sum_over(x, axes) for x in arrays]
-    ends = list(itertools.accumulate(x.size for x in arrays))
-    pieces = jnp.split(sum_over(jnp.concatenate([x.reshape(-1) for x in arrays]), axes), ends[:-1])
-    return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+    flat, shapes = pack(arrays, "*")
+    return unpack(sum_over(flat, axes), shapes, "*")
