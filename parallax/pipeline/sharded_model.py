@@ -40,7 +40,7 @@ from parallax.pipeline.executor import Executor, LayerLoop, Stage
 from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
-from parallax.schedules import Schedule, by_name, in_turn
+from parallax.schedules import by_name, in_turn
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
@@ -232,11 +232,10 @@ class ShardedModel:
         """The executor of a training step, and the first state of its boundary."""
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
         weight = 1 / jnp.maximum(tokens.count(), 1)
-        weights = self.plan.load(jax.tree.map(as_varying, params))
-        spread = self.schedule.head == "between"
-        work = self._embed_and_head(weights, tokens.key, rows=SHARED_ROWS if spread else ROWS)
-        boundary = (BatchedHead if spread else MicrobatchHead)(work, tokens, weight, self.schedule.placement[-1])
-        return self._executor(self.schedule, weights["blocks"], boundary), boundary.start(self.schedule.exit_slots)
+        between = self.schedule.head == "between"
+        boundary, rows = (BatchedHead, SHARED_ROWS) if between else (MicrobatchHead, ROWS)
+        executor = self._executor(params, tokens, self.schedule, boundary, rows, weight=weight)
+        return executor, executor.boundary.start(self.schedule.exit_slots)
 
     def _loss(self, params, batch, noise):
         executor = self._evaluator(params, batch, noise, Stage)
@@ -247,35 +246,33 @@ class ShardedModel:
         executor = self._evaluator(params, batch, noise, ObservedStage)
         return all_seen(executor.run_forward(executor.boundary.start(1), nothing_seen(self.model.layers)).residuals)
 
-    def _evaluator(self, params, batch, noise, kind):
-        tokens, weights, schedule = self._forward(params, batch, self.pipeline.microbatches, noise)
-        work = self._embed_and_head(weights, tokens.key, rows=ROWS)
-        boundary = LossOnly(work, tokens, jnp.float32(1), schedule.placement[-1])
-        return self._executor(schedule, weights["blocks"], boundary, kind)
+    def _evaluator(self, params, batch, noise, stage):
+        tokens = self._tokens(batch, noise, self.pipeline.microbatches)
+        schedule = in_turn(self.schedule.placement, self.pipeline.microbatches)
+        return self._executor(params, tokens, schedule, LossOnly, ROWS, stage=stage)
 
     def _logits(self, params, batch, noise):
-        tokens, weights, schedule = self._forward(params, batch, 1)
-        boundary = BatchedHead(
-            self._embed_and_head(weights, None, rows=SHARED_ROWS), tokens, jnp.float32(1), schedule.placement[-1]
-        )
-        executor = self._executor(schedule, weights["blocks"], boundary)
-        return boundary.embed_and_head.logits(
-            boundary.from_last(executor.run_forward(boundary.start(1)).boundary.exits)
-        )
+        schedule = in_turn(self.schedule.placement, 1)
+        executor = self._executor(params, self._tokens(batch, None, 1), schedule, BatchedHead, SHARED_ROWS)
+        boundary = executor.boundary
+        outputs = executor.run_forward(boundary.start(1)).boundary.exits
+        return boundary.embed_and_head.logits(boundary.from_last(outputs))
 
-    def _forward(self, params, batch, microbatches, noise=None):
-        """What a forward pass runs on: tokens, weights, and a schedule on the same ranks."""
-        tokens = self._tokens(batch, noise, microbatches)
-        return tokens, self.plan.load(jax.tree.map(as_varying, params)), in_turn(self.schedule.placement, microbatches)
-
-    def _executor(self, schedule: Schedule, blocks: Any, boundary: Any, kind: type[Stage] = Stage) -> Executor:
+    def _executor(self, params, tokens, schedule, boundary, rows, *, weight=1.0, stage=Stage):
+        """What runs a schedule on these tokens, with a boundary of this kind; `rows` is how the batch is cut for the
+        embedding."""
+        weights = self.plan.load(jax.tree.map(as_varying, params))
+        # Ranks of the pipeline always share the head's rows.
+        parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
+        ends = {part: weights[part] for part in ("embedding", "head")}
+        work = EmbedAndHead(parts, self.loss_config, self.plan, ends, tokens.key)
         return Executor(
             schedule,
-            self._stage(kind),
-            blocks,
-            partial(self.plan.zero_grads, "blocks", blocks),
-            partial(self._context, boundary.tokens),
-            boundary,
+            self._stage(stage),
+            weights["blocks"],
+            partial(self.plan.zero_grads, "blocks", weights["blocks"]),
+            partial(self._context, tokens),
+            boundary(work, tokens, weight, schedule.placement[-1]),
             residual_layout(self.layout),
             messages_last=self._simulated,
         )
@@ -313,12 +310,6 @@ class ShardedModel:
             self.schedule.split,
             in_rows=relays_what_is_read(self.mesh),
         )
-
-    def _embed_and_head(self, weights: Any, key: Array | None, *, rows: str) -> EmbedAndHead:
-        """`rows` is how the batch is cut for the embedding; ranks of the pipeline always share the head's rows."""
-        parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
-        ends = {part: weights[part] for part in ("embedding", "head")}
-        return EmbedAndHead(parts, self.loss_config, self.plan, ends, key)
 
     def _metrics(self, loss_sum: Array, ends: EmbedAndHead, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

@@ -163,8 +163,7 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
     for at, out in enumerate(jaxpr.outvars):
         (first if at in now else later).append(out)
     recomputed = _ancestors(jaxpr, later, given=named)
-    read = [var for number in recomputed for var in jaxpr.eqns[number].invars] + later
-    kept = [*dict.fromkeys(var for var in read if not isinstance(var, Literal) and var in named)]
+    kept = [var for var in _crossing(jaxpr, recomputed, later) if var in named]
     first += kept
     return Selection(
         _numbered(whole, _ancestors(jaxpr, first), jaxpr.invars, first),

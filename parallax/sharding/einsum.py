@@ -47,5 +47,4 @@ def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:
     if missing:
         raise NotationError(f"einsum: the result's {missing[0]!r} is in no operand; they have {', '.join(cuts)}.")
     partial = [axis for name in cuts if name not in names for axis in cuts[name]]
-    result = Layout(names, tuple(cuts[name] for name in names)).with_partial(*partial)
-    return Layout.parse(str(result))
+    return Layout.parse(str(Layout(names, tuple(cuts[name] for name in names), tuple(partial))))

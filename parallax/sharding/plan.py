@@ -384,15 +384,10 @@ def cut_over_pp(
     layout: Layout, sizes: Mapping[str, int], axis_sizes: Mapping[str, int], names: Sequence[str]
 ) -> Layout:
     """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
-    dims = []
-    for name, axes in zip(layout.names, layout.axes, strict=True):
-        cut = math.prod(axis_sizes[axis] for axis in axes)
-        if name in names and sizes[name] % (cut * axis_sizes["pp"]) == 0:
-            dims.append((sizes[name], name, axes))
-    if not dims:
-        return layout
-    _, name, axes = max(dims)
-    return layout.with_cut(name, (*axes, "pp"))
+    further = {name: (*layout.cut_of(name), "pp") for name in names}
+    pieces = {name: math.prod(axis_sizes[axis] for axis in axes) for name, axes in further.items()}
+    fit = [(sizes[name], name) for name in names if sizes[name] % pieces[name] == 0]
+    return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:
