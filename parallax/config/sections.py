@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parallax.config.keys import SMALLEST, Section, key
 from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
-from parallax.schedules import SCHEDULES, check_name, check_virtual
+from parallax.schedules import SCHEDULES, check_schedule
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
 ALL_AXES = ("pp", "replica", "dp", "tp")
@@ -190,8 +190,7 @@ class PipelineConfig(Section, most=2**14):
     remat: str = key("layer", "what the backward pass computes again", choices=REMAT)
 
     def check(self) -> None:
-        check_name(self.schedule)
-        check_virtual(self.schedule, self.virtual)
+        check_schedule(self.schedule, self.virtual)
 
 
 @dataclass(frozen=True)

@@ -140,22 +140,19 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def check_virtual(name: str, virtual: int) -> None:
-    """Raise ConfigError where `virtual` stages on each rank do nothing for a schedule."""
-    if virtual != 1 and name != "interleaved":
-        raise ConfigError(
-            f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name, LONGEST_PATH)}; "
-            "use virtual=1, or schedule='interleaved'."
-        )
-
-
-def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is that of a schedule, or of a file of one."""
+def check_schedule(name: str, virtual: int) -> None:
+    """Raise ConfigError unless `name` is that of a schedule, or of a file of one, that `virtual` stages on each rank
+    mean something to."""
     if not isinstance(name, str) or (name not in SCHEDULES and not is_schedule_file(name)):
         # Papers write 1F1B.
         spelled = str(name).lower().replace("1", "one_")
         advice = f"{nearest(spelled, SCHEDULES)}, or the path of a .csv file"
         raise ConfigError(f"pipeline.schedule={quoted(name, LONGEST_PATH)} is unknown; {advice}.")
+    if virtual != 1 and name != "interleaved":
+        raise ConfigError(
+            f"pipeline.virtual={virtual} does nothing with pipeline.schedule={quoted(name, LONGEST_PATH)}; "
+            "use virtual=1, or schedule='interleaved'."
+        )
 
 
 def is_schedule_file(name: str) -> bool:
@@ -169,8 +166,7 @@ def by_name(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sched
     `virtual` is the number of stages on each rank, for "interleaved" alone. Raises ConfigError for an unknown name
     and for a file of other sizes, ScheduleError for a file that is no schedule.
     """
-    check_name(name)
-    check_virtual(name, virtual)
+    check_schedule(name, virtual)
     written = load_csv(name) if is_schedule_file(name) else None
     if written:
         sizes = [("mesh.pp", written.ranks, ranks, "ranks")] * (ranks > 1)
