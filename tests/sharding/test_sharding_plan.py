@@ -8,9 +8,11 @@ from jax.sharding import PartitionSpec as P
 from tiny import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.collectives import sent_by
+from parallax.config.sections import AXES
 from parallax.config.sections import POLICIES as NAMES
 from parallax.model.dense import Dense
 from parallax.runtime.errors import ConfigError
+from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.plan import POLICIES, Policies, ShardingPlan
 
@@ -49,6 +51,18 @@ def test_a_plan_says_how_arrays_lie(policy, mesh):
         sizes = dict(zip(row.compute.names, shapes[name].shape))
         for held, layout in (("weights", row.resident), ("grads", row.summed)):
             assert found[held][name].shape == layout.local_shape(sizes, dict(model.mesh.shape)), (held, name)
+
+
+def test_a_table_that_is_gathered_over_two_axes_at_once_is_whole():
+    model = build((2, 2, 2), policy="zero1", vocab=16)
+    row = model.plan.rows["embedding"]["table"]
+    assert str(row.at_rest) == "vocab/tp d_model/dp/pp"
+    specs = jax.tree.map(lambda sharding: sharding.spec, model.shardings)
+    load = lambda params: as_varying(model.plan.load(params)["embedding"]["table"])[None]  # noqa: E731
+    params = params_of(model)
+    tables = jax.jit(jax.shard_map(load, mesh=model.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=True))(params)
+    halves = np.split(np.asarray(params["embedding"]["table"]), 2)  # of the vocab, one for each rank of tp
+    np.testing.assert_array_equal(np.asarray(tables).reshape(4, 2, 8, -1), [halves] * 4)
 
 
 def dense_and_plan(policy="zero3"):
