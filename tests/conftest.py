@@ -25,8 +25,10 @@ import hypothesis
 import jax
 from checkpoint_examples import small_disk
 from run_examples import corpus, observed_run, shared_programs
+from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
 __all__ = ["corpus", "observed_run", "shared_programs", "small_disk"]  # fixtures
+__all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 # [B, S] + [S] is a mistake more often than a wish.

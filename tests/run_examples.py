@@ -5,14 +5,19 @@ import importlib.util
 import os
 import pathlib
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
 
 from configs.tiny_gqa import get_config
+from parallax.data import Reader
 from parallax.training import run as run_module
 from parallax.training.logger import RunLogger
+from parallax.training.loop import TrainingLoop, parts_of
 from parallax.training.run import train
+from parallax.training.step import TrainState
 
 TEXT = "It is a truth that a small text is enough to see a loss fall, and it falls faster when it repeats. "
 
@@ -87,16 +92,48 @@ SHARED = {
 }
 
 
-def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
-    """Have a signal sent when a step is recorded."""
+def at_step(monkeypatch, step: int, act: Callable[[], Any]) -> None:
+    """Call `act` when a step was recorded."""
     record = RunLogger.record
 
-    def record_and_signal(self, at, values):
+    def record_and_act(self, at, values):
         record(self, at, values)
         if at == step:
-            os.kill(os.getpid(), number)
+            act()
 
-    monkeypatch.setattr(RunLogger, "record", record_and_signal)
+    monkeypatch.setattr(RunLogger, "record", record_and_act)
+
+
+def stop_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Have a signal sent when a step is recorded."""
+    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+
+
+def at_batch(monkeypatch, split: str, act: Callable[[int], Any]) -> None:
+    """Call `act` with the number of each batch of a split, counted from 0, before it is read."""
+    read = Reader.batch
+
+    def act_and_read(self, step):
+        if self.split == split:
+            act(step)
+        return read(self, step)
+
+    monkeypatch.setattr(Reader, "batch", act_and_read)
+
+
+def first_state(config: ConfigDict, folder: pathlib.Path) -> tuple[TrainState, int]:
+    """The state and step that a run begins with. It saves them as if it had taken all its steps."""
+    begun = []
+
+    def run(loop, state, start):
+        begun.append((state, start))
+        loop.checkpoints.save(config.train.steps, parts_of(state))
+        return state, config.train.steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "run", run)
+        train(config, folder)
+    return begun[0]
 
 
 def as_flags(changes: dict) -> list[str]:

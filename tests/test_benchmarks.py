@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
+from unittest import mock
 
 import jax
 import pytest
@@ -48,15 +49,12 @@ SECONDS = ("compile_time.py", "meshes.py", "plan.py", "schedules.py time", "sche
 def run_here(line, monkeypatch):
     """The status of a command line of a benchmark, run in this process."""
     name, *arguments = line.split()
-    monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    monkeypatch.setattr(
-        "parallax.runtime.devices.simulate_devices", lambda count: None
-    )  # eight are here, whatever is asked for
+    monkeypatch.setattr("parallax.runtime.devices.simulate_devices", lambda count: None)  # eight are here
     caches = jax.config.jax_enable_compilation_cache
     try:
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as end, mock.patch.dict(os.environ), mock.patch.object(sys, "path", [*sys.path]):
+            sys.path.insert(0, str(FOLDER))
             runpy.run_path(str(FOLDER / name), run_name="__main__")
     finally:
         jax.config.update("jax_enable_compilation_cache", caches)
@@ -137,7 +135,7 @@ def test_the_table_of_transformers_has_figures():
 @pytest.mark.parametrize("arguments", [["--smoke", "memory"], ["memory", "--smoke"]])
 def test_smoke_may_stand_before_the_name_of_a_command(arguments, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["schedules.py", *arguments])
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    monkeypatch.syspath_prepend(FOLDER)
     parsed = runpy.run_path(str(FOLDER / "schedules.py"))["parse"]()
     assert parsed.smoke and (parsed.config, parsed.microbatches, parsed.rounds) == ("tiny_gqa", [2], 1)
 
@@ -183,7 +181,7 @@ def test_a_wrong_value_is_one_line(line, message, monkeypatch, capsys):
 
 @pytest.mark.parametrize("line", NEED_LIBTPU)
 def test_without_the_tpu_compiler_a_line_says_how_to_get_it(line, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     assert run_here(f"{line} --smoke", monkeypatch) == 2
     wanted = "the TPU compiler, libtpu, is not installed: pip install -e '.[tpu]' in the clone"
     assert only_line(capsys) == f"ConfigError: {wanted}\n"

@@ -14,6 +14,7 @@ import xml.etree.ElementTree as ET
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from stand_ins import on_rename
 
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
@@ -370,28 +371,27 @@ def test_layouts_that_do_not_fit_are_passed_over(found, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp_path, monkeypatch):
-    traced = []
-
-    def interrupted(model, settings):
-        traced.append(Choice.of(settings))
-        if len(traced) == 5:
+def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(found, tmp_path):
+    def interrupt(done, total):
+        if len(search.rows) == 4:
             raise KeyboardInterrupt
-        return traced_of(settings)
 
-    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
+    def written():
+        return {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     with pytest.raises(KeyboardInterrupt):
-        search.run()
+        search.run(interrupt)
     assert len(search.rows) == 4
+    before = written()
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     search.run()
     assert search.rows == found.rows and search.passed == found.passed
-    assert len(traced) == len(found.rows) + 1  # the interrupted one twice
-    monkeypatch.setattr(sweep_module, "traced_work", None)
+    whole = written()
+    assert len(before) >= 4 and before.items() < whole.items()
     again = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000)
     again.run()
-    assert again.rows == found.rows
+    assert again.rows == found.rows and written() == whole
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"digest": "0", "value": {}}', "[1]"])
@@ -492,7 +492,7 @@ def planned(config):
     """What the command prints on a machine that has no libtpu."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr("importlib.util.find_spec", lambda name: None)
+        patch.setitem(sys.modules, "libtpu", None)
         assert command.main(["plan", config, "--topology=v5e:2x2"]) == 0
     return out.getvalue()
 
@@ -588,15 +588,14 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
 
 
 def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config, tmp_path, capsys, monkeypatch):
-    traced = []
+    kept = []
 
-    def interrupted(model, settings):
-        traced.append(1)
-        if len(traced) == 3:
+    def interrupt(path):
+        if len(kept) == 2:
             raise KeyboardInterrupt
-        return traced_of(settings)
+        kept.append(path)
 
-    monkeypatch.setattr(sweep_module, "traced_work", interrupted)
+    on_rename(monkeypatch, ".json", interrupt)
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
@@ -608,17 +607,14 @@ def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
     assert re.search(r"^MFU", planned, re.M) and "pip install -e '.[tpu]'" in planned.splitlines()[-1]
 
 
-def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, monkeypatch):
-    monkeypatch.setattr(command, "helpful_changes", lambda *args: [])
+def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, compiles_nothing):
     assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
     out = capsys.readouterr().out
     assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
     assert out.splitlines()[-1].startswith("not compiled: nothing is compiled for h100:4: ")
 
 
-def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, monkeypatch):
-    monkeypatch.setattr(command, "helpful_changes", lambda *args: [])
-    monkeypatch.setattr(command, "compile_step", None)
+def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, compiles_nothing):
     assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
     out = capsys.readouterr().out
     assert planned.startswith(out) and "pip install" not in out
@@ -646,8 +642,9 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(config, flags, message, capsys, monkeypatch):
-    monkeypatch.setattr(command, "compile_step", None)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_compiled(
+    config, flags, message, capsys, compiles_nothing
+):
     assert command.main(["plan", config, *flags]) == 2
     shown = capsys.readouterr()
     assert len(shown.err.splitlines()) == 1 and shown.err.startswith("ConfigError: ")

@@ -7,6 +7,7 @@ import pytest
 from jax.profiler import ProfileData
 from process_examples import flags_of, launched
 from run_examples import stop_at, tiny_config
+from stand_ins import Line
 
 from parallax.analysis.profile import Operation, Trace, profile_steps, read_traces
 from parallax.cli.report import main
@@ -53,14 +54,11 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus,
         assert traced == [step for step in steps if step > start] and profile._open is None
 
 
-def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, monkeypatch):
-    profile, places = Profile(read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), []
-    monkeypatch.setattr(
-        "parallax.training.profile.set_phase", lambda what, *, compiling=False: places.append(compiling)
-    )
+def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job):
+    profile, line = Profile(read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), in_job(Line())
     profile._begin = lambda first: None
     profile.begin(2, ())
-    assert places == [True]
+    assert [setting for _, setting in line.said] == ["distributed.compile_secs"]
 
 
 @pytest.fixture(scope="module")

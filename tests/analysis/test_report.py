@@ -199,7 +199,7 @@ def test_the_command_traces_what_this_machine_cannot_compile(in_root, capsys, tm
 
 
 def test_the_command_says_how_to_compile_for_chips_that_are_not_here(in_root, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     arguments = [QUICKSTART, "--config.model.layers=2", "--config.mesh.dp=-1", "--topology=v5e:4x4"]
     assert main(["report", *arguments]) == 0
     out = capsys.readouterr().out

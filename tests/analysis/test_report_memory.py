@@ -8,11 +8,9 @@ import tiny
 from run_examples import as_flags, write_corpus
 
 import train
-from parallax.analysis import devices
 from parallax.analysis.compiled import read_compiled
 from parallax.analysis.memory import Memory, memory
 from parallax.analysis.report import GIVEN
-from parallax.analysis.topology import read_topology
 from parallax.cli import plan as plan_command
 from parallax.cli import report as report_command
 from parallax.config.sections import GuardConfig
@@ -98,13 +96,11 @@ def stop(*_):
 
 
 @pytest.fixture
-def commands(monkeypatch, tmp_path):
+def commands(monkeypatch, tmp_path, known_speed, shared_programs):
     """Runs a command with the flags of a config; returns what it prints before anything is compiled or measured."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
     monkeypatch.setattr(run_module, "make_train_step", stop)
-    monkeypatch.setattr(run_module, "peak_flops", lambda dtype: (None, "not measured"))
-    monkeypatch.setattr(devices, "measured", lambda dtype: read_topology("v5e:2x4").chip)
     monkeypatch.setattr(plan_command, "helpful_changes", lambda *_: [])
     corpus = write_corpus(tmp_path / "corpus")
     data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}

@@ -305,8 +305,7 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_wrong_settings_are_named_before_anything_is_compiled(changes, message, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.training.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
+def test_wrong_settings_are_named_before_anything_is_compiled(changes, message, corpus, tmp_path, compiles_nothing):
     with pytest.raises(ParallaxError) as error:
         train(tiny_config(corpus, **changes), tmp_path / "run")
     assert message in str(error.value)
@@ -326,13 +325,11 @@ def test_wrong_settings_are_named_before_anything_is_compiled(changes, message, 
     ],
     ids=str,
 )
-def test_what_does_not_depend_on_data_is_named_before_any_is_prepared(
-    changes, message, vocab, corpus, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("parallax.training.run.open_split", lambda *_: pytest.fail("it has begun to prepare data"))
+def test_what_does_not_depend_on_data_is_named_before_any_is_prepared(changes, message, vocab, corpus, tmp_path):
+    config = tiny_config(corpus, **{"model.vocab": vocab, "data.cache": str(tmp_path / "cache"), **changes})
     with pytest.raises(ParallaxError) as error:
-        train(tiny_config(corpus, **{"model.vocab": vocab, **changes}), tmp_path / "run")
-    assert message in str(error.value) and not (tmp_path / "run").exists()
+        train(config, tmp_path / "run")
+    assert message in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_an_empty_corpus_is_named(tmp_path):

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from checkpoint_examples import save_settings
+from jax.sharding import NamedSharding, PartitionSpec
 from run_examples import TEXT, tiny_config
 
 from configs.saved import get_config as load_config
-from parallax.checkpoint.steps import CheckedSteps
 from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.sections import DataConfig, MeshConfig
 from parallax.config.settings import load_settings, read_settings
@@ -119,12 +120,12 @@ def test_all_of_a_corpus_is_read_once(tmp_path):
     assert sorted(labels[labels >= 0].tolist()) == wanted and reader.text_bytes() == (50, True)
 
 
-def test_bytes_that_a_tokenizer_does_not_give_back_are_estimated_and_said(observed_run, monkeypatch):
+def test_bytes_that_a_tokenizer_does_not_give_back_are_estimated_and_said(observed_run):
     settings = load_settings(observed_run)
     reader = open_reader(settings.data, folder=observed_run / "data", vocab=None, split="eval")
     exact, known = reader.text_bytes()
-    decode = type(reader.tokenizer).decode
-    monkeypatch.setattr(type(reader.tokenizer), "decode", lambda self, ids: decode(self, ids).lower())
+    decode = reader.tokenizer.decode
+    reader.tokenizer.decode = lambda ids: decode(ids).lower()
     estimated, sure = reader.text_bytes()
     assert known and not sure and estimated == pytest.approx(exact, rel=0.1)
 
@@ -239,14 +240,9 @@ def test_a_damaged_newest_step_is_passed_over_for_its_tokenizer_and_vocabulary(t
         with_tokenizer(read_settings(config), tmp_path / "run")
 
 
-def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_path, monkeypatch):
-    sizes = {"run": 384, "source": 512}
-    for name in sizes:
-        (tmp_path / name / "checkpoints" / "8").mkdir(parents=True)
-        (tmp_path / name / "checkpoints" / "8" / "manifest.json").touch()
-    manifest = lambda folder, step: {"settings": {"model": {"vocab": sizes[folder.parent.name]}}}  # noqa: E731
-    monkeypatch.setattr("parallax.data.vocabulary.check_steps", lambda folder: CheckedSteps([8], {}))
-    monkeypatch.setattr("parallax.data.vocabulary.read_manifest", manifest)
+def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_path):
+    for name, vocab in (("run", 384), ("source", 512)):
+        save_settings(tmp_path / name / "checkpoints", 8, {"model": {"vocab": vocab}})
     changes = {"train.init_from": str(tmp_path / "source"), "model.vocab": 0}
     settings = read_settings(tiny_config(tmp_path, **changes))
     assert with_vocab_of_source(settings, tmp_path / "run").model.vocab == 384
@@ -257,12 +253,10 @@ def test_a_run_that_goes_on_has_its_own_vocabulary_whatever_its_source_has(tmp_p
         with_vocab_of_source(settings, tmp_path / "new")
 
 
-def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(tmp_path, monkeypatch):
-    config = read_settings(tiny_config(tmp_path, **{"data.tokenizer": "bytes"})).data
-    monkeypatch.setattr("parallax.cli.evaluate.own_rows", lambda sharding, shape: np.arange(shape[0]))
-    sizes = SimpleNamespace(vocab=384)
-    model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=None)
+def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path):
+    config = read_settings(tiny_config(corpus, **{"data.tokenizer": "bytes"})).data
+    sizes, every_row = SimpleNamespace(vocab=384), NamedSharding(jax.make_mesh((1,), "dp"), PartitionSpec())
+    model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=every_row)
     trained = LoadedStep(8, tmp_path, model, None, SimpleNamespace(fingerprint="of another corpus"))
-    monkeypatch.setattr("parallax.cli.evaluate.open_reader", lambda config, **_: SimpleNamespace(tokenizer=Bytes()))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
         open_text(trained, config, None, tmp_path)

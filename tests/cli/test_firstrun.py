@@ -1,7 +1,6 @@
 """The first run on new chips: it holds the plan to what is measured, and writes down whatever happens."""
 
 import dataclasses
-import getpass
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from stand_ins import Chip
 
 from parallax.analysis.topology import read_topology
 from parallax.cli.command import read_command
@@ -23,7 +23,6 @@ from parallax.cli.firstrun.choose import CANDIDATES, choose, placed, planned_mem
 from parallax.cli.firstrun.page import page, warnings
 from parallax.cli.firstrun.work import WARM_UP, FirstRun, Found, Phase, Taken
 from parallax.data.vocabulary import with_likely_vocab
-from parallax.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -37,13 +36,7 @@ TINY = [
 PHASES = ["plan", "compile", "first state", "first step", "steps"]
 
 
-@pytest.fixture(autouse=True)
-def no_measuring(monkeypatch):
-    """What the CPUs of the tests can do a second says nothing here, and takes seconds to find out."""
-    topology = read_topology("v5e:2x4")
-    monkeypatch.setattr(
-        work, "local_topology", lambda dtype: topology._replace(chip=topology.chip._replace(platform="cpu"))
-    )
+pytestmark = pytest.mark.usefixtures("known_speed")
 
 
 def run_of(tmp_path, *words, steps=5):
@@ -110,7 +103,7 @@ def test_versions_are_no_addresses(text):
 
 def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.cluster.example")
-    monkeypatch.setattr(getpass, "getuser", lambda: "ada")
+    monkeypatch.setenv("LOGNAME", "ada")
     said = "at /scratch/ada/run on node17.cluster.example (node17), ada@192.168.0.7, 172.16.3.4:8476; adamw"
     assert machine.nameless(said) == "at /scratch/<user>/run on <host> (<host>), <user>@<address>, <address>; adamw"
 
@@ -160,10 +153,10 @@ def test_what_ends_the_process_leaves_a_file_that_says_where():
 
 
 def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, capsys):
-    def none():
+    def none(*_):
         raise RuntimeError("Unable to initialize backend 'tpu': the chips are in use\nby another process")
 
-    monkeypatch.setattr(machine, "devices", none)
+    monkeypatch.setattr(jax, "devices", none)
     status, text = run_of(tmp_path)
     assert status == 1 and text.startswith("# First run: JAX has no devices\n")
     assert "the chips are in use\nby another process" in text and rows(text, "Versions")["jax"]
@@ -274,17 +267,14 @@ def test_times_leave_the_warm_up_out():
     assert WARM_UP == 2 and found.median_secs == 1.1 and found.mfu == pytest.approx(0.5)
 
 
-def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(monkeypatch):
-    def unknown(dtype):
-        raise ConfigError("chip 'NVIDIA X1' is unknown; known: …")
-
-    found = found_of(planned=None, topology=None)
-    monkeypatch.setattr(work, "local_topology", unknown)
-    monkeypatch.setattr(work, "planned_memory", lambda settings: SimpleNamespace(peak=7))
+def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips):
+    found = found_of(planned=None, topology=None, held=None)
+    found.settings = placed(found.settings)
+    with_chips(*[Chip("gpu", "NVIDIA X1")] * 8)
     first = FirstRun(found, 5, say=lambda text: None, save=lambda: None)
     found.phases = [Phase("plan", "not reached")]
     assert first._do(0, "plan", first._plan) and found.unplanned.startswith("chip 'NVIDIA X1' is unknown")
-    assert found.held.peak == 7 and found.mfu is None
+    assert found.held.peak > 1000 and found.mfu is None
 
 
 def test_a_program_that_cannot_be_priced_is_run_all_the_same(monkeypatch):

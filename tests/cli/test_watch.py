@@ -220,7 +220,7 @@ def test_a_run_that_was_followed_leaves_one_picture(tmp_path, monkeypatch):
         if next(looks, "ended") == "ended":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("parallax.cli.watch.__main__.time.sleep", look)
+    monkeypatch.setattr(time, "sleep", look)
     console = Console(file=io.StringIO(), width=60, force_terminal=True)
     follow(runs, console)
     write_svg(runs, console.width, tmp_path / "watch.svg")

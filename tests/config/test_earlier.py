@@ -4,6 +4,7 @@ import json
 from typing import get_type_hints
 
 import pytest
+from checkpoint_examples import save_settings
 
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line
@@ -86,10 +87,9 @@ def test_the_config_of_an_earlier_run_loads_and_one_line_says_what_was_changed(t
     assert capsys.readouterr().err == line
 
 
-def test_a_run_goes_on_from_a_checkpoint_whose_settings_have_earlier_names(tmp_path, monkeypatch):
+def test_a_run_goes_on_from_a_checkpoint_whose_settings_have_earlier_names(tmp_path):
     said = []
-    monkeypatch.setattr("parallax.training.resume.latest_step", lambda _: 8)
-    monkeypatch.setattr("parallax.training.resume.read_manifest", lambda *_: {"settings": with_old(size="small")})
+    save_settings(tmp_path / "checkpoints", 8, with_old(size="small"))
     settings = read_settings(BASE, model={"size": "small"}).to_dict()
     assert step_to_resume(RunFolder(tmp_path), settings, "auto", said.append) == 8 and not said
 

@@ -11,7 +11,6 @@ import pytest
 from pyarrow import parquet
 
 from configs.base import get_config
-from parallax.cli import data as data_command
 from parallax.cli.data import main
 from parallax.config.sections import DataConfig
 from parallax.data import open_reader
@@ -107,17 +106,17 @@ def corpora(tmp_path):
     [
         (["--source", "moby", "--tokenizer", "bpe"], "bpe_vocab"),
         (["--source", "synthetic"], "synthetic_tokens"),
-        (["--source", "jsonl", "--path", "x"], "field"),
+        (["--source", "jsonl"], "field"),
     ],
 )
-def test_each_default_is_that_of_the_base_config(flags, key, monkeypatch, capsys):
-    asked = {}
-    monkeypatch.setattr(data_command, "open_source", lambda kind, **how: asked.update(how))
-    monkeypatch.setattr(data_command, "prepare", lambda request, *_, **__: asked.update(vars(request)))
-    monkeypatch.setattr(data_command, "_describe", lambda *_: "")
-    assert main(["prepare", *flags, "--out", "x"]) == 0
-    assert asked[key] == get_config().data[key]
-    assert asked["tokenizer"] == ("bpe" if key == "bpe_vocab" else "bytes")
+def test_each_default_is_that_of_the_base_config(flags, key, corpora, tmp_path, capsys):
+    if key == "field":
+        flags = [*flags, "--path", str(corpora["jsonl"])]
+    assert main(["prepare", *flags, "--out", str(tmp_path / "made")]) == 0
+    manifest = Manifest.read(tmp_path / "made")
+    found = {"bpe_vocab": manifest.vocab, "synthetic_tokens": manifest.tokens} | manifest.request["source"]
+    assert found[key] == get_config().data[key]
+    assert manifest.tokenizer == ("bpe" if key == "bpe_vocab" else "bytes")
     with pytest.raises(SystemExit):
         main(["prepare", "--help"])
     told = " ".join(capsys.readouterr().out.split())

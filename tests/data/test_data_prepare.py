@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, source_of
+from stand_ins import full_disk, on_rename
 
 from parallax.cli import data as data_command
-from parallax.data import prepare as prepare_module
 from parallax.data.prepare import Request, prepare, remove_prepared, write_shards
 from parallax.data.shards import Manifest, smallest_dtype
 from parallax.data.tokenizer import Bytes
@@ -27,14 +27,7 @@ def contents(folder):
 def made(monkeypatch):
     """Names of the shards that are written in this process."""
     names = []
-    write = prepare_module.write_shards
-
-    def counted(*arguments, **options):
-        for shard in write(*arguments, **options):
-            names.append(shard.name)
-            yield shard
-
-    monkeypatch.setattr(prepare_module, "write_shards", counted)
+    on_rename(monkeypatch, ".ids", lambda path: names.append(path.stem))
     return names
 
 
@@ -178,10 +171,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(file, content):
-        raise OSError(28, "No space left on device", str(file))
-
-    monkeypatch.setattr("parallax.data.shards.write_whole", full)
+    on_rename(monkeypatch, ".ids", full_disk)
     with pytest.raises(DataError, match=r"stopped at .*00000\.ids: No space left on device; run again to resume"):
         prepare_texts(TEXTS, tmp_path)
 

@@ -1,10 +1,8 @@
 """What happens to the files of a checkpoint: found, named, and never loaded; the step before is used."""
 
-import builtins
 import json
 import os
 import pathlib
-import pickle
 import re
 import shutil
 import subprocess
@@ -15,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, save_steps, truncate
+from stand_ins import forbid_code, full_disk, on_rename
 
 import parallax
 from parallax.checkpoint.restore import restore, restore_newest
@@ -238,10 +237,10 @@ def test_an_array_of_an_absurd_shape_is_refused_before_memory_is_asked_for(saved
         restore(folder, 2, abstract(parts))
 
 
-def test_a_manifest_of_absurd_length_is_not_read(saved, monkeypatch):
+def test_a_manifest_of_absurd_length_is_not_read(saved):
     folder, _ = saved
-    monkeypatch.setattr("parallax.checkpoint.steps.LIMIT_BYTES", 1000)
-    with pytest.raises(DamagedError, match=r"its manifest.json is a link or has \d+ bytes, more than 1000"):
+    os.truncate(folder / "2" / "manifest.json", 1 << 40)
+    with pytest.raises(DamagedError, match=r"its manifest.json is a link or has 1099511627776 bytes, more than \d+"):
         read_manifest(folder, 2)
 
 
@@ -329,11 +328,7 @@ def test_an_unwritable_folder_is_named_before_anything_is_saved(tmp_path):
 
 def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_path, monkeypatch):
     parts = save_steps(tmp_path, {1: 3.0}, mesh=(1, 1, 1))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("parallax.checkpoint.save.write_manifest", full)
+    on_rename(monkeypatch, "manifest.json", full_disk)
     message = r"cannot save step 2 in .*No space left.*older steps are untouched"
     with pytest.raises(CheckpointError, match=message), CheckpointWriter(tmp_path, CONFIG, settings={}) as checkpoints:
         checkpoints.save(2, parts)
@@ -344,11 +339,8 @@ def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_
 
 
 def test_a_failed_save_is_said_when_another_error_ends_the_run(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     said = []
-    monkeypatch.setattr("parallax.checkpoint.save.write_manifest", full)
+    on_rename(monkeypatch, "manifest.json", full_disk)
     with (
         pytest.raises(ZeroDivisionError),
         CheckpointWriter(tmp_path, CONFIG, settings={}, say=said.append) as checkpoints,
@@ -424,14 +416,7 @@ def test_a_quota_ends_a_run_with_one_line_and_status_3(tmp_path):
 
 def test_loading_runs_no_code_of_a_checkpoint(saved, monkeypatch):
     folder, parts = saved
-
-    def forbidden(*_, **__):
-        raise AssertionError("a checkpoint is being unpickled or evaluated")
-
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, forbidden)
-    for name in ("eval", "exec"):
-        monkeypatch.setattr(builtins, name, forbidden)
+    forbid_code(monkeypatch)
     assert restore(folder, 2, abstract(parts))
 
 

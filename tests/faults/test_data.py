@@ -3,7 +3,6 @@
 The errors of single functions are in tests/test_data_*.py; here runs and commands meet the faults.
 """
 
-import builtins
 import itertools
 import json
 import os
@@ -15,14 +14,15 @@ import time
 import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, prepared_reader
-from run_examples import tiny_config
+from run_examples import at_step, tiny_config
+from stand_ins import forbid_code
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.data.shards import Manifest, write_shard
 from parallax.data.tokenizer import Bytes
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
-from parallax.training.logger import RunLogger, read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -166,15 +166,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_ends_it_with_status_5_and_what_wa
     prepared, tmp_path, monkeypatch
 ):
     config, folder = prepared
-    record = RunLogger.record
-
-    def record_and_cut(self, step, values):
-        record(self, step, values)
-        if step == 2:
-            for file in folder.glob("*.ids"):
-                os.truncate(file, 10)
-
-    monkeypatch.setattr(RunLogger, "record", record_and_cut)
+    at_step(monkeypatch, 2, lambda: [os.truncate(file, 10) for file in folder.glob("*.ids")])
     with pytest.raises(DataError, match=r"shard .*\.ids was cut short while it was read") as error:
         train(config, tmp_path / "run")
     assert error.value.exit_status == 5 and latest_step(tmp_path / "run" / "checkpoints") >= 2
@@ -245,8 +237,7 @@ def test_a_tokenizer_that_changed_between_two_starts_is_refused(prepared, tmp_pa
 
 
 @pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, no text; leave it out")])
-def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.training.run.init_state", lambda *_: pytest.fail("it has begun to compile"))
+def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, compiles_nothing):
     with pytest.raises(ConfigError, match=message):
         train(tiny_config(corpus, **{"sample.prompt": prompt}), tmp_path / "run")
 
@@ -333,8 +324,6 @@ def test_loading_data_runs_no_code(tmp_path, monkeypatch):
     prepare_texts(TEXTS, tmp_path)
     np.save(tmp_path / "00000.documents.npy", np.array([{"a": 1}], object), allow_pickle=True)
     (tmp_path / "00000.documents.npy").replace(tmp_path / "00000.documents")
-    monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("it unpickles"))
-    monkeypatch.setattr("pickle.load", lambda *_: pytest.fail("it unpickles"))
-    monkeypatch.setattr(builtins, "eval", lambda *_: pytest.fail("it evaluates"))
+    forbid_code(monkeypatch)
     with pytest.raises(DataError, match=r"shard .*00000\.documents has"):
         prepared_reader(tmp_path)

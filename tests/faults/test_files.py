@@ -19,24 +19,24 @@ import pyarrow.parquet
 import pytest
 from data_examples import prepare_texts, prepared_reader
 from rich.console import Console
-from run_examples import as_flags, tiny_config
+from run_examples import as_flags, at_batch, at_step, tiny_config
+from stand_ins import full_disk, on_rename
 
 import train as command_line
-from parallax.checkpoint.save import CheckpointWriter
 from parallax.checkpoint.steps import complete_steps, latest_step
 from parallax.cli.watch.__main__ import write_svg
 from parallax.cli.watch.run import WatchedRun
 from parallax.cli.watch.view import View
 from parallax.config.settings import load_settings
-from parallax.data import Reader, sources
 from parallax.data import reader as reader_module
+from parallax.data import sources
 from parallax.data.shards import Manifest
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import load_tokenizer
 from parallax.inference.run import Run as Trained
 from parallax.runtime.errors import CheckpointError, DataError, exit_status, tell
 from parallax.runtime.files import AppendFile, object_of
-from parallax.training.logger import RunLogger, read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
@@ -46,18 +46,6 @@ DEEP = '{"a": ' * 100_000
 
 
 # ---- while a run goes on
-
-
-def at_step(monkeypatch, step, act):
-    """Call `act` when a step was recorded."""
-    record = RunLogger.record
-
-    def record_and_act(self, at, values):
-        record(self, at, values)
-        if at == step:
-            act()
-
-    monkeypatch.setattr(RunLogger, "record", record_and_act)
 
 
 @pytest.fixture
@@ -88,7 +76,7 @@ def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(
             raise OSError(number, os.strerror(number))
         return preadv(*arguments)
 
-    monkeypatch.setattr(reader_module.os, "preadv", fails)
+    monkeypatch.setattr(os, "preadv", fails)
     at_step(monkeypatch, 2, lambda: failing.append(1))
     with pytest.raises(DataError, match=rf"^shard .*\.ids cannot be read: {os.strerror(number)}; put it back") as error:
         train(config, run)
@@ -97,15 +85,17 @@ def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(
     assert_saved_and_goes_on(config, run, least=2)
 
 
-def anew(open_shard):
-    """Shards as they are opened where there are more of them than files may be open."""
-    return lambda function: function
+@pytest.fixture
+def no_file_stays_open(monkeypatch):
+    """Shards are opened each time, as where there are more of them than files may be open."""
+    monkeypatch.setattr(reader_module, "OPEN_FILES", 0)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(how, shards, monkeypatch):
+def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(
+    how, shards, monkeypatch, no_file_stays_open
+):
     folder, config, run = shards
-    monkeypatch.setattr(reader_module, "lru_cache", anew)
     aside = folder.with_name("aside")
 
     def harm():
@@ -127,8 +117,7 @@ def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_w
     assert_saved_and_goes_on(config, run, least=2)
 
 
-def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "lru_cache", anew)
+def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, no_file_stays_open):
     prepare_texts(["some text " * 40, "and more " * 40], tmp_path)
     reader = prepared_reader(tmp_path)
     first = reader.batch(0)
@@ -139,17 +128,11 @@ def test_a_shard_that_is_made_again_while_a_run_goes_on_is_read_on(tmp_path, mon
 
 
 def test_text_held_out_that_cannot_be_read_ends_the_run_saved_with_status_5(corpus, tmp_path, monkeypatch):
-    from parallax.training import run as run_module
-
-    measure, config = run_module.mean_loss, tiny_config(corpus, **{"checkpoint.every_steps": 0})
-
-    def fails(*_):
-        raise DataError("shard x cannot be read")
-
-    monkeypatch.setattr(run_module, "mean_loss", fails)
-    with pytest.raises(DataError, match="shard x cannot be read"):
+    config = tiny_config(corpus, **{"checkpoint.every_steps": 0})
+    unreadable_from(monkeypatch, 0, split="eval")
+    with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(config, tmp_path)
-    monkeypatch.setattr(run_module, "mean_loss", measure)
+    monkeypatch.undo()
     assert latest_step(tmp_path / "checkpoints") == 4
     assert_saved_and_goes_on(config, tmp_path, least=4)
 
@@ -166,16 +149,14 @@ def full_once(monkeypatch, failing):
     monkeypatch.setattr(AppendFile, "write", fails)
 
 
-def unreadable_from(monkeypatch, batch):
-    """A shard of which `batch` of the training data, and what follows, cannot be read."""
-    read = Reader.batch
+def unreadable_from(monkeypatch, batch, split="train"):
+    """A shard of which `batch` of a split, and what follows, cannot be read."""
 
-    def fails(self, step):
-        if self.split == "train" and step >= batch:
+    def fails(step):
+        if step >= batch:
             raise DataError("shard x.ids cannot be read")
-        return read(self, step)
 
-    monkeypatch.setattr(Reader, "batch", fails)
+    at_batch(monkeypatch, split, fails)
 
 
 @pytest.mark.parametrize("what", ["a batch", "an evaluation"])
@@ -187,12 +168,8 @@ def test_where_the_log_fails_with_the_data_the_data_is_named(what, corpus, tmp_p
         unreadable_from(monkeypatch, 5)
         at_step(monkeypatch, 5, lambda: failing.append(1))
     else:
-
-        def measure(*_):
-            failing.append(1)
-            raise DataError("shard x.ids cannot be read")
-
-        monkeypatch.setattr("parallax.training.run.mean_loss", measure)
+        unreadable_from(monkeypatch, 0, split="eval")
+        at_batch(monkeypatch, "eval", failing.append)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus), tmp_path)
     assert "CheckpointError: cannot write in" in capsys.readouterr().out
@@ -203,11 +180,11 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
     full_once(monkeypatch, failing)
     unreadable_from(monkeypatch, 5)
 
-    def fails(self):
-        failing.append(1)
-        raise CheckpointError("cannot save step 5")
+    def fails(manifest):
+        failing.append(manifest)
+        full_disk()
 
-    monkeypatch.setattr(CheckpointWriter, "wait", fails)
+    on_rename(monkeypatch, "manifest.json", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -274,10 +251,7 @@ def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data
     agreed_after(monkeypatch, 2)
     unreadable_from(monkeypatch, 5)
 
-    def fails(*_, **__):
-        raise CheckpointError("cannot save step 5")
-
-    monkeypatch.setattr(CheckpointWriter, "save", fails)
+    on_rename(monkeypatch, "manifest.json", full_disk)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -311,13 +285,7 @@ def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how,
 
 
 def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import save
-
-    def go_away(*_):
-        shutil.rmtree(tmp_path / "run")
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-
-    monkeypatch.setattr(save, "write_manifest", go_away)
+    on_rename(monkeypatch, "manifest.json", lambda _: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=r"cannot save step 4 in .*No such file|removed or renamed"):
         train(tiny_config(corpus), tmp_path / "run")
 

@@ -14,13 +14,14 @@ import time
 import numpy as np
 import pytest
 from checkpoint_examples import fill, flip, largest_file, truncate
-from run_examples import as_flags, tiny_config
+from run_examples import as_flags, at_step, tiny_config
+from stand_ins import full_disk, on_rename
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.runtime.errors import CheckpointError
 from parallax.training.folder import RunFolder
-from parallax.training.logger import RunLogger, read_metrics
+from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -171,17 +172,13 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(corpus, at_six, never_stoppe
     assert_same_run(at_six, never_stopped)
 
 
+def saved_step(manifest):
+    """The step of a manifest in a folder that is not finished."""
+    return int(manifest.parent.name.partition(".")[0])
+
+
 def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_there(corpus, tmp_path, monkeypatch):
-    from parallax.checkpoint import save
-
-    write_manifest = save.write_manifest
-
-    def full_at_4(folder, content):
-        if content["step"] == 4:
-            raise OSError(28, "No space left on device")
-        write_manifest(folder, content)
-
-    monkeypatch.setattr(save, "write_manifest", full_at_4)
+    on_rename(monkeypatch, "manifest.json", lambda path: full_disk() if saved_step(path) == 4 else None)
     with pytest.raises(CheckpointError, match="cannot save step 4 in .*No space left") as error:
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
@@ -190,23 +187,17 @@ def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_the
 
 def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, monkeypatch):
     """The disk takes the last of step 4 no sooner than step 5 is over."""
-    from parallax.checkpoint import save
+    later = threading.Event()
 
-    later, write_manifest, record = threading.Event(), save.write_manifest, RunLogger.record
+    def slow(manifest):
+        assert saved_step(manifest) != 4 or later.wait(60), "step 5 waits for the save of step 4"
 
-    def slow(folder, content):
-        if content["step"] == 4:
-            assert later.wait(60), "step 5 waits for the save of step 4"
-        write_manifest(folder, content)
+    def go_on():
+        assert latest_step(tmp_path / "checkpoints") == 2
+        later.set()
 
-    def record_and_go_on(self, step, values):
-        record(self, step, values)
-        if step == 5:
-            assert latest_step(tmp_path / "checkpoints") == 2
-            later.set()
-
-    monkeypatch.setattr(save, "write_manifest", slow)
-    monkeypatch.setattr(RunLogger, "record", record_and_go_on)
+    on_rename(monkeypatch, "manifest.json", slow)
+    at_step(monkeypatch, 5, go_on)
     assert go_on(corpus, tmp_path).reason == "finished"
     assert_same_run(tmp_path, never_stopped)
 
@@ -217,16 +208,13 @@ def test_a_disk_that_fills_up_ends_the_run_with_status_3_and_it_goes_on_when_the
 ):
     """The first to meet it is no save, but a line of the log or of the metrics."""
     subprocess.run(["mount", "-o", "remount,size=24m", small_disk], check=True)  # room for each checkpoint of the run
-    record = RunLogger.record
 
-    def record_and_fill(self, step, values):
-        record(self, step, values)
-        if step == 5:
-            while latest_step(small_disk / "checkpoints") != 4:
-                time.sleep(0.01)
-            fill(small_disk / first)
+    def fill_up():
+        while latest_step(small_disk / "checkpoints") != 4:
+            time.sleep(0.01)
+        fill(small_disk / first)
 
-    monkeypatch.setattr(RunLogger, "record", record_and_fill)
+    at_step(monkeypatch, 5, fill_up)
     full = (
         rf"^cannot write in {small_disk} \(No space left on device\); what is saved stays; make room, and the same .*$"
     )

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_examples import flip, largest_file
 from hf_folders import CONFIGS, config_of, random_tensors, read_folder, shapes_of, without, write_folder
 from own_runs import OWN, own_run, own_settings
-from run_examples import tiny_config
+from run_examples import first_state, tiny_config
 from test_convert import params_of
 
 from configs.saved import get_config as load_config
@@ -27,8 +27,6 @@ from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
 from parallax.model.rope import rope_of
 from parallax.runtime.errors import CheckpointError, ConfigError
-from parallax.training.loop import TrainingLoop
-from parallax.training.run import train
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -174,7 +172,7 @@ def test_an_imported_run_writes_text_with_its_own_tokenizer_on_a_mesh(tmp_path, 
     assert texts[0] == texts[1] and texts[0].startswith("It is")
 
 
-def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path, monkeypatch):
+def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path):
     config = config_of("DeepseekV2ForCausalLM", vocab_size=272)
     folder = write_folder(tmp_path / "theirs", config, random_tensors(shapes_of(config)))
     write_bpe(folder)
@@ -183,10 +181,7 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path, monkey
     tuned.data = tiny_config(corpus).data
     tuned.update({"data": {"tokenizer": str(tmp_path / "run" / "tokenizer.json"), "cache": str(tmp_path / "cache")}})
     tuned.update({"train": {"init_from": str(tmp_path / "run"), "steps": 4}, "optimizer": {"warmup_steps": 1}})
-    begun = []
-    monkeypatch.setattr(TrainingLoop, "run", lambda steps, state, start: begun.append((state, start)) or (state, start))
-    train(tuned, tmp_path / "on")
-    ((state, start),) = begun
+    state, start = first_state(tuned, tmp_path / "on")
     there = params_of(tmp_path / "run", 0)
     same_bytes({name: np.asarray(x) for name, x in flatten(state.params).items()}, there)
     assert start == 0

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from hf_folders import config_of, random_tensors, shapes_of, write_folder
 from own_runs import own_run, own_settings
-from run_examples import tiny_config
+from run_examples import first_state, tiny_config
 
 import parallax as px
 from configs.saved import get_config as load_config
@@ -17,8 +17,6 @@ from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
 from parallax.model.rope import rope_of
-from parallax.training.loop import TrainingLoop, checkpoint_parts
-from parallax.training.run import train
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -149,14 +147,8 @@ def imported(folder, **changes):
     return config
 
 
-def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
+def tuned(corpus, folder, *, steps=4, **changes):
     """A run that starts from the import and saves after `steps`; what it learns is not asked."""
-
-    def run(all_steps, state, start):
-        all_steps.checkpoints.save(steps, checkpoint_parts(state))
-        return state, steps
-
-    monkeypatch.setattr(TrainingLoop, "run", run)
     config = load_config(str(folder / "run" / "config.json"))
     config.data = tiny_config(corpus).data
     config.update({"data": {"tokenizer": "auto", "cache": str(folder / "cache"), "seq": 32}})
@@ -164,14 +156,14 @@ def tuned(corpus, folder, monkeypatch, *, steps=4, **changes):
     for key, value in changes.items():
         section, name = key.split("__")
         config[section][name] = value
-    train(config, folder / "tuned")
+    first_state(config, folder / "tuned")
     assert steps in complete_steps(folder / "tuned" / "checkpoints")
     return folder / "tuned"
 
 
-def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_path, monkeypatch, capsys):
+def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_path, capsys):
     config = imported(tmp_path)
-    run = tuned(corpus, tmp_path, monkeypatch)
+    run = tuned(corpus, tmp_path)
     assert exported(run, tmp_path / "out") == config
     assert "MistralForCausalLM, bfloat16" in capsys.readouterr().out
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
@@ -181,18 +173,18 @@ def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_pat
     assert found == {"eos_token_id": [271, BPE.end], "temperature": 0.6}
 
 
-def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, tmp_path, monkeypatch):
+def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, tmp_path):
     config = imported(tmp_path)
-    tuned(corpus, tmp_path, monkeypatch)
-    assert exported(tuned(corpus, tmp_path, monkeypatch, steps=6), tmp_path / "resumed") == config
+    tuned(corpus, tmp_path)
+    assert exported(tuned(corpus, tmp_path, steps=6), tmp_path / "resumed") == config
     (tmp_path / "run").rename(tmp_path / "gone")
     (tmp_path / "tuned").rename(tmp_path / "run")
-    assert exported(tuned(corpus, tmp_path, monkeypatch), tmp_path / "out") == config
+    assert exported(tuned(corpus, tmp_path), tmp_path / "out") == config
 
 
-def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_path, monkeypatch):
+def test_a_run_begins_its_documents_as_the_imported_tokenizer_says(corpus, tmp_path):
     imported(tmp_path)
-    run = tuned(corpus, tmp_path, monkeypatch)
+    run = tuned(corpus, tmp_path)
     (begin,) = load_tokenizer(tmp_path / "theirs").begin
     for folder in (run, run / "checkpoints" / "4", tmp_path / "run"):
         assert load_tokenizer(folder).begin == (begin,)
@@ -256,9 +248,9 @@ def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path
     np.testing.assert_array_equal(there, here)
 
 
-def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, tmp_path, monkeypatch, capsys):
+def test_a_model_that_is_no_longer_the_imported_one_goes_out_as_its_own(corpus, tmp_path, capsys):
     imported(tmp_path)
-    run = tuned(corpus, tmp_path, monkeypatch, model__norm_eps=1e-5)
+    run = tuned(corpus, tmp_path, model__norm_eps=1e-5)
     config = exported(run, tmp_path / "out")
     said = (
         "LlamaForCausalLM, float32, for it is not the model that was imported: model.norm_eps=1e-06 there, 1e-05 here"

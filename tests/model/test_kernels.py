@@ -9,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations, inside
+from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
 from parallax.analysis.flops import product_flops
@@ -298,13 +298,9 @@ def test_windows_that_no_block_divides_are_refused():
     check_kernel_seq(model_config(kernel="xla"), 200)
 
 
-class GpuMesh:
-    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
-
-
-def test_gpus_are_told_that_they_have_no_such_kernel(monkeypatch):
-    monkeypatch.setattr("parallax.model.checks.Mesh", GpuMesh)
-    assert refused(check_kernel, model_config(kernel="splash"), GpuMesh()) == (
+def test_gpus_are_told_that_they_have_no_such_kernel():
+    mesh = ChipMesh(np.array([[[Chip("gpu", "NVIDIA H100 80GB HBM3")]]]))
+    assert refused(check_kernel, model_config(kernel="splash"), mesh) == (
         "model.kernel='splash' needs TPUs, or CPUs to try it on, and these are GPUs (NVIDIA H100 80GB HBM3); "
         "use kernel in {'xla', 'cudnn'}."
     )

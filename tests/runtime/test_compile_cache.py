@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from stand_ins import Chip, Line
 
 from configs.base import get_config
 from parallax.config.settings import read_settings
@@ -19,18 +20,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def on(tmp_path, monkeypatch):
+def on(tmp_path, monkeypatch, with_chips):
     """A function that has JAX run on a platform, as far as anybody asks, without a cache yet; it gives the user's."""
     before = jax.config.jax_compilation_cache_dir
 
     def platform(name):
         jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setattr(compile_cache, "_ours", None)
-        monkeypatch.setattr(jax, "default_backend", lambda: name)
+        if name != "cpu":
+            with_chips(Chip(name, "a kind"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
         return tmp_path / "caches" / "parallax" / "jax"
 
     yield platform
+    use_compile_cache("off")
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
 
@@ -86,9 +88,9 @@ def test_a_folder_in_which_others_can_write_is_not_taken_unasked(on, capsys):
     assert jax.config.jax_compilation_cache_dir == str(folder)
 
 
-def test_processes_that_do_not_share_the_folder_keep_nothing(on, monkeypatch, capsys):
+def test_processes_that_do_not_share_the_folder_keep_nothing(on, in_job, capsys):
     on("gpu")
-    monkeypatch.setattr(compile_cache, "is_shared", lambda folder: False)
+    in_job(Line(differences=[["the file of process 0", "there", 1, "No such file or directory"]]))
     use_compile_cache("auto")
     assert jax.config.jax_compilation_cache_dir is None and "processes do not share" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,14 +52,14 @@ def test_libtpu_is_left_out_only_where_nothing_says_that_there_is_a_chip(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delitem(sys.modules, "jax")  # whose platform stays what it is
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "libtpu", SimpleNamespace(__spec__="installed"))
     root = machine(tmp_path, *files, **pci)
     before = os.environ.get("JAX_PLATFORMS")
     monkeypatch.setenv("JAX_PLATFORMS", before or "")
     leave_out_absent_tpu(root)
     assert os.environ["JAX_PLATFORMS"] == ("cpu" if left_out else before or "")
     monkeypatch.setenv("JAX_PLATFORMS", before or "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     leave_out_absent_tpu(root)
     assert os.environ["JAX_PLATFORMS"] == (before or "")
 

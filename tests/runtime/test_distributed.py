@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import os
 import re
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_ins import Line
 
 from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import ConfigError, LostError
@@ -81,24 +81,20 @@ def test_where_jax_finds_no_cluster_a_restart_does_not_help(monkeypatch, error, 
         job_module._initialize(DistributedConfig(1, 1, 1, 1, 1, 1))
 
 
-def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch):
+def test_all_that_jax_does_to_connect_has_a_limit(monkeypatch, exits, second_of_two):
     """The collective after the connection too; JAX's own limit, at which it aborts, lies behind ours."""
-    limits, statuses = {}, []
-    monkeypatch.setattr("parallax.runtime.multihost.job.end_within", lambda secs, status: None)
-    monkeypatch.setattr("parallax.runtime.multihost.job.end_now", statuses.append)
+    limits = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: limits.update(given))
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
 
     def wait_in_vain(_):
-        while not statuses:
+        while not exits:
             time.sleep(0.02)
         raise TimeoutError
 
     monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", wait_in_vain)
     with pytest.raises(TimeoutError):
         job_module._meet_by_jax(DistributedConfig(1, 1, 1, 1, 1, 1))
-    assert statuses == [75] and limits["initialization_timeout"] > 1
+    assert exits == [75] and limits["initialization_timeout"] > 1
 
 
 @given(st.text(max_size=30))
@@ -213,13 +209,10 @@ def at_once(*acts):
 
 
 @pytest.fixture
-def ended(monkeypatch):
+def ended(exits, monkeypatch):
     """Instead of ending, a process notes its status."""
-    statuses = []
-    monkeypatch.setattr("parallax.runtime.multihost.control_line.end_now", statuses.append)
-    monkeypatch.setattr("parallax.runtime.multihost.control_line.end_within", lambda secs, status: None)
     monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 0.1)
-    return statuses
+    return exits
 
 
 def wait_until(condition):
@@ -241,13 +234,8 @@ def test_all_hear_the_values_of_the_first_and_each_difference():
     assert answers[2]["differences"] == [["lr", 1, 1, 2], ["more", None, 2, True]]
 
 
-def test_differences_are_refused_with_both_values(monkeypatch):
-    class Differing:
-        def meet(self, *_):
-            return {"differences": [["mesh.tp", 2, 3, 4]], "more": 7}
-
-    monkeypatch.setattr(job_module, "_line", Differing())
-    monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 1, 1, 1))
+def test_differences_are_refused_with_both_values(in_job):
+    in_job(Line(differences=[["mesh.tp", 2, 3, 4]], more=7))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
     with pytest.raises(ConfigError, match=expected):
         job_module.compare("config", {"mesh.tp": 2})
@@ -397,16 +385,13 @@ def test_process_0_waits_for_the_others_only_so_long(ended):
     assert 1 < time.monotonic() - begun < 5  # GRACE_SECS of this test, and ANSWER_SECS
 
 
-def test_who_has_said_goodbye_waits_for_nobody(ended, monkeypatch):
+def test_who_has_said_goodbye_waits_for_nobody(ended, in_job):
     """An error that is no failure, such as a pipe that is closed: the others have heard of it, and will not come."""
     first, _ = Meeting(2).join_all(0, 1)
-    statuses = []
-    monkeypatch.setattr(job_module, "_line", first)
-    monkeypatch.setattr(job_module, "wait_for_all", lambda what: pytest.fail("it waits"))
-    monkeypatch.setattr(job_module, "end_now", lambda status: statuses.append(status) or sys.exit(status))
+    in_job(first)
     with pytest.raises(SystemExit):
         job_module.leave(lambda: first.leave(0, "BrokenPipeError") or 0)
-    assert statuses == [0]
+    assert ended == [0]
 
 
 class Full:
@@ -447,12 +432,11 @@ def test_a_process_ends_where_its_last_words_stand_still():
     assert subprocess.run([sys.executable, "-c", STALLED], timeout=50).returncode == 75
 
 
-def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(monkeypatch):
-    statuses = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
+def test_what_is_left_in_a_closed_stream_keeps_no_process_from_its_end(exits, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Full())
-    end_now(75)
-    assert statuses == [75]
+    with pytest.raises(SystemExit):
+        end_now(75)
+    assert exits == [75]
 
 
 def test_processes_that_leave_together_are_not_lost(ended):

@@ -5,8 +5,8 @@ import itertools
 import jax
 import pytest
 from jax.errors import JaxRuntimeError
+from stand_ins import Line
 
-from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import CheckpointError, exit_status
 from parallax.runtime.multihost import job as job_module
 from parallax.runtime.multihost.job import connect, lost_process
@@ -47,34 +47,9 @@ OURS = [
 ]
 
 
-class Alone:
-    """The line to the others, on which nobody says anything."""
-
-    doing = "step 3"
-
-    def __init__(self):
-        self.said = []
-
-    def wait_for_word(self):
-        self.said.append("waited")
-
-    def leave(self, status, why):
-        self.said.append((status, why))
-
-    def set_phase(self, what, secs, setting):
-        self.said.append((what, setting))
-
-    def meet(self, what, values, secs, setting):
-        self.said.append(("met", what, setting))
-
-
 @pytest.fixture
-def line(monkeypatch):
-    line = Alone()
-    monkeypatch.setattr(job_module, "_line", line)
-    monkeypatch.setattr(job_module, "_config", DistributedConfig(1, 1, 1, 7200, 1, 1))
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    return line
+def line(in_job):
+    return in_job(Line())
 
 
 def fail(error):
@@ -109,8 +84,7 @@ def test_what_the_runtime_says_of_other_things_stays_an_error(line, error):
     assert raised.value is error and line.said[1][0] == 1
 
 
-def test_a_process_alone_has_lost_nobody(monkeypatch):
-    monkeypatch.setattr(job_module, "_line", None)
+def test_a_process_alone_has_lost_nobody():
     with pytest.raises(JaxRuntimeError):
         fail(JaxRuntimeError(LOST[0]))()
 
@@ -122,15 +96,14 @@ def test_an_error_that_came_of_itself_ends_the_search():
     assert lost_process(error) is None
 
 
-def test_who_is_lost_after_the_last_meeting_changes_no_status(line, monkeypatch):
+def test_who_is_lost_after_the_last_meeting_changes_no_status(line, monkeypatch, exits):
     def shutdown():
         raise JaxRuntimeError("DEADLINE_EXCEEDED: Shutdown barrier timed out")
 
-    line.is_leaving = False
-    statuses = []
     monkeypatch.setattr(jax.distributed, "shutdown", shutdown)
-    monkeypatch.setattr(job_module, "end_now", statuses.append)
-    assert job_module.leave(lambda: 0) == 0 and statuses == [0]
+    with pytest.raises(SystemExit):
+        job_module.leave(lambda: 0)
+    assert exits == [0]
 
 
 # ---- the first collective
@@ -139,12 +112,12 @@ def test_who_is_lost_after_the_last_meeting_changes_no_status(line, monkeypatch)
 def test_processes_wait_for_each_other_before_they_first_send_and_then_connect_each_group(line, monkeypatch):
     from jax.experimental import multihost_utils
 
-    def summed(mesh, axes):
+    def summed(x, axes):
         line.said.append(axes)
-        sum_over(mesh, axes)
+        return psum(x, axes)
 
-    sum_over = job_module._sum_over
-    monkeypatch.setattr(job_module, "_sum_over", summed)
+    psum = jax.lax.psum
+    monkeypatch.setattr(jax.lax, "psum", summed)
     monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: line.said.append("all processes"))
     connect(mesh_of(2, 2, 2))
     axes = ("pp", "dp", "tp")
@@ -161,5 +134,5 @@ def test_processes_wait_for_each_other_before_they_first_send_and_then_connect_e
 
 
 def test_a_process_alone_connects_nothing(monkeypatch):
-    monkeypatch.setattr(job_module, "_sum_over", lambda *_: pytest.fail("it sends"))
+    monkeypatch.setattr(jax.lax, "psum", lambda *_: pytest.fail("it sends"))
     connect(mesh_of(2, 2, 2))

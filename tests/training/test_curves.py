@@ -122,8 +122,7 @@ def test_a_missing_package_is_named_with_how_to_get_it(tmp_path, monkeypatch, ch
     assert words in str(error.value)
 
 
-def test_other_processes_than_the_first_draw_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.training.logger.is_first", lambda: False)
+def test_other_processes_than_the_first_draw_nothing(tmp_path, second_of_two):
     changes = {"train.wandb": "planets", "train.tensorboard": True}
     assert metrics_writers(read_settings(tiny_config(tmp_path, **changes)), RunFolder(tmp_path)) == []
 

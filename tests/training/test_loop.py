@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from run_examples import stop_at, tiny_config, write_corpus
+from checkpoint_examples import save_settings
+from run_examples import at_batch, stop_at, tiny_config, write_corpus
 
 from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import latest_step
@@ -100,15 +101,15 @@ def test_weights_of_a_folder_without_checkpoints_are_refused(corpus, tmp_path):
         train(tiny_config(corpus, **{"train.init_from": "nowhere"}), tmp_path)
 
 
-def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, never_stopped, tmp_path, monkeypatch):
+def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, never_stopped, tmp_path):
     config = json.loads((never_stopped / "config.json").read_text())
     del config["train"]["compile_cache"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
     settings, said = load_settings(tmp_path), []
     assert settings == load_settings(never_stopped)
-    monkeypatch.setattr("parallax.training.resume.read_manifest", lambda *_: {"settings": config})
-    assert step_to_resume(RunFolder(never_stopped), settings.to_dict(), "auto", said.append) == 8 and not said
+    save_settings(tmp_path / "checkpoints", 8, config)
+    assert step_to_resume(RunFolder(tmp_path), settings.to_dict(), "auto", said.append) == 8 and not said
 
 
 def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
@@ -180,9 +181,7 @@ def test_a_console_that_is_gone_ends_no_run(tmp_path, monkeypatch):
 
 def test_a_line_of_the_log_has_its_time_and_a_new_day_its_date(tmp_path, monkeypatch, capsys):
     times = iter(["2026-11-22 23:59:58", "2026-11-22 23:59:59", "2026-11-23 00:00:00", "2026-11-23 00:00:01"])
-    monkeypatch.setattr(
-        "parallax.training.logger.time.localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S")
-    )
+    monkeypatch.setattr(time, "localtime", lambda: time.strptime(next(times), "%Y-%m-%d %H:%M:%S"))
     with pytest.raises(ZeroDivisionError), RunLogger(RunFolder(tmp_path)) as logger:
         logger.begin(0)
         logger.say("run here\n\na table")
@@ -262,7 +261,7 @@ def test_a_refused_run_leaves_a_folder_that_was_there(corpus, tmp_path):
 
 
 def test_an_error_on_the_way_is_in_the_log(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("parallax.training.run.evaluation", lambda parts: lambda params: 1 / 0)
+    at_batch(monkeypatch, "eval", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tiny_config(corpus), tmp_path)
     assert (tmp_path / "log.txt").read_text().endswith("ZeroDivisionError: division by zero\n")
@@ -409,8 +408,7 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
     assert [line[9:] if line.endswith("run") else line for line in printed] == lines
 
 
-def test_of_several_processes_the_first_one_speaks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("parallax.training.logger.is_first", lambda: False)
+def test_of_several_processes_the_first_one_speaks(tmp_path, second_of_two, capsys):
     now, out = [0.0], io.StringIO()
     speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
     with printing_progress(speaker), RunLogger(RunFolder(tmp_path)), waiting("compiling"):

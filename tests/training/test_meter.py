@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+from stand_ins import Chip
 
 from parallax.analysis.devices import measure_matmul, most_memory, peak_flops
 from parallax.runtime.chips import CHIPS
@@ -66,15 +67,12 @@ def test_a_line_of_a_step_fits_in_100_columns_and_keeps_what_matters(values, ste
         assert len(f"23:59:59 {meter.eval_line(step, values['train/loss'])}") <= 100
 
 
-def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
-    class Chip:
-        platform, device_kind = "tpu", "TPU v5 lite"
-
-    monkeypatch.setattr("parallax.analysis.devices.jax.devices", lambda: [Chip] * 8)
+def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(with_chips):
+    with_chips(*[Chip("tpu", "TPU v5 lite")] * 8)
     assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5e"].flops["bfloat16"]
-    Chip.device_kind = "TPU v5p"
+    with_chips(*[Chip("tpu", "TPU v5p")] * 8)
     assert peak_flops("bfloat16")[0] == 8 * CHIPS["TPU v5p"].flops["bfloat16"]
-    Chip.device_kind = "Abacus"
+    with_chips(Chip("tpu", "Abacus"))
     assert peak_flops("bfloat16") == (None, "unknown for Abacus")
     meter = Meter(
         steps=2, step_tokens=1, step_flops=1.0, peak_flops=None, devices=1, clock=lambda: 0.0, memory=lambda: None
@@ -84,17 +82,10 @@ def test_an_unknown_chip_has_no_peak_and_a_known_one_has_its_own(monkeypatch):
     assert line.endswith("  1 tok/s  1 FLOP/s/dev  left 1s")
 
 
-def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(monkeypatch):
+def test_memory_is_the_most_that_a_device_has_held_or_the_process_where_devices_are_simulated(with_chips):
     assert 2**26 < most_memory() < 2**40
-
-    class Chip:
-        platform = "gpu"
-
-        def __init__(self, stats):
-            self.memory_stats = lambda: stats
-
     for stats, most in (([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}], 7), ([None, {}], None)):
-        monkeypatch.setattr("parallax.analysis.devices.jax.local_devices", lambda chips=stats: [*map(Chip, chips)])
+        with_chips(*(Chip("gpu", "a kind", memory=each) for each in stats))
         assert most_memory() == most
 
 

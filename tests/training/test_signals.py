@@ -1,5 +1,6 @@
 """A run that is told to stop saves the step that it is in; told twice, it ends at once."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import time
 
 import pytest
-from run_examples import stop_at, tiny_config
+from jax.experimental import multihost_utils
+from run_examples import at_batch, stop_at, tiny_config
+from stand_ins import Line
 
 from parallax.checkpoint.steps import latest_step
-from parallax.training.run import begin, train
+from parallax.training.run import train
 from parallax.training.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -31,11 +34,7 @@ def test_a_closed_terminal_saves_as_sigterm_does(corpus, tmp_path, monkeypatch, 
 
 
 def test_a_signal_before_the_first_step_stops_after_it(corpus, tmp_path, monkeypatch):
-    def begin_then_signal(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return begin(*args)
-
-    monkeypatch.setattr("parallax.training.run.begin", begin_then_signal)
+    at_batch(monkeypatch, "train", lambda step: step == 0 and os.kill(os.getpid(), signal.SIGTERM))
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 1, None)
 
 
@@ -53,39 +52,51 @@ def test_a_signal_in_the_last_step_lets_the_run_end_whole(corpus, tmp_path, monk
 
 
 def test_a_signal_while_evaluating_stops_after_the_next_step_saved(corpus, tmp_path, monkeypatch):
-    def evaluation(parts):
-        return lambda params: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2) or 1.0
-
-    monkeypatch.setattr("parallax.training.run.evaluation", evaluation)
+    at_batch(monkeypatch, "eval", lambda _: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(0.2))
     assert train(tiny_config(corpus), tmp_path) == ("stopped", 5, None)
     assert latest_step(tmp_path / "checkpoints") == 5
 
 
+@pytest.fixture
+def jax_agrees(in_job, monkeypatch):
+    """A function that has JAX's preemption service answer for each step by another function."""
+    in_job(Line())
+    return lambda answer: monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", answer)
+
+
 @pytest.mark.parametrize("agreed", [1, 999, 1000, 1001])
-def test_a_stop_is_remembered_whichever_number_jax_agrees_on(monkeypatch, agreed):
+def test_a_stop_is_remembered_whichever_number_jax_agrees_on(jax_agrees, agreed):
     """JAX agrees on the number after the highest that a process has asked for: 1 while a resumed run compiles."""
     asked = []
-    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
-    answer = lambda step: asked.append(step) or step == agreed  # noqa: E731
-    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", answer)
+    jax_agrees(lambda step: asked.append(step) or step == agreed)
     stop = StopRequest()
     stops = [stop.after(step) for step in (999, 1000, 1001, 1002)]
     assert stops == [step >= agreed for step in (999, 1000, 1001, 1002)]
     assert asked == list(range(1, agreed + 1))
 
 
-def test_who_asks_for_a_stop_waits_until_all_have_agreed_and_asks_for_no_step_that_it_has_not_taken(monkeypatch):
+@pytest.fixture
+def told_to_jax():
+    """The signals that a handler of JAX's, which Python knows nothing of, has had."""
+    system, told = ctypes.CDLL(None), []
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(told.append)
+    system.signal.restype = ctypes.c_void_p
+    before = system.signal(signal.SIGTERM, handler)
+    yield told
+    system.signal(signal.SIGTERM, ctypes.c_void_p(before))
+
+
+def test_who_asks_for_a_stop_waits_until_all_have_agreed_and_asks_for_no_step_that_it_has_not_taken(
+    jax_agrees, told_to_jax, monkeypatch
+):
     """JAX answers nobody while it asks for everybody's step: a number asked for again comes back when they agree."""
     calls = []
-    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("parallax.training.signals._handler_of_jax", lambda: lambda number: calls.append(number))
-    monkeypatch.setattr("parallax.training.signals.time.sleep", lambda secs: calls.append("held"))
-    answer = lambda step: calls.append(step) or step == 7  # noqa: E731
-    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", answer)
+    monkeypatch.setattr(time, "sleep", lambda secs: calls.append(("held", *told_to_jax)))
+    jax_agrees(lambda step: calls.append(step) or step == 7)
     with StopRequest() as stop:
         assert not stop.after(5)
         stop.ask("data that cannot be read")
-        assert calls[5:] == [signal.SIGTERM, "held", 5] and stop.signal == "data that cannot be read"
+        assert calls[5:] == [("held", signal.SIGTERM), 5] and stop.signal == "data that cannot be read"
         assert [stop.after(step) for step in (6, 7)] == [False, True]
 
 

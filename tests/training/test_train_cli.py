@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from run_examples import as_flags, tiny_config, write_corpus
+from stand_ins import Line
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
@@ -113,8 +114,8 @@ def test_the_command_line_overrides_the_config_and_names_the_folder(flags, tmp_p
     assert command_line.parse(["train.py", f"--config={config}", "--workdir=x"]).workdir == pathlib.Path("x")
 
 
-def test_the_processes_of_a_job_take_the_name_that_the_first_gives(monkeypatch):
-    monkeypatch.setattr("train.agree", lambda what, own: "20260102-030405")
+def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
+    in_job(Line(values={"text": "20260102-030405"}))
     parse = functools.partial(command_line.parse, ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"])
     assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
 
@@ -150,7 +151,6 @@ def test_help_config_lists_every_key_with_its_default(capsys):
 )
 def test_a_scheduler_can_be_told_that_a_run_was_stopped(monkeypatch, tmp_path, reason, flag, status):
     monkeypatch.setattr(command_line, "train", lambda *_, **how: Outcome(reason, 3))
-    monkeypatch.setattr(command_line, "join_job", lambda line: None)
     config = f"--config={ROOT / 'configs' / 'tiny_gqa.py'}"
     assert command_line.main(["train.py", config, f"--workdir={tmp_path}", *flag]) == status
 
