@@ -24,10 +24,10 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis
 import jax
 from checkpoint_examples import small_disk
-from run_examples import corpus, observed_run, shared_programs
+from run_examples import corpus, observed_run, shared_programs, whole_run
 from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
-__all__ = ["corpus", "observed_run", "shared_programs", "small_disk"]  # fixtures
+__all__ = ["corpus", "observed_run", "shared_programs", "small_disk", "whole_run"]  # fixtures
 __all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]
 
 jax.config.update("jax_num_cpu_devices", 8)

@@ -1,5 +1,6 @@
 """A run that takes seconds, for the tests of the loop, its command line and its errors."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 from configs.tiny_gqa import get_config
 from parallax.data import Reader
 from parallax.training import run as run_module
-from parallax.training.logger import RunLogger
+from parallax.training.logger import RunLogger, read_metrics
 from parallax.training.loop import TrainingLoop, parts_of
 from parallax.training.run import train
 from parallax.training.step import TrainState
@@ -47,15 +48,31 @@ def tiny_config(corpus: pathlib.Path, **changes) -> ConfigDict:
     return config
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
+    """Not to be changed."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def whole_run(corpus, tmp_path_factory):
+    """The folder of the tiny run, finished; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with sharing():
+        assert train(tiny_config(corpus), folder).reason == "finished"
+    return folder
 
 
 @pytest.fixture(scope="module")
 def shared_programs():
     """Runs of equal settings share their model and what is traced, planned and measured of it: all but the first take
     two fifths of the time. What they train on, when they stop and what they save is their own."""
+    with sharing():
+        yield
+
+
+@contextlib.contextmanager
+def sharing():
     with pytest.MonkeyPatch.context() as patch:
         for name, function in SHARED.items():
             patch.setattr(run_module, name, function)
@@ -134,6 +151,11 @@ def first_state(config: ConfigDict, folder: pathlib.Path) -> tuple[TrainState, i
         patch.setattr(TrainingLoop, "run", run)
         train(config, folder)
     return begun[0]
+
+
+def losses(folder: pathlib.Path) -> list[float]:
+    """The loss of each step of a run, in all its bits."""
+    return [row["train/loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
 def as_flags(changes: dict) -> list[str]:

@@ -147,17 +147,19 @@ def second_of_two(monkeypatch):
 # ---- files
 
 
-def on_rename(monkeypatch, suffix, act):
-    """Call `act(path)` before a file gets a name with this end, as all do that are written whole; what it raises is
-    what the disk says."""
-    replace = os.replace
+def on_write(monkeypatch, pattern, act):
+    """Call `act(path)` before a file of such a name is written, or gets it; what it raises is what the disk says."""
 
-    def acting(source, target, **how):
-        if str(target).endswith(suffix):
-            act(pathlib.Path(target))
-        return replace(source, target, **how)
+    def acting(function, place):
+        def call(*args, **how):
+            if (path := pathlib.Path(args[place])).match(pattern):
+                act(path)
+            return function(*args, **how)
 
-    monkeypatch.setattr(os, "replace", acting)
+        return call
+
+    for module, name, place in ((os, "replace", 1), (pathlib.Path, "write_bytes", 0)):
+        monkeypatch.setattr(module, name, acting(getattr(module, name), place))
 
 
 def full_disk(*_):

@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from stand_ins import on_rename
+from stand_ins import on_write
 
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
@@ -595,7 +595,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
             raise KeyboardInterrupt
         kept.append(path)
 
-    on_rename(monkeypatch, ".json", interrupt)
+    on_write(monkeypatch, "*.json", interrupt)
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from hlo_examples import CHAIN, with_cycles
 from stand_ins import Chip
+from tiny import build
 
 from parallax.analysis.topology import read_topology
 from parallax.cli.command import read_command
@@ -78,8 +80,14 @@ def test_a_first_run_compares_the_plan_with_what_is_measured(tmp_path, capsys):
     assert "step 5/5" in said and "attach it to an issue" in said
 
 
-def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+@pytest.fixture
+def host_is(monkeypatch):
+    """A function that gives this host a name."""
+    return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
+
+
+def test_the_file_has_versions_flags_and_devices_and_no_names(monkeypatch, host_is):
+    host_is("node17")
     monkeypatch.setenv("XLA_FLAGS_OF_A_TEST", f"--xla_dump_to={Path.home()}/dump/node17")
     monkeypatch.setenv("NCCL_SOCKET_OF_A_TEST", "10.1.2.3:400")
     about = {"Devices": machine.devices(), "Versions": machine.software(), "Flags": machine.flags()}
@@ -101,8 +109,8 @@ def test_versions_are_no_addresses(text):
     assert machine.nameless(text) == text
 
 
-def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "node17.cluster.example")
+def test_names_are_taken_out_of_whatever_an_error_says(monkeypatch, host_is):
+    host_is("node17.cluster.example")
     monkeypatch.setenv("LOGNAME", "ada")
     said = "at /scratch/ada/run on node17.cluster.example (node17), ada@192.168.0.7, 172.16.3.4:8476; adamw"
     assert machine.nameless(said) == "at /scratch/<user>/run on <host> (<host>), <user>@<address>, <address>; adamw"
@@ -191,25 +199,18 @@ def test_on_cpus_the_smallest_config_is_taken_with_the_users_changes():
     ("platform", "room_gib", "taken"),
     [("gpu", 80, "gpu_80gb_x8"), ("gpu", 24, "gpu_24gb_x8"), ("tpu", 95, "llama2_7b_64"), ("tpu", 4, "tiny_gqa")],
 )
-def test_the_largest_config_that_fits_is_taken(platform, room_gib, taken, monkeypatch):
+def test_the_largest_config_that_fits_is_taken(platform, room_gib, taken, monkeypatch, with_chips):
     """On eight chips, by what the plan says each needs; the plan itself is tested elsewhere."""
-    needs = {"gpu_80gb_x8": 41, "gpu_80gb": 17, "gpu_24gb_x8": 10, "gpu_24gb": 8, "llama2_7b_64": 50, "llama_1b_16": 14}
-    asked, said = [], []
+    needs_gib, asked, said = {"gpu": [41, 17, 10, 8], "tpu": [50, 14, 7, 5]}[platform], [], []
 
     def planned(settings):
-        return SimpleNamespace(peak=needs[asked[-1]] * 2**30)
+        asked.append(settings)
+        return SimpleNamespace(peak=needs_gib[len(asked) - 1] * 2**30)
 
-    def read(words, own):
-        asked.append(re.search(r"(\w+)\.py", words[1])[1])
-        return (None, {})
-
-    monkeypatch.setattr(choose_module, "read_command", read)
-    monkeypatch.setattr(choose_module, "placed", lambda settings: settings)
     monkeypatch.setattr(choose_module, "planned_memory", planned)
-    monkeypatch.setattr(choose_module, "device_memory", lambda: room_gib * 2**30)
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)])
+    with_chips(*[Chip(platform, "a kind", memory={"bytes_limit": room_gib * 2**30})] * 8)
     assert choose([], said.append)[0].endswith(f"configs/{taken}.py")
-    assert len(said) == len(asked) - (taken in needs)
+    assert len(said) == len(asked) - (taken != "tiny_gqa")
 
 
 @pytest.mark.parametrize("candidate", [one for some in CANDIDATES.values() for one in some], ids="-".join)
@@ -277,18 +278,26 @@ def test_a_chip_that_nobody_knows_is_measured_without_a_planned_time(with_chips)
     assert found.held.peak > 1000 and found.mfu is None
 
 
-def test_a_program_that_cannot_be_priced_is_run_all_the_same(monkeypatch):
-    found, said = found_of(step_flops=1e12), []
+class Program:
+    """A compiled program of this text."""
+
+    def __init__(self, text):
+        self.as_text = lambda: text
+        sizes = ("argument", "temp", "output", "alias")
+        self.memory_analysis = lambda: SimpleNamespace(
+            peak_memory_in_bytes=0, **{f"{name}_size_in_bytes": 0 for name in sizes}
+        )
+
+
+def test_a_program_that_cannot_be_priced_is_run_all_the_same():
+    found, said = found_of(step_flops=8e6), []
     first = FirstRun(found, 5, say=said.append, save=lambda: None)
-    first.step = SimpleNamespace(model=SimpleNamespace(mesh=None))
-    monkeypatch.setattr(work, "branch_shares", lambda model: None)
-    monkeypatch.setattr(work, "read_compiled", lambda *_: None)
-    monkeypatch.setattr(work, "step_time", lambda made, chip, flops, dtype: SimpleNamespace(total_secs=flops / 1e12))
+    first.step, first.program = SimpleNamespace(model=build((2, 4, 1))), Program(with_cycles(CHAIN))
     first._price()
-    assert found.compiled_step_secs == 1 / 8 and said == []
-    monkeypatch.setattr(work, "step_time", lambda *_, **__: 1 / 0)
+    assert found.compiled_step_secs == pytest.approx(6 * 4750 / 1.5e9) and said == []  # of CHAIN's six turns
+    first.program = Program(CHAIN)
     first._price()
-    assert said == ["the compiled program is not priced: ZeroDivisionError: division by zero"]
+    assert len(said) == 1 and said[0].startswith("the compiled program is not priced: ConfigError: ")
 
 
 def test_the_memory_that_is_planned_is_that_of_these_devices():

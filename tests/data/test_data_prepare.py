@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from data_examples import TEXTS, prepare_texts, source_of
-from stand_ins import full_disk, on_rename
+from stand_ins import full_disk, on_write
 
 from parallax.cli import data as data_command
 from parallax.data.prepare import Request, prepare, remove_prepared, write_shards
@@ -27,7 +27,7 @@ def contents(folder):
 def made(monkeypatch):
     """Names of the shards that are written in this process."""
     names = []
-    on_rename(monkeypatch, ".ids", lambda path: names.append(path.stem))
+    on_write(monkeypatch, "*.ids", lambda path: names.append(path.stem))
     return names
 
 
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    on_rename(monkeypatch, ".ids", full_disk)
+    on_write(monkeypatch, "*.ids", full_disk)
     with pytest.raises(DataError, match=r"stopped at .*00000\.ids: No space left on device; run again to resume"):
         prepare_texts(TEXTS, tmp_path)
 

@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 
 import jax
 import numpy as np
 import pytest
-from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, save_steps, truncate
-from stand_ins import forbid_code, full_disk, on_rename
+from checkpoint_examples import abstract, flip, largest_file, make_parts, mesh_of, rewrite, save_steps, truncate
+from stand_ins import forbid_code, full_disk, on_write
 
 import parallax
 from parallax.checkpoint.restore import restore, restore_newest
@@ -37,15 +36,6 @@ CONFIG = CheckpointConfig(every_steps=1, keep_last=2, keep_best=0)
 def saved(tmp_path):
     """A folder with steps 1 and 2, and what they hold."""
     return tmp_path, save_steps(tmp_path, {1: 3.0, 2: 2.0}, mesh=(1, 2, 2))
-
-
-def rewrite(folder, step, change):
-    """Change a manifest as somebody would who knows how it is made: its checksum is right again."""
-    path = folder / str(step) / "manifest.json"
-    written = json.loads(path.read_text())
-    change(written["content"])
-    written["crc32"] = zlib.crc32(json.dumps(written["content"], sort_keys=True).encode())
-    path.write_text(json.dumps(written))
 
 
 def damage(folder, how, part="params"):
@@ -328,7 +318,7 @@ def test_an_unwritable_folder_is_named_before_anything_is_saved(tmp_path):
 
 def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_path, monkeypatch):
     parts = save_steps(tmp_path, {1: 3.0}, mesh=(1, 1, 1))
-    on_rename(monkeypatch, "manifest.json", full_disk)
+    on_write(monkeypatch, "manifest.json", full_disk)
     message = r"cannot save step 2 in .*No space left.*older steps are untouched"
     with pytest.raises(CheckpointError, match=message), CheckpointWriter(tmp_path, CONFIG, settings={}) as checkpoints:
         checkpoints.save(2, parts)
@@ -340,7 +330,7 @@ def test_a_failed_save_is_an_error_at_the_next_check_and_leaves_older_steps(tmp_
 
 def test_a_failed_save_is_said_when_another_error_ends_the_run(tmp_path, monkeypatch):
     said = []
-    on_rename(monkeypatch, "manifest.json", full_disk)
+    on_write(monkeypatch, "manifest.json", full_disk)
     with (
         pytest.raises(ZeroDivisionError),
         CheckpointWriter(tmp_path, CONFIG, settings={}, say=said.append) as checkpoints,

@@ -196,12 +196,12 @@ def test_only_for_want_of_open_files_is_the_oldest_stranger_hung_up(number, ends
     while not job.hub._strangers:
         time.sleep(0.01)
 
-    def fails(connected):
+    def fails(listener):
         monkeypatch.undo()
         failed.set()
         raise OSError(number, "on purpose")
 
-    monkeypatch.setattr(control_line, "QueuedMessageSocket", fails)
+    monkeypatch.setattr(socket.socket, "accept", fails)
     job.connect()
     assert failed.wait(ANSWER_SECS)
     if ends:

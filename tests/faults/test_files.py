@@ -20,7 +20,7 @@ import pytest
 from data_examples import prepare_texts, prepared_reader
 from rich.console import Console
 from run_examples import as_flags, at_batch, at_step, tiny_config
-from stand_ins import full_disk, on_rename
+from stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
@@ -184,7 +184,7 @@ def test_where_a_save_fails_with_the_data_and_the_log_the_data_is_named(corpus, 
         failing.append(manifest)
         full_disk()
 
-    on_rename(monkeypatch, "manifest.json", fails)
+    on_write(monkeypatch, "checkpoints/*/manifest.json", fails)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data
     agreed_after(monkeypatch, 2)
     unreadable_from(monkeypatch, 5)
 
-    on_rename(monkeypatch, "manifest.json", full_disk)
+    on_write(monkeypatch, "checkpoints/*/manifest.json", full_disk)
     with pytest.raises(DataError, match=r"shard x\.ids cannot be read"):
         train(tiny_config(corpus, **{"checkpoint.every_steps": 0}), tmp_path)
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
@@ -285,7 +285,7 @@ def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how,
 
 
 def test_a_workdir_that_goes_away_during_a_save_ends_the_run_with_status_3(corpus, tmp_path, monkeypatch):
-    on_rename(monkeypatch, "manifest.json", lambda _: shutil.rmtree(tmp_path / "run"))
+    on_write(monkeypatch, "checkpoints/*/manifest.json", lambda _: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=r"cannot save step 4 in .*No such file|removed or renamed"):
         train(tiny_config(corpus), tmp_path / "run")
 

@@ -13,9 +13,10 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_examples import fill, flip, largest_file, truncate
-from run_examples import as_flags, at_step, tiny_config
-from stand_ins import full_disk, on_rename
+from checkpoint_examples import fill, flip, largest_file, rewrite, truncate
+from process_examples import flags_of
+from run_examples import at_step, tiny_config
+from stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step, read_manifest
@@ -131,8 +132,8 @@ def test_a_config_of_other_shapes_is_refused_field_by_field(corpus, at_six):
         assert f"{key}={there} there, {here} here" in str(error.value)
 
 
-def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
-    monkeypatch.setattr("parallax.training.run.code_versions", lambda: {"parallax": "9.9.9+edited"})
+def test_changes_that_are_safe_are_listed(corpus, at_six, capsys):
+    rewrite(at_six / "checkpoints", 6, lambda manifest: manifest["settings"]["code"].update(parallax="0.0.1+edited"))
     changes = {"optimizer.learning_rate": 1e-3, "mesh.pp": 2, "mesh.dp": 4, "pipeline.schedule": "one_f_one_b"}
     # A run that is done says so after the list.
     assert go_on(corpus, at_six, **changes, **{"train.steps": 6}).reason == "nothing to do"
@@ -141,27 +142,19 @@ def test_changes_that_are_safe_are_listed(corpus, at_six, capsys, monkeypatch):
         "optimizer.learning_rate=0.003 there, 0.001 here",
         "mesh.pp=1 there, 2 here",
         "pipeline.schedule='gpipe' there, 'one_f_one_b' here",
-        "there, '9.9.9+edited' here",
+        "code.parallax='0.0.1+edited' there, ",
     ):
         assert text in line
 
 
-def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path, monkeypatch):
-    from parallax.training import run as run_module
-
-    about = run_module.checkpoint_settings
-
-    def with_another(parts):
-        settings = about(parts)
-        return settings | {"corpus": settings["corpus"] | {"tokenizer": "f00"}}
-
-    monkeypatch.setattr(run_module, "checkpoint_settings", with_another)
+def test_another_tokenizer_is_refused_by_name(corpus, at_six, tmp_path):
+    rewrite(at_six / "checkpoints", 6, lambda manifest: manifest["settings"]["corpus"].update(tokenizer="f00"))
     with pytest.raises(
-        CheckpointError, match="with another model or other data: corpus.tokenizer='.*' there, 'f00' here"
+        CheckpointError, match="with another model or other data: corpus.tokenizer='f00' there, '.*' here"
     ):
         go_on(corpus, at_six)
     with pytest.raises(
-        CheckpointError, match=r"learned other ids: corpus.tokenizer='.*' there, 'f00' here; use .*/tokenizer\.json"
+        CheckpointError, match=r"learned other ids: corpus.tokenizer='f00' there, '.*' here; use .*/tokenizer\.json"
     ):
         go_on(corpus, tmp_path / "fresh", **{"train.init_from": str(at_six)})
 
@@ -178,7 +171,7 @@ def saved_step(manifest):
 
 
 def test_a_save_that_fails_ends_the_run_with_status_3_and_the_step_before_is_there(corpus, tmp_path, monkeypatch):
-    on_rename(monkeypatch, "manifest.json", lambda path: full_disk() if saved_step(path) == 4 else None)
+    on_write(monkeypatch, "checkpoints/*/manifest.json", lambda path: full_disk() if saved_step(path) == 4 else None)
     with pytest.raises(CheckpointError, match="cannot save step 4 in .*No space left") as error:
         go_on(corpus, tmp_path)
     assert error.value.exit_status == 3 and latest_step(tmp_path / "checkpoints") == 2
@@ -192,12 +185,12 @@ def test_a_slow_save_does_not_stop_the_steps(corpus, never_stopped, tmp_path, mo
     def slow(manifest):
         assert saved_step(manifest) != 4 or later.wait(60), "step 5 waits for the save of step 4"
 
-    def go_on():
+    def let_it_end():
         assert latest_step(tmp_path / "checkpoints") == 2
         later.set()
 
-    on_rename(monkeypatch, "manifest.json", slow)
-    at_step(monkeypatch, 5, go_on)
+    on_write(monkeypatch, "checkpoints/*/manifest.json", slow)
+    at_step(monkeypatch, 5, let_it_end)
     assert go_on(corpus, tmp_path).reason == "finished"
     assert_same_run(tmp_path, never_stopped)
 
@@ -246,12 +239,7 @@ def test_torn_metadata_keeps_no_run_from_going_on(corpus, at_six, never_stopped,
 
 def as_command(corpus, folder, **changes):
     """The tiny run as arguments of train.py."""
-    config = tiny_config(corpus, **(EVERY_SECOND | changes))
-    sections = {
-        name: dict(config[name]) for name in ("model", "data", "train", "optimizer", "checkpoint", "sample", "mesh")
-    }
-    keys = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
-    return ["--config=configs/tiny_gqa.py", *as_flags(keys | {"mesh.simulate": 8}), f"--workdir={folder}"]
+    return [*flags_of(corpus, **EVERY_SECOND | changes, **{"mesh.simulate": 8}), f"--workdir={folder}"]
 
 
 def start(*command):

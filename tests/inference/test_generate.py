@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_examples import flip, largest_file, truncate
-from run_examples import tiny_config, write_corpus
 
 from configs.base import get_config
 from parallax.cli.generate import main
@@ -31,7 +30,6 @@ from parallax.inference.generate import complete, generate
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
-from parallax.training.run import train
 
 VOCAB, SEQ, ROWS = 64, 12, 8
 SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_head": 4, "d_latent": 16, "d_rope": 4}
@@ -216,28 +214,20 @@ def test_wrong_prompts_are_refused_before_anything_is_compiled(prompts, message)
 WRITES_LITTLE = ["--prompt", "It", "--tokens", "1", "--pp", "1", "--dp", "1", "--tp", "1"]
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    """A short run of the loop; not to be changed."""
-    folder = tmp_path_factory.mktemp("run")
-    train(tiny_config(write_corpus(tmp_path_factory.mktemp("corpus"))), folder)
-    return folder
-
-
-def test_the_command_goes_on_from_a_prompt_on_any_mesh(run_folder, capsys):
-    common = ["--workdir", str(run_folder), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
+def test_the_command_goes_on_from_a_prompt_on_any_mesh(whole_run, capsys):
+    common = ["--workdir", str(whole_run), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
     assert main([*common, "--pp", "1", "--dp", "1", "--tp", "1"]) == 0
     single = capsys.readouterr()
     assert main([*common, "--pp", "2", "--dp", "2", "--tp", "2", "--step", "8"]) == 0
     cut = capsys.readouterr()
     assert single.out == cut.out
     assert single.out.startswith("It is") and len(single.out) > len("It is\n")
-    assert f"step 8 of {run_folder} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
+    assert f"step 8 of {whole_run} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
 
 
 @pytest.mark.slow
-def test_the_command_runs_as_a_module(run_folder):
-    command = [sys.executable, "-m", "parallax.generate", "--workdir", str(run_folder), "--prompt", "It"]
+def test_the_command_runs_as_a_module(whole_run):
+    command = [sys.executable, "-m", "parallax.generate", "--workdir", str(whole_run), "--prompt", "It"]
     mesh = ["--pp", "2", "--dp", "1", "--tp", "2", "--simulate", "4", "--tokens", "40"]
     ended = subprocess.run([*command, *mesh], capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("It")
@@ -263,22 +253,22 @@ def test_the_command_runs_as_a_module(run_folder):
         ),
     ],
 )
-def test_what_the_command_refuses_is_one_line(run_folder, capsys, flags, status, message):
-    assert main(["--workdir", str(run_folder), *flags]) == status
+def test_what_the_command_refuses_is_one_line(whole_run, capsys, flags, status, message):
+    assert main(["--workdir", str(whole_run), *flags]) == status
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_a_folder_without_a_checkpoint_is_named(run_folder, tmp_path, capsys):
+def test_a_folder_without_a_checkpoint_is_named(whole_run, tmp_path, capsys):
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((run_folder / name).read_bytes())
+        (tmp_path / name).write_bytes((whole_run / name).read_bytes())
     assert main(["--workdir", str(tmp_path), "--prompt", "a"]) == 3
     assert f"CheckpointError: {tmp_path} has no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(run_folder, tmp_path, capsys, damage):
-    shutil.copytree(run_folder, tmp_path / "run")
+def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(whole_run, tmp_path, capsys, damage):
+    shutil.copytree(whole_run, tmp_path / "run")
     damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
     command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE]
     assert main(command) == 0
@@ -290,9 +280,9 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_it_writes(run_folder,
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_step_is_read_by_the_tokenizer_that_it_carries(run_folder, tmp_path, capsys):
+def test_a_step_is_read_by_the_tokenizer_that_it_carries(whole_run, tmp_path, capsys):
     command = ["--workdir", str(tmp_path / "run"), *WRITES_LITTLE, "--temperature", "0"]
-    shutil.copytree(run_folder, tmp_path / "run")
+    shutil.copytree(whole_run, tmp_path / "run")
     assert main(command) == 0
     before = capsys.readouterr().out
     other = tmp_path / "run" / "tokenizer.json"
@@ -309,9 +299,9 @@ def test_complete_is_the_prompt_and_more():
     assert text.startswith("\n\t") and len(text) > 2
 
 
-def test_a_text_that_cannot_be_written_is_said_and_is_no_success(run_folder, monkeypatch, capsys):
+def test_a_text_that_cannot_be_written_is_said_and_is_no_success(whole_run, monkeypatch, capsys):
     """On a full disk; whoever closes the pipe has seen enough, and that is none."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert main(["--workdir", str(run_folder), *WRITES_LITTLE]) == 2
+        assert main(["--workdir", str(whole_run), *WRITES_LITTLE]) == 2
     assert capsys.readouterr().err.endswith("what was printed is not all written: No space left on device\n")

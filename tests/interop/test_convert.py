@@ -37,18 +37,10 @@ from parallax.training.run import train
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):
-    """A run folder; not to be changed."""
-    folder = tmp_path_factory.mktemp("trained")
-    train(tiny_config(corpus), folder)
-    return folder
-
-
 @pytest.fixture
-def exported(trained, tmp_path):
+def exported(whole_run, tmp_path):
     # 1 MiB holds all of it; the tests of shards cut it smaller.
-    assert main(["export", str(trained), str(tmp_path / "out"), "--shard-mbytes=1"]) == 0
+    assert main(["export", str(whole_run), str(tmp_path / "out"), "--shard-mbytes=1"]) == 0
     return tmp_path / "out"
 
 
@@ -71,9 +63,9 @@ def tensors_of(path):
     }
 
 
-def test_an_export_has_every_layer_under_its_plain_name(trained, exported):
+def test_an_export_has_every_layer_under_its_plain_name(whole_run, exported):
     (path,) = exported.glob("*.safetensors")
-    found, params = tensors_of(path), params_of(trained, 8)
+    found, params = tensors_of(path), params_of(whole_run, 8)
     assert found["embedding.table"].tobytes() == params["embedding.table"].tobytes()
     for layer in range(2):
         name = f"blocks.{layer}.attention.q.kernel"
@@ -85,14 +77,15 @@ def test_an_export_has_every_layer_under_its_plain_name(trained, exported):
     assert (exported / "config.json").is_file() and (exported / "tokenizer.json").is_file()
 
 
-def test_an_import_has_the_bits_of_the_export_and_a_run_starts_from_it(corpus, trained, exported, tmp_path, capsys):
+def test_an_import_has_the_bits_of_the_export_and_a_run_starts_from_it(corpus, whole_run, exported, tmp_path, capsys):
     workdir = tmp_path / "imported"
     assert main(["import", str(exported), str(workdir)]) == 0
     assert f"train.init_from={workdir}" in capsys.readouterr().out
-    there, here = params_of(trained, 8), params_of(workdir, 0)
+    there, here = params_of(whole_run, 8), params_of(workdir, 0)
     assert {name: x.tobytes() for name, x in there.items()} == {name: x.tobytes() for name, x in here.items()}
     marks = [
-        read_manifest(folder / "checkpoints", step)["arrays"]["params"] for folder, step in ((trained, 8), (workdir, 0))
+        read_manifest(folder / "checkpoints", step)["arrays"]["params"]
+        for folder, step in ((whole_run, 8), (workdir, 0))
     ]
     assert marks[0] == marks[1]
     state, start = first_state(tiny_config(corpus, **{"train.init_from": str(workdir)}), tmp_path / "on")
@@ -200,8 +193,8 @@ def test_an_export_of_640_mib_takes_the_memory_of_its_cache_and_a_few_pieces(tmp
 
 
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage):
-    shutil.copytree(trained, tmp_path / "run")
+def test_a_damaged_checkpoint_is_not_exported(whole_run, tmp_path, capsys, damage):
+    shutil.copytree(whole_run, tmp_path / "run")
     damage(largest_file(tmp_path / "run" / "checkpoints" / "8" / "params" / "d"))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
     error = capsys.readouterr().err
@@ -211,28 +204,28 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys, damage)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_step_whose_config_or_tokenizer_is_damaged_is_not_exported(trained, tmp_path, capsys, name):
-    shutil.copytree(trained, tmp_path / "run")
+def test_a_step_whose_config_or_tokenizer_is_damaged_is_not_exported(whole_run, tmp_path, capsys, name):
+    shutil.copytree(whole_run, tmp_path / "run")
     flip(tmp_path / "run" / "checkpoints" / "8" / name)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 3
     assert f"is damaged: its file {name} does not match its checksum" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
 
-def test_nothing_is_written_over(trained, tmp_path, capsys):
+def test_nothing_is_written_over(whole_run, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
-    assert main(["export", str(trained), str(tmp_path)]) == 3
+    assert main(["export", str(whole_run), str(tmp_path)]) == 3
     assert f"{tmp_path} is there already; choose another name" in capsys.readouterr().err
 
 
-def test_an_export_leaves_other_folders_alone(trained, tmp_path, monkeypatch, capsys):
+def test_an_export_leaves_other_folders_alone(whole_run, tmp_path, monkeypatch, capsys):
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "mine").touch()
-    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert main(["export", str(whole_run), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out.unfinished" / "mine").exists()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert main(["export", str(trained), "."]) == 0
+    assert main(["export", str(whole_run), "."]) == 0
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["empty", "out", "out.unfinished"] and list((tmp_path / "empty").glob("*.safetensors"))
 

@@ -12,21 +12,16 @@ import time
 import numpy as np
 import pytest
 from process_examples import FAULTY, ROOT, Started, flags_of, launched
-from run_examples import tiny_config
+from run_examples import losses, tiny_config
 
 from parallax.checkpoint.steps import latest_step
 from parallax.cli import launch
-from parallax.training.logger import read_metrics
 from parallax.training.run import train
 
 MESH = {"mesh.pp": 2, "mesh.dp": 4, "mesh.tp": 1, "pipeline.microbatches": 2}
 # What a process whose peer is gone may take to end.
 SOON_SECS = 15
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, as IPv6 too
-
-
-def losses(folder):
-    return [row["train/loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")

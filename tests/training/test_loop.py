@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoint_examples import save_settings
-from run_examples import at_batch, stop_at, tiny_config, write_corpus
+from run_examples import at_batch, losses, stop_at, tiny_config, write_corpus
 
 from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import latest_step
@@ -32,24 +32,11 @@ from parallax.training.run import train
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.fixture(scope="module")
-def never_stopped(corpus, tmp_path_factory):
-    """The folder of a whole run; not to be changed."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert train(tiny_config(corpus), folder).reason == "finished"
-    return folder
-
-
-def losses(folder):
-    """Loss of each step in hex: equal strings are equal bits."""
-    return [(row["step"], row["train/loss"].hex()) for row in read_metrics(folder / "metrics.jsonl")]
-
-
 @pytest.fixture
-def halfway(never_stopped, tmp_path):
+def halfway(whole_run, tmp_path):
     """What a kill after step 6 leaves: the checkpoint of step 4, lines beyond it, and the last of them torn."""
     folder = tmp_path / "halfway"
-    shutil.copytree(never_stopped, folder)
+    shutil.copytree(whole_run, folder)
     shutil.rmtree(folder / "checkpoints" / "8")
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
@@ -57,7 +44,7 @@ def halfway(never_stopped, tmp_path):
 
 
 def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped(
-    corpus, tmp_path, never_stopped, monkeypatch
+    corpus, tmp_path, whole_run, monkeypatch
 ):
     stop_at(monkeypatch, 2)
     outcome = train(tiny_config(corpus), tmp_path)
@@ -65,31 +52,31 @@ def test_losses_after_resuming_are_bit_for_bit_those_of_a_run_that_never_stopped
     assert outcome.reason == "stopped" and 2 <= outcome.step < 8
     assert latest_step(tmp_path / "checkpoints") == outcome.step
     assert train(tiny_config(corpus), tmp_path).reason == "finished"
-    assert losses(tmp_path) == losses(never_stopped)
-    assert [step for step, _ in losses(tmp_path)] == list(range(1, 9))
+    assert losses(tmp_path) == losses(whole_run)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
-def test_a_run_goes_on_on_another_mesh(corpus, halfway, never_stopped, capsys):
+def test_a_run_goes_on_on_another_mesh(corpus, halfway, whole_run, capsys):
     other = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
     train(tiny_config(corpus, **other), halfway)
     assert (
         "going on with changed settings: mesh.dp=-1 there, 2 here, mesh.pp=1 there, 2 here" in capsys.readouterr().out
     )
-    there, here = (np.array([float.fromhex(loss) for _, loss in losses(f)]) for f in (never_stopped, halfway))
+    there, here = losses(whole_run), losses(halfway)
     # The same sums in another order: some units in the last place of float32, over 4 steps.
     np.testing.assert_allclose(here, there, rtol=1e-5)
 
 
-def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpus, halfway, never_stopped):
+def test_steps_that_a_kill_has_undone_are_computed_again_and_recorded_once(corpus, halfway, whole_run):
     assert train(tiny_config(corpus), halfway).reason == "finished"
-    assert losses(halfway) == losses(never_stopped)
+    assert losses(halfway) == losses(whole_run)
 
 
-def test_a_fresh_run_can_start_from_the_weights_of_another(corpus, never_stopped, tmp_path):
-    config = tiny_config(corpus, **{"train.init_from": str(never_stopped), "model.dropout": 0.0})
+def test_a_fresh_run_can_start_from_the_weights_of_another(corpus, whole_run, tmp_path):
+    config = tiny_config(corpus, **{"train.init_from": str(whole_run), "model.dropout": 0.0})
     config.optimizer.learning_rate = 0.0
     train(config, tmp_path)
-    here, there = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, never_stopped))
+    here, there = (read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, whole_run))
     assert [row["step"] for row in here] == list(range(1, 9))
     assert here[-1]["eval/loss"] == pytest.approx(there[-1]["eval/loss"], rel=1e-6)
 
@@ -101,36 +88,36 @@ def test_weights_of_a_folder_without_checkpoints_are_refused(corpus, tmp_path):
         train(tiny_config(corpus, **{"train.init_from": "nowhere"}), tmp_path)
 
 
-def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, never_stopped, tmp_path):
-    config = json.loads((never_stopped / "config.json").read_text())
+def test_a_run_from_before_a_key_was_added_goes_on_as_if_it_had_it(corpus, whole_run, tmp_path):
+    config = json.loads((whole_run / "config.json").read_text())
     del config["train"]["compile_cache"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(tmp_path / "config.json").train.compile_cache == "auto"
     settings, said = load_settings(tmp_path), []
-    assert settings == load_settings(never_stopped)
+    assert settings == load_settings(whole_run)
     save_settings(tmp_path / "checkpoints", 8, config)
     assert step_to_resume(RunFolder(tmp_path), settings.to_dict(), "auto", said.append) == 8 and not said
 
 
-def test_a_finished_run_has_nothing_to_do(corpus, never_stopped, capsys):
-    before = losses(never_stopped)
-    outcome = train(tiny_config(corpus), never_stopped)
+def test_a_finished_run_has_nothing_to_do(corpus, whole_run, capsys):
+    before = losses(whole_run)
+    outcome = train(tiny_config(corpus), whole_run)
     assert outcome.reason == "nothing to do" and outcome.step == 8
-    assert "nothing to do" in capsys.readouterr().out and losses(never_stopped) == before
+    assert "nothing to do" in capsys.readouterr().out and losses(whole_run) == before
 
 
-def test_the_run_folder_says_what_the_run_is(corpus, never_stopped):
+def test_the_run_folder_says_what_the_run_is(corpus, whole_run):
     wanted = {"config.json", "metadata.json", "metrics.jsonl", "log.txt", "checkpoints", "tokenizer.json", "lock"}
-    assert wanted == {path.name for path in never_stopped.iterdir()}
-    settings = read_settings(load_config(never_stopped / "config.json"))
-    assert settings == load_settings(never_stopped) and settings.model.vocab == 384
-    about = json.loads((never_stopped / "metadata.json").read_text())
+    assert wanted == {path.name for path in whole_run.iterdir()}
+    settings = read_settings(load_config(whole_run / "config.json"))
+    assert settings == load_settings(whole_run) and settings.model.vocab == 384
+    about = json.loads((whole_run / "metadata.json").read_text())
     assert about["starts"][0]["ended"]["reason"] == "finished"
     assert about["starts"][0]["versions"]["jax"] and about["starts"][0]["mesh"] == {"pp": 1, "dp": 8, "tp": 1}
 
 
-def test_metrics_have_the_agreed_names_and_losses_fall(never_stopped):
-    rows = read_metrics(never_stopped / "metrics.jsonl")
+def test_metrics_have_the_agreed_names_and_losses_fall(whole_run):
+    rows = read_metrics(whole_run / "metrics.jsonl")
     wanted = {"step", "train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second"}
     assert all(wanted | {"perf/mfu", "perf/data_wait_secs"} <= set(row) for row in rows)
     assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8]
@@ -138,8 +125,8 @@ def test_metrics_have_the_agreed_names_and_losses_fall(never_stopped):
     assert max(row["train/learning_rate"] for row in rows) == pytest.approx(3e-3)
 
 
-def test_the_log_shows_the_plan_the_entropy_and_the_steps(never_stopped):
-    log = (never_stopped / "log.txt").read_text()
+def test_the_log_shows_the_plan_the_entropy_and_the_steps(whole_run):
+    log = (whole_run / "log.txt").read_text()
     for words in ("attention", "saved activations", "unigram entropy", "MFLOP a token", "measured float32 matmul"):
         assert words in log
     assert re.search(r"^\d\d:\d\d:\d\d step 8/8 +loss", log, re.M) and "step 8/8  eval loss" in log
@@ -220,26 +207,26 @@ def test_the_console_has_the_date_too_where_the_log_had_a_line_before_it(tmp_pat
     ],
     ids=str,
 )
-def test_another_model_or_other_data_is_refused_with_both_values(corpus, never_stopped, changes, message):
+def test_another_model_or_other_data_is_refused_with_both_values(corpus, whole_run, changes, message):
     with pytest.raises(CheckpointError) as error:
-        train(tiny_config(corpus, **{**changes, "train.steps": 20}), never_stopped)
+        train(tiny_config(corpus, **{**changes, "train.steps": 20}), whole_run)
     assert "cannot go on from step 8" in str(error.value) and message in str(error.value)
 
 
-def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, never_stopped, tmp_path):
+def test_moved_text_is_the_same_and_changed_text_is_refused(corpus, halfway, whole_run, tmp_path):
     texts = write_corpus(tmp_path / "corpus")
     train(tiny_config(texts), halfway)
-    assert losses(halfway) == losses(never_stopped)
+    assert losses(halfway) == losses(whole_run)
     (texts / "01.txt").write_text("Another text altogether. " * 20)
     with pytest.raises(CheckpointError, match=r"or other data: corpus.fingerprint=.* there, .* here; set them back"):
         train(tiny_config(texts, **{"train.steps": 20}), halfway)
 
 
-def test_resume_must_and_never_mean_it(corpus, tmp_path, never_stopped):
+def test_resume_must_and_never_mean_it(corpus, tmp_path, whole_run):
     with pytest.raises(CheckpointError, match="--resume=must, but .* has no checkpoint"):
         train(tiny_config(corpus), tmp_path, resume="must")
     with pytest.raises(CheckpointError, match="--resume=never, but .* holds a run at step 8"):
-        train(tiny_config(corpus), never_stopped, resume="never")
+        train(tiny_config(corpus), whole_run, resume="never")
     with pytest.raises(ConfigError, match="--resume='maybe' is unknown"):
         train(tiny_config(corpus), tmp_path, resume="maybe")
 

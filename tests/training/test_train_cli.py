@@ -11,27 +11,24 @@ import subprocess
 import sys
 
 import pytest
-from run_examples import as_flags, tiny_config, write_corpus
+from process_examples import flags_of
+from run_examples import losses, tiny_config
 from stand_ins import Line
 
 import train as command_line
 from parallax.checkpoint.steps import latest_step
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError
-from parallax.training.logger import read_metrics
 from parallax.training.run import Outcome
 
 ROOT = pathlib.Path(command_line.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(corpus):
     """The tiny run as a command line, on eight simulated devices."""
-    config = tiny_config(write_corpus(tmp_path_factory.mktemp("corpus")))
-    sections = {name: dict(config[name]) for name in ("model", "data", "train", "optimizer", "checkpoint", "sample")}
-    changes = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
     sizes = {"mesh.simulate": 8, "mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.microbatches": 2}
-    return ["--config=configs/tiny_gqa.py", *as_flags(changes | sizes)]
+    return flags_of(corpus, **sizes)
 
 
 HASH_SEEDS = itertools.count(1)  # another one for each process: no order of a set may reach the numbers
@@ -59,10 +56,6 @@ def lines_until(process, word):
         if word in line:
             return seen
     raise AssertionError(f"no {word!r} in {''.join(seen)}{process.stderr.read()}")
-
-
-def losses(folder):
-    return [row["train/loss"].hex() for row in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.slow
