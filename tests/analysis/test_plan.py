@@ -599,7 +599,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     flags = ["--topology=v5e:1x2", "--config.mesh.tp=1", "--sweep", f"--cache={tmp_path / 'cache'}"]
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
-    assert "2 layouts priced" in shown.out
+    assert "\n1 layouts priced; passed over: 1 not legal" in shown.out
     assert "the same command goes on from here" in shown.err
 
 
@@ -607,14 +607,22 @@ def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
     assert re.search(r"^MFU", planned, re.M) and "pip install -e '.[tpu]'" in planned.splitlines()[-1]
 
 
-def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(config, capsys, compiles_nothing):
+@pytest.fixture
+def no_changes(monkeypatch):
+    """What would help a plan is not priced, which takes seconds."""
+    monkeypatch.setattr(command, "helpful_changes", lambda *_: [])
+
+
+def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(
+    config, capsys, compiles_nothing, no_changes
+):
     assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
     out = capsys.readouterr().out
     assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
     assert out.splitlines()[-1].startswith("not compiled: nothing is compiled for h100:4: ")
 
 
-def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, compiles_nothing):
+def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, compiles_nothing, no_changes):
     assert command.main(["plan", config, "--topology=v5e:2x2", "--analytic"]) == 0
     out = capsys.readouterr().out
     assert planned.startswith(out) and "pip install" not in out
