@@ -395,13 +395,15 @@ def test_what_is_waited_for_is_in_the_log_once_a_run_is_not_refused(tmp_path, mo
     assert [line[9:] if line.endswith("run") else line for line in printed] == lines
 
 
-def test_of_several_processes_the_first_one_speaks(tmp_path, second_of_two, capsys):
+def test_of_several_processes_the_first_one_speaks(tmp_path, second_of_two, monkeypatch, capsys):
+    monkeypatch.delenv("PARALLAX_PROGRESS")
     now, out = [0.0], io.StringIO()
     speaker = ProgressPrinter(out, clock=lambda: now[0], ticking=False)
-    with printing_progress(speaker), RunLogger(RunFolder(tmp_path)), waiting("compiling"):
+    with printing_progress(speaker), RunLogger(RunFolder(tmp_path)) as logger, waiting("compiling"):
         now[0] += 100
         speaker.tick()
-    assert out.getvalue() == capsys.readouterr().out == ""
+        logger.say("step 1")
+    assert out.getvalue() == capsys.readouterr().out == "" and not list(tmp_path.iterdir())
 
 
 class Device:
