@@ -16,7 +16,7 @@ from configs.tiny_gqa import get_config
 from parallax.data import Reader
 from parallax.training import run as run_module
 from parallax.training.logger import RunLogger, read_metrics
-from parallax.training.loop import TrainingLoop, parts_of
+from parallax.training.loop import TrainingLoop, checkpoint_parts
 from parallax.training.run import train
 from parallax.training.step import TrainState
 
@@ -144,7 +144,7 @@ def first_state(config: ConfigDict, folder: pathlib.Path) -> tuple[TrainState, i
 
     def run(loop, state, start):
         begun.append((state, start))
-        loop.checkpoints.save(config.train.steps, parts_of(state))
+        loop.checkpoints.save(config.train.steps, checkpoint_parts(state))
         return state, config.train.steps
 
     with pytest.MonkeyPatch.context() as patch:
