@@ -8,7 +8,7 @@ Of one device and step, predicted / compiled, and the error, which is predicted 
 peak that parallax.analysis predicts, and what the compiler reserves: arguments, results that take no other place, and
 temporaries. *FLOPs* are of matrix products, *sent* are the bytes of collectives: of the traced loss and gradients, and
 of the compiled program, its loops turned and its branches taken as the schedule says. What the *update* of the
-parameters takes, by its scope's name, is in the compiled program alone and counts in no error.
+parameters takes, by its scope's name, is that of the compiled program and counts in no error.
 
 Each config of a size for it is compiled on meshes of up to eight simulated CPU devices, with as many microbatches as
 the config has, and on a pipeline at least two for each rank. --tpu, which needs pip install -e '.[tpu]', compiles

@@ -157,7 +157,7 @@ def _sent(report: Report) -> Iterator[str]:
         if len(one.axes) == 1:
             totals[one.axes[0]] += one.total_bytes
     top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 34
-    yield _text(20, top, "What it sends in a step", size=14, more="font-weight='bold'")
+    yield _text(20, top, "What it sends in a step, the update included", size=14, more="font-weight='bold'")
     for at, (axis, what) in enumerate(SENDS.items()):
         y = top + 22 + at * 19
         yield _line(20, y - 4, 44, y - 4, AXIS[axis], 3)

@@ -23,8 +23,7 @@ What the steps of tests/traced_settings.py send: `make golden` writes it anew.
 Rows are setting, axes, kind, direction, Flax module, calls a step, and the bytes that a device sends in them; where
 pipeline ranks differ, of each rank. What sends nothing, on axes of one device, is left out.
 "in jaxpr": collectives as the traced program has them, times the length of the scans around them, and bytes of their
-operands. Every side of a branch is counted, and what nothing reads. What the compiler sends for the optimizer is in no
-traced program.
+operands. Every side of a branch is counted, and what nothing reads. The update is left out.
 """
 
 

@@ -10,11 +10,12 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from parallax.analysis.trace import Origin, step_program, walk
+from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
+from parallax.training.step import TrainStep
 
 # How JAX calls what the notation calls.
 KINDS = {
@@ -37,7 +38,8 @@ class Sent(NamedTuple):
     axes: tuple[str, ...]  # in mesh order
     bytes: int  # that a device sends in one call
     count: float  # calls of a device in a step
-    direction: str  # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before
+    # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before | "update"
+    direction: str
     module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
     source: str  # the line that asked: "parallax/model/dense.py:57"
 
@@ -60,9 +62,18 @@ def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Ma
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
     """What a device sends for the loss and gradients of a step; the mesh may be abstract.
 
-    Pipeline ranks differ: see `busiest`. What the compiler sends for the optimizer is in no traced program.
+    Pipeline ranks differ: see `busiest`. What follows them is `update_collectives`.
     """
     return busiest(collectives_by_rank(model, global_batch, seq))
+
+
+def update_collectives(step: TrainStep) -> list[Sent]:
+    """What every device sends for the gradient's norm, and for the optimizer's update where it is ours.
+
+    What optax reduces over whole arrays, as its own clip does, the compiler sends, and no traced program has it.
+    """
+    sizes = step.model.axis_sizes
+    return program_collectives(update_program(step), at=dict.fromkeys(sizes, 0), sizes=sizes)
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:

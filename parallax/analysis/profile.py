@@ -6,8 +6,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,49 +59,49 @@ class Trace(NamedTuple):
         return self.span[1] - self.span[0]
 
 
-class ProgramNames:
-    """Describes the operations of a compiled program by name; without its text, from the name alone."""
+class About(NamedTuple):
+    """What an operation does: its part of the model, of a collective its kind and axes; whether it is a collective, and
+    whether it is a product."""
 
-    def __init__(self, text: str, mesh: dict[str, int]):
-        self._module = parse(text) if text else None
-        self._mesh = mesh
-        self._known: dict[str, tuple[str, bool, bool] | None] = {}
+    module: str
+    collective: bool
+    product: bool
 
-    @cached_property
-    def name(self) -> str:
-        """As a trace calls it, "" where there is no text."""
-        return next((one.op_name.split("/")[0][4:-1] for one in self._instructions.values() if one.op_name), "")
 
-    def about(self, op: str) -> tuple[str, bool, bool] | None:
-        """Part of the model, whether it is a collective, whether it is a product; None of what only runs others."""
-        if op not in self._known:
-            one = self._instructions.get(op)
-            self._known[op] = _guessed(op) if one is None else self._read(one)
-        return self._known[op]
+class ProgramNames(NamedTuple):
+    """The name of a compiled program, as a trace calls it, and its operations by theirs; None of what only runs others.
+    Both are empty where there is no text."""
 
-    def _read(self, one: Instruction) -> tuple[str, bool, bool] | None:
-        kind = one.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        if kind in CONTROL:
-            return None
-        if kind == "async":
-            return _guessed(one.name)
-        if kind in COLLECTIVES:
-            return self._collective(kind, one), True, False
+    name: str
+    operations: dict[str, About | None]
+
+    @staticmethod
+    def of(text: str, mesh: dict[str, int]) -> "ProgramNames":
+        """Those of a program as text."""
+        computations = parse(text).computations.values() if text else ()
+        instructions = [one for home in computations for one in home.instructions]
+        name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
+        return ProgramNames(name, {one.name: _described(one, mesh) for one in instructions})
+
+    def about(self, op: str) -> About | None:
+        """An operation by its name; without the text, from the name alone."""
+        return self.operations[op] if op in self.operations else _guessed(op)
+
+
+def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
+    kind = one.kind.removesuffix("-start").removesuffix("-done").removesuffix("-update")
+    if kind in CONTROL:
+        return None
+    if kind == "async":
+        return _guessed(one.name)
+    if kind not in COLLECTIVES:
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
-        return module_of(one.op_name), False, product
-
-    def _collective(self, kind: str, one: Instruction) -> str:
-        shown = "permute" if kind == "collective-permute" else kind
-        if not self._mesh or one.kind.endswith(("-done", "-update")):
-            return shown
-        groups = groups_of(one.rest, math.prod(self._mesh.values()))
-        return f"{shown} over {', '.join(axes_of(groups, self._mesh)) or 'no axis'}"
-
-    @cached_property
-    def _instructions(self) -> dict[str, Instruction]:
-        if self._module is None:
-            return {}
-        return {one.name: one for home in self._module.computations.values() for one in home.instructions}
+        return About(module_of(one.op_name), False, product)
+    shown = "permute" if kind == "collective-permute" else kind
+    if mesh and not one.kind.endswith(("-done", "-update")):
+        groups = groups_of(one.rest, math.prod(mesh.values()))
+        shown += f" over {', '.join(axes_of(groups, mesh)) or 'no axis'}"
+    return About(shown, True, False)
 
 
 def read_traces(path: Path) -> Trace:
@@ -160,7 +159,7 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices, local = ProgramNames(text, mesh), {}, about.get("local", [])
+    program, devices, local = ProgramNames.of(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, program):
             devices.setdefault(_global(number, local), []).append(ran)
@@ -215,12 +214,12 @@ def _global(number: int, local: list[int]) -> int:
     return number if number in local or number >= len(local) else local[number]
 
 
-def _of(name: str, stats: dict[str, Any], program: ProgramNames) -> tuple[str, bool, bool] | None:
+def _of(name: str, stats: dict[str, Any], program: ProgramNames) -> About | None:
     written = re.match(r"%([\w.\-]+) =", name)  # TPUs name an operation by its whole line
     op = str(stats.get("hlo_op") or (written[1] if written else name))
     module = str(stats.get("hlo_module", ""))
     if program.name and module and program.name not in module:
-        return f"{OTHERS}: {module}", False, False
+        return About(f"{OTHERS}: {module}", False, False)
     return program.about(op)
 
 
@@ -242,16 +241,16 @@ def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple
     return span, tuple(sorted(steps))
 
 
-def _guessed(op: str) -> tuple[str, bool, bool] | None:
+def _guessed(op: str) -> About | None:
     """A description from an operation's name alone."""
     plain = re.sub(r"[^a-z]", "", op.lower())
     for name, kind in NAMED.items():
         if name in plain:
-            return kind, True, False
+            return About(kind, True, False)
     stem = re.sub(r"[.\d]+$", "", op)
     if stem in CONTROL:
         return None
-    return stem or op, False, "gemm" in plain or stem in ("dot", "convolution")
+    return About(stem or op, False, "gemm" in plain or stem in ("dot", "convolution"))
 
 
 class PartTime(NamedTuple):
@@ -295,11 +294,8 @@ class StepProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts and lists that JSON can hold."""
-        plain = dataclasses.asdict(self)
-        plain["modules"] = [one._asdict() for one in self.modules]
-        plain["collectives"] = [one._asdict() for one in self.collectives]
-        plain["devices"] = [one._asdict() for one in self.devices]
-        return plain
+        named = {name: [one._asdict() for one in getattr(self, name)] for name in ("modules", "collectives", "devices")}
+        return dataclasses.asdict(self) | named
 
     def to_json(self) -> str:
         """All of it."""
@@ -426,12 +422,16 @@ def _heading(found: StepProfile) -> Iterator[str]:
 def _parts(found: StepProfile) -> Iterator[str]:
     """Parts of the model, collectives and idle: they add up to the wall time."""
     steps, least = max(len(found.steps), 1), LEAST_SHOWN * found.secs
+    shown = [part for part in found.modules if part.secs >= least]
+    rest = [part for part in found.modules if 0 < part.secs < least]
+    if rest:
+        name = f"{len(rest)} more parts" if len(rest) > 1 else rest[0].name
+        secs, calls = sum(part.secs for part in rest), sum(part.calls for part in rest)
+        shown.append(PartTime(name, secs, 0.0, 0.0, calls))
     rows = [
         [*_cells(part, found, steps), f"{_ms(part.products / steps)} in products" if part.products else ""]
-        for part in found.modules
-        if part.secs >= least
+        for part in shown
     ]
-    rows += _rest([part for part in found.modules if part.secs < least], found, steps)
     for part in found.collectives:
         rows.append([*_cells(part, found, steps), f"{_ms(part.hidden / steps)} hidden" if part.hidden else ""])
     rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
@@ -457,15 +457,6 @@ def _devices(found: StepProfile) -> Iterator[str]:
     yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=WIDTH)
     if len(found.devices) > SHOWN_DEVICES:
         yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
-
-
-def _rest(parts: Sequence[Any], found: StepProfile, steps: int) -> list[list[str]]:
-    secs = sum(part.secs for part in parts)
-    if not secs:
-        return []
-    calls = sum(part.calls for part in parts)
-    name = f"{len(parts)} more parts" if len(parts) > 1 else parts[0].name
-    return [[name, f"{calls / steps:,.0f}", _ms(secs / steps), percent(secs / found.secs), ""]]
 
 
 def _ms(secs: float) -> str:

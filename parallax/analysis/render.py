@@ -11,6 +11,28 @@ from parallax.runtime.units import percent
 WIDTH = 80  # columns of text
 LEAST_CELL = 8  # letters that are left of a name in a column that is too wide
 LEAST_SHOWN = 0.0005  # of a step: parts that take less have no line
+
+BarPart = tuple[str, float]  # a colour's class, and a share of the whole bar
+
+
+class Table(NamedTuple):
+    """A table for text or a page; a row that is a string is a line of its own, and the first `left` columns are flush
+    left. On a page the first rows have `bars`."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str] | str]
+    left: int
+    bars: Sequence[Sequence[BarPart]] = ()
+
+
+class Section(NamedTuple):
+    """Tables and sentences under a title; `name` is the id on a page."""
+
+    name: str
+    title: str
+    parts: Sequence[Table | str]
+
+
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#009e73", "#f0e442", "#222222", "#999999")
 
@@ -53,10 +75,29 @@ def text_table(
         yield (" " * gap).join(shown).rstrip()
 
 
+def section_text(section: Section) -> Iterator[str]:
+    """Lines of text."""
+    yield from wrapped([section.title])
+    yield from [""] * any(isinstance(part, Table) for part in section.parts)
+    for part in section.parts:
+        yield from [part] if not part else wrapped([part] if isinstance(part, str) else table_text(part))
+
+
+def table_text(table: Table) -> Iterator[str]:
+    """Lines of text."""
+    return text_table(table.head, table.rows, left=table.left, width=WIDTH)
+
+
+def time_parts(parts: Mapping[str, float], secs: float) -> Table:
+    """The parts of a step's time."""
+    shown = {name: part for name, part in parts.items() if part / secs > LEAST_SHOWN}
+    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in (shown | {"step": secs}).items()]
+    return Table(["time of a step", "", "share"], rows, 1, [[("compiler", part / secs)] for part in shown.values()])
+
+
 def time_table(parts: Mapping[str, float], secs: float) -> Iterator[str]:
-    """The parts of a step's time as a table."""
-    rows = [[name, f"{part:.3f} s", percent(part / secs)] for name, part in parts.items() if part / secs > LEAST_SHOWN]
-    yield from text_table(["time of a step", "", "share"], [*rows, ["step", f"{secs:.3f} s", percent(1)]], left=1)
+    """The parts of a step's time as lines of text."""
+    return table_text(time_parts(parts, secs))
 
 
 def _aligned(side: Callable[[str, int], str], cell: str, width: int) -> str:
@@ -71,16 +112,12 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --paper: #fcfcfa; --ink: #1d2126; --soft: #5c6670; --line: #dfe2e3; --track: #eef0f0;
-  --forward: #2f6db5; --recompute: #d19a2a; --backward: #2b8a78; --theirs: #8a939b;
-  --model: #2f6db5; --masked: #8c6bb1; --padding: #b9688e; --repeated: #c0583a; --recomputed: #d19a2a;
-  --waiting: #b7bec4;
+  --forward: #2f6db5; --recompute: #d19a2a; --backward: #2b8a78; --update: #8c6bb1; --compiler: #8a939b;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171a; --ink: #e7e9ea; --soft: #98a2ab; --line: #2d3338; --track: #22272b;
-    --forward: #5b9be0; --recompute: #e0b04f; --backward: #4cb5a0; --theirs: #7c868f;
-    --model: #5b9be0; --masked: #ab8ed0; --padding: #d387ab; --repeated: #df7f61; --recomputed: #e0b04f;
-    --waiting: #59636b;
+    --forward: #5b9be0; --recompute: #e0b04f; --backward: #4cb5a0; --update: #ab8ed0; --compiler: #7c868f;
   }
 }
 * { box-sizing: border-box; }
@@ -92,47 +129,30 @@ body {
 main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; letter-spacing: -0.015em; }
 h2 { font-size: 1.1rem; margin: 3rem 0 0.25rem; letter-spacing: -0.005em; }
-p { margin: 0 0 1rem; color: var(--soft); max-width: 46rem; }
+p { margin: 0.5rem 0; color: var(--soft); max-width: 46rem; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 1px; margin: 1.75rem 0 0;
   padding: 0; background: var(--line); border: 1px solid var(--line); border-radius: 6px; overflow: hidden; }
 .facts div { background: var(--paper); padding: 0.8rem 1rem; }
 .facts dt { color: var(--soft); font-size: 0.8rem; }
 .facts dd { margin: 0; font-size: 1.35rem; font-weight: 600; letter-spacing: -0.01em; }
-.bars { display: grid; grid-template-columns: max-content minmax(4rem, 1fr) max-content max-content;
-  grid-auto-flow: dense; gap: 0.35rem 0.9rem; align-items: center; margin-top: 1rem; }
-.bars > .group { grid-column: 1 / -1; font-weight: 600; margin-top: 0.6rem; }
-.bars > .value, .bars > .beside { text-align: right; white-space: nowrap; }
-.bars > .beside { color: var(--soft); font-size: 0.82rem; }
-.bars > .label { grid-column: 1; } .bars > .bar { grid-column: 2; }
-.bars > .value { grid-column: 3; } .bars > .beside { grid-column: 4; }
-.bars > .sum { font-weight: 600; }
-.bar { display: flex; height: 0.85rem; background: var(--track); border-radius: 3px; overflow: hidden; }
+.bar { display: flex; min-width: 10rem; height: 0.85rem; background: var(--track); border-radius: 3px;
+  overflow: hidden; }
 .bar i { display: block; height: 100%; flex: none; }
-.bar.tall { height: 1.6rem; margin-top: 1rem; }
 .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; margin: 0.6rem 0 0; padding: 0; list-style: none;
   color: var(--soft); font-size: 0.85rem; }
-.legend i, .split i { display: inline-block; width: 0.7rem; height: 0.7rem; border-radius: 2px; margin-right: 0.45rem; }
-.forward { background: var(--forward); } .recompute { background: var(--recompute); }
-.backward { background: var(--backward); } .theirs { background: var(--theirs); }
-.model { background: var(--model); } .masked { background: var(--masked); }
-.padding { background: var(--padding); } .repeated { background: var(--repeated); }
-.recomputed { background: var(--recomputed); } .waiting { background: var(--waiting); }
+.legend i { display: inline-block; width: 0.7rem; height: 0.7rem; border-radius: 2px; margin-right: 0.45rem; }
+.forward, .predicted { background: var(--forward); } .recompute { background: var(--recompute); }
+.backward { background: var(--backward); } .update { background: var(--update); }
+.compiler { background: var(--compiler); }
 .wide { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
 th { text-align: left; font-weight: 500; color: var(--soft); }
 th, td { padding: 0.28rem 0.9rem 0.28rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:last-child, td:last-child { padding-right: 0; }
 th.number, td.number { text-align: right; }
-td.source { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 0.82rem; }
-@media (max-width: 40rem) {
-  main { padding: 1.5rem 1rem 3rem; }
-  .bars { grid-template-columns: minmax(0, 1fr) max-content max-content; grid-auto-flow: row; gap: 0 0.75rem; }
-  .bars > .value { grid-column: 2; } .bars > .beside { grid-column: 3; }
-  .bars > .bar { grid-column: 1 / -1; margin-bottom: 0.6rem; }
-}
+td.group { font-weight: 600; padding-top: 0.9rem; }
+@media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } }
 """
-
-BarPart = tuple[str, float]  # a colour's class, and a share of the whole bar
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
@@ -147,42 +167,41 @@ def html_page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def bar_row(label: str, parts: Sequence[BarPart], value: str, beside: str = "", kind: str = "") -> Iterator[str]:
-    """A label, a bar and its value."""
-    yield f'<div class="label {kind}">{escape(label)}</div><div class="value {kind}">{escape(value)}</div>'
-    yield f'<div class="beside {kind}">{escape(beside)}</div>{bar(parts)}'
+def section_html(section: Section) -> Iterator[str]:
+    """Elements of a page."""
+    yield f"<h2>{escape(section.title)}</h2>"
+    yield f'<div id="{section.name}">'
+    for part in section.parts:
+        yield from [f"<p>{escape(part)}</p>"] if isinstance(part, str) else table_html(part)
+    yield "</div>"
 
 
-def bar(parts: Iterable[BarPart], kind: str = "", name: str = "") -> str:
+def table_html(table: Table) -> Iterator[str]:
+    """A table that scrolls by itself where it is wider than the page, with what several colours of bars mean."""
+    bars, drawn = iter(table.bars), [""] * bool(table.bars)
+    yield '<div class="wide"><table>'
+    yield _html_row([*map(escape, table.head), *drawn], table.left, "th")
+    for row in table.rows:
+        if isinstance(row, str):
+            yield f'<tr><td class="group" colspan="{len(table.head) + len(drawn)}">{escape(row)}</td></tr>'
+        else:
+            yield _html_row([*map(escape, row), *(_bar(next(bars, ())) for _ in drawn)], table.left, "td")
+    yield "</table></div>"
+    colours = dict.fromkeys(colour for parts in table.bars for colour, _ in parts)
+    if len(colours) > 1:
+        items = "".join(f'<li><i class="{colour}"></i>{colour}</li>' for colour in colours)
+        yield f'<ul class="legend">{items}</ul>'
+
+
+def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
+    numbers = (' class="number"' if at >= left else "" for at in range(len(cells)))
+    return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in zip(numbers, cells))}</tr>"
+
+
+def _bar(parts: Sequence[BarPart]) -> str:
     """Parts beside one another, each as wide as its share."""
     pieces = "".join(f'<i class="{colour}" style="width:{100 * share:.3f}%"></i>' for colour, share in parts if share)
-    named = f' id="{name}"' if name else ""
-    return f'<div class="bar {kind}"{named}>{pieces}</div>'
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """What colours mean."""
-    items = "".join(f'<li><i class="{colour}"></i>{escape(label)}</li>' for colour, label in entries)
-    yield f'<ul class="legend">{items}</ul>'
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int, source: int = -1) -> Iterator[str]:
-    """A table that scrolls by itself where it is wider than the page."""
-    yield '<div class="wide"><table><thead>'
-    yield html_row(head, left=left, tag="th")
-    yield "</thead><tbody>"
-    yield from (html_row(row, left=left, source=source) for row in rows)
-    yield "</tbody></table></div>"
-
-
-def html_row(cells: Sequence[str], *, left: int, tag: str = "td", source: int = -1, raw: bool = False) -> str:
-    """One row; cells after the first `left` are numbers."""
-
-    def cell(at: int, text: str) -> str:
-        kind = ' class="source"' if at == source else ' class="number"' if at >= left else ""
-        return f"<{tag}{kind}>{text if raw else escape(text)}</{tag}>"
-
-    return f"<tr>{''.join(cell(at, text) for at, text in enumerate(cells))}</tr>"
+    return f'<div class="bar">{pieces}</div>' if parts else ""
 
 
 def stacked_bar(title: str, parts: Mapping[str, float], written: Callable[[float], str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from parallax.analysis.collectives import Sent, busiest, collectives_by_rank, on_average
+from parallax.analysis.collectives import Sent, busiest, collectives_by_rank, on_average, update_collectives
 from parallax.analysis.compiled import (
     Compiled,
     CompiledFlops,
@@ -24,19 +24,7 @@ from parallax.analysis.compiled import (
 from parallax.analysis.flops import Flops, step_flops
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
-from parallax.analysis.render import (
-    LEAST_SHOWN,
-    WIDTH,
-    bar,
-    bar_row,
-    html_page,
-    html_row,
-    html_table,
-    legend,
-    text_table,
-    time_table,
-    wrapped,
-)
+from parallax.analysis.render import LEAST_SHOWN, Section, Table, html_page, section_html, section_text, time_parts
 from parallax.analysis.step_time import StepTime, compiled_parts, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
@@ -151,7 +139,8 @@ def report(
     model = step.model
     with waiting("tracing the step"):
         planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
-        ranks = collectives_by_rank(model, rows, seq)
+        update = update_collectives(step)
+        ranks = [[*rank, *update] for rank in collectives_by_rank(model, rows, seq)]
         flops = step_flops(model, rows, seq, entries=entries)
         shares = branch_shares(model)
     made, made_for, time, computed = None, "", None, ()
@@ -199,7 +188,7 @@ def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
     return shape
 
 
-DIRECTIONS = ("forward", "recompute", "backward")
+DIRECTIONS = ("forward", "recompute", "backward", "update")
 FLOPS_LABELS = {
     "model": "the model's own",
     "masked": "attention scores that are masked or made again",
@@ -218,11 +207,12 @@ class AxisRow(NamedTuple):
     forward: int
     recompute: int
     backward: int
+    update: int
     calls: int
 
     @property
     def total(self) -> int:
-        return self.forward + self.recompute + self.backward
+        return self.forward + self.recompute + self.backward + self.update
 
 
 class CallSiteRow(NamedTuple):
@@ -242,7 +232,7 @@ class CompiledRow(NamedTuple):
 
     axes: tuple[str, ...]
     kind: str
-    update: bool  # of the optimizer, whose collectives the compiler chooses
+    update: bool  # of the optimizer
     traced_calls: float
     traced_bytes: float
     calls: float
@@ -280,7 +270,7 @@ def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[Co
     found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CompiledRow._fields[3:], 0))
     for one in sent:
         if one.bytes:
-            row = found[one.axes, one.kind, False]
+            row = found[one.axes, one.kind, one.direction == "update"]
             row["traced_calls"] += one.count
             row["traced_bytes"] += one.total_bytes
     for one in made:
@@ -306,210 +296,15 @@ def axes_order(axes: tuple[str, ...]) -> tuple:
     return len(axes), [ALL_AXES.index(axis) for axis in axes]
 
 
-COLLECTIVES_HEAD = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
-COLLECTIVES_HEAD += ["cycles\nbetween"]
-
-
 def report_text(report: Report, *, line_numbers: bool = True) -> str:
     """The report as text; without line numbers it does not change when a file does."""
-    sections = [
-        text_heading(report),
-        text_sent(report),
-        text_call_sites(report, line_numbers),
-        text_flops(report),
-        text_memory(report),
-        text_collectives(report),
-        text_time(report),
-    ]
-    return "\n\n".join("\n".join(wrapped(lines)) for lines in map(list, sections) if lines)
-
-
-def text_heading(report: Report) -> Iterator[str]:
-    """What is reported."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    yield f"{report.name}: {mesh} on {report.devices} devices"
-    batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
-    yield f"{report.schedule} with {report.microbatches} microbatches; {batch}"
-
-
-def text_sent(report: Report) -> Iterator[str]:
-    """Totals by axes and kind."""
-    yield "What a device sends in a step, by axis and kind"
-    yield ""
-    rows, before = [], None
-    for row in by_axis_and_kind(report.sent):
-        axes = ", ".join(row.axes)
-        sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
-        rows += [axes] * (axes != before)
-        rows.append([f"  {row.kind}", *sizes, *_total(row.total, report), f"{row.calls:,}"])
-        before = axes
-    total = sum(one.total_bytes for one in report.sent)
-    ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
-    calls = sum(one.count for one in report.sent if one.bytes)
-    rows.append(["all", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
-    yield from text_table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, left=1, width=WIDTH)
-    yield from silent(report)
-
-
-def silent(report: Report) -> Iterator[str]:
-    """The calls that send nothing."""
-    calls = sum(one.count for one in report.sent if not one.bytes)
-    if calls:
-        yield f"{calls:,} calls more send nothing: their axes are of one device."
-
-
-def text_call_sites(report: Report, line_numbers: bool) -> Iterator[str]:
-    """The source lines that send, by axis and kind, the most bytes first."""
-    yield "Who asks for it"
-    yield ""
-    groups = defaultdict(list)
-    for row in by_call_site(report.sent, line_numbers=line_numbers):
-        groups[row.axes, row.kind].append(row)
-    rows: list[str | list[str]] = []
-    for axes, kind in sorted(groups, key=lambda key: (axes_order(key[0]), -sum(row.total for row in groups[key]), key)):
-        _, *cells = call_site_cells(groups[axes, kind])
-        rows += [f"{', '.join(axes)} {kind}", *([f"  {way}", *rest] for _, _, way, *rest in cells)]
-    yield from text_table(["axis, kind", "module", "source", "calls", "total"], rows, left=3, width=WIDTH)
-
-
-def call_site_cells(rows: Iterable[CallSiteRow]) -> Iterator[list[str]]:
-    """A head, and the cells of each source line."""
-    yield ["axis", "kind", "direction", "module", "source", "calls", "total"]
-    for row in rows:
-        source = row.source.removeprefix("parallax/")
-        calls, total = f"{row.calls:,}", in_bytes(row.total)
-        yield [", ".join(row.axes), row.kind, row.direction, row.module, source, calls, total]
-
-
-def text_flops(report: Report) -> Iterator[str]:
-    """Executed FLOPs by purpose."""
-    yield "FLOPs of a device in a step"
-    yield ""
-    rows = [[label, in_flops(value), percent(share)] for label, value, share in shares_of_flops(report.flops)]
-    yield from text_table(["", "FLOPs", "share"], rows, left=1, width=WIDTH)
-    yield executed(report)
-    yield f"MFU is at most {percent(report.flops.ceiling)}."
-
-
-def executed(report: Report) -> str:
-    """What a device executes, as traced and as compiled."""
-    traced = f"A device executes {in_flops(report.flops.executed)}"
-    if report.compiled_flops is None:
-        return f"{traced}."
-    passes, update = map(in_flops, report.compiled_flops)
-    return f"{traced}; in the compiled program {passes}, and {update} for the optimizer's update."
-
-
-def text_memory(report: Report) -> Iterator[str]:
-    """Bytes by component, beside the compiler's totals."""
-    yield "Memory of a device"
-    yield ""
-    rows = [[name.replace("_", " "), in_bytes(size), "", ""] for name, size in report.memory.items()]
-    if report.compiled is None:
-        yield from text_table(
-            ["", "predicted"], [row[:2] for row in [*rows, ["together", in_bytes(report.peak)]]], left=1
-        )
-        return
-    for name, mine, theirs in report.beside_compiler():
-        rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])
-    yield from text_table(["", "predicted", "compiler", "difference"], rows, left=1)
-
-
-def text_collectives(report: Report) -> Iterator[str]:
-    """The compiled collectives beside the traced ones."""
-    if report.compiled is None:
-        if report.compiled_for:
-            yield report.compiled_for
-        return
-    yield f"What the compiler made of the collectives, for {report.compiled_for}"
-    yield ""
-    rows, before = [], None
-    whole, *cells = collective_cells(report)
-    for axes, kind, *figures in cells:
-        rows += [axes] * (axes != before)
-        rows.append([f"  {kind}", *figures])
-        before = axes
-    yield from text_table(COLLECTIVES_HEAD[: len(whole) - 1], rows, left=1, width=WIDTH)
-    yield from collective_notes(report)
-
-
-def collective_cells(report: Report) -> Iterator[list[str]]:
-    """A head, and the cells of each axis and kind; those of the update, which no traced program has, last."""
-    timed = report.compiled.cycles is not None
-    head = ["axis", "kind", "calls traced", "compiled", "bytes traced", "compiled", "asynchronous"]
-    yield [*head, "cycles between"] if timed else head
-    for row in traced_beside_compiled(report.sent_on_average, report.compiled.collectives):
-        cells = [
-            ", ".join(row.axes) + " (update)" * row.update,
-            row.kind,
-            f"{row.traced_calls:,.0f}" if row.traced_calls else "-",
-            f"{row.calls:,.0f}" if row.calls else "-",
-            in_bytes(row.traced_bytes) if row.traced_calls else "-",
-            in_bytes(row.bytes) if row.calls else "-",
-            percent(row.asynchronous_bytes / row.bytes) if row.calls else "-",
-        ]
-        yield [*cells, f"{row.cycles_between:,.0f}"] if timed else cells
-
-
-def collective_notes(report: Report) -> Iterator[str]:
-    """What the table says, in words."""
-    rows = [row for row in traced_beside_compiled(report.sent_on_average, report.compiled.collectives)]
-    merged = sum(one.count for one in report.compiled.collectives if one.merged > 1)
-    arrays = sum(one.count * one.merged for one in report.compiled.collectives if one.merged > 1)
-    if merged:
-        calls = "1 call moves" if merged == 1 else f"{merged:,.0f} calls move"
-        yield f"{calls} {arrays:,.0f} arrays that were merged."
-    gone = [f"{row.kind} over {', '.join(row.axes)}" for row in rows if row.traced_calls and not row.calls]
-    if gone:
-        yield f"Turned into others: {'; '.join(gone)}."
-    if any(row.update for row in rows):
-        yield "(update): of the optimizer, for which the compiler chooses what is sent; nothing of it is traced."
-
-
-def text_time(report: Report) -> Iterator[str]:
-    """Where the time of a step goes, if the compiler estimates cycles."""
-    if report.time is not None:
-        yield "Time of a step, by the compiler's cycles and the bandwidth of links"
-        yield ""
-        yield from time_table(parts_of(report.time), report.time.total_secs)
-        mfu, bubble = percent(report.time.mfu), percent(report.time.bubble)
-        yield f"MFU {mfu}; an average rank waits for others {bubble} of the time."
-        yield ""
-        head = ["compute of", "products", "the rest", "share of the step"]
-        yield from text_table(head, computed_cells(report), left=1, width=WIDTH)
-
-
-def computed_cells(report: Report) -> list[list[str]]:
-    """Module, seconds in products and what is fused with them, in the rest, and the share of both in the step."""
-    total = report.time.total_secs
-    shown = [one for one in report.computed if one.total / total > LEAST_SHOWN]
-    return [[one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)] for one in shown]
-
-
-def parts_of(time: StepTime) -> dict[str, float]:
-    """The parts of a compiled step, with their names."""
-    return compiled_parts(time.compute_secs, time.pallas_secs, time.exposed_secs)
-
-
-def _total(size: int, report: Report) -> tuple[str, str]:
-    return in_bytes(size), in_bytes(size / report.tokens)
+    sections = [Section("", heading(report)[0], heading(report)[1:]), *sections_of(report, line_numbers)]
+    return "\n\n".join("\n".join(section_text(section)) for section in sections)
 
 
 def page(report: Report) -> str:
     """The report as an HTML page."""
-    sections = (html_heading, html_sent, html_memory, html_flops, html_time, html_collectives, html_call_sites)
-    title = f"{report.name}: what a step sends, stores and computes"
-    return html_page(title, (line for section in sections for line in section(report)))
-
-
-def html_heading(report: Report) -> Iterator[str]:
-    """What is reported, and the figures to know first."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    yield f"<h1>{escape(report.name)}</h1>"
-    yield (
-        f"<p>{mesh} on {report.devices} devices; {escape(report.schedule)} with {report.microbatches} microbatches; "
-        f"{report.rows:,} × {report.seq:,} = {report.tokens:,} tokens a step</p>"
-    )
+    first, second = heading(report)
     total = sum(one.total_bytes for one in report.sent)
     facts = {
         "A device sends": in_bytes(total),
@@ -517,94 +312,157 @@ def html_heading(report: Report) -> Iterator[str]:
         "Memory, predicted": in_bytes(report.peak),
         "MFU at most": percent(report.flops.ceiling),
     }
-    yield '<dl class="facts">'
-    yield from (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    yield "</dl>"
+    shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    body = [f"<h1>{escape(first)}</h1>", f"<p>{escape(second)}</p>", '<dl class="facts">', *shown, "</dl>"]
+    body += [line for section in sections_of(report) for line in section_html(section)]
+    return html_page(f"{report.name}: what a step sends, stores and computes", body)
 
 
-def html_sent(report: Report) -> Iterator[str]:
-    """A bar for each axis and kind."""
-    yield "<h2>What a device sends in a step</h2>"
-    yield "<p>Bytes by mesh axis and kind of collective, and for each token of the step.</p>"
-    rows = by_axis_and_kind(report.sent)
-    most, before = max((row.total for row in rows), default=1), None
-    yield '<div class="bars" id="sent">'
-    for row in rows:
-        if row.axes != before:
-            yield f'<div class="group">{", ".join(row.axes)}</div>'
+def heading(report: Report) -> list[str]:
+    """What is reported, in two lines."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
+    return [
+        f"{report.name}: {mesh} on {report.devices} devices",
+        f"{report.schedule} with {report.microbatches} microbatches; {batch}",
+    ]
+
+
+def sections_of(report: Report, line_numbers: bool = True) -> Iterator[Section]:
+    """All that follows the heading, for text and page."""
+    yield sent_section(report)
+    yield call_site_section(report, line_numbers)
+    yield flops_section(report)
+    yield memory_section(report)
+    if report.compiled is not None:
+        yield collectives_section(report)
+    elif report.compiled_for:
+        yield Section("collectives", report.compiled_for, ())
+    if report.time is not None:
+        yield time_section(report)
+
+
+def sent_section(report: Report) -> Section:
+    """Totals by axes and kind."""
+    found = by_axis_and_kind(report.sent)
+    most = max((row.total for row in found), default=1)
+    rows, bars, before = [], [], None
+    for row in found:
+        sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
+        rows += [", ".join(row.axes)] * (row.axes != before)
+        rows.append([f"  {row.kind}", *sizes, *_total(row.total, report), f"{row.calls:,}"])
+        bars.append([(way, getattr(row, way) / most) for way in DIRECTIONS])
         before = row.axes
-        parts = [(way, getattr(row, way) / most) for way in DIRECTIONS]
-        yield from bar_row(row.kind, parts, in_bytes(row.total), f"{in_bytes(row.total / report.tokens)} a token")
-    yield "</div>"
-    yield from legend((way, way) for way in DIRECTIONS)
+    total = sum(one.total_bytes for one in report.sent)
+    ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
+    calls = sum(one.count for one in report.sent if one.bytes)
+    rows.append(["all", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
+    table = Table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, 1, bars)
+    silent = sum(one.count for one in report.sent if not one.bytes)
+    notes = [f"{silent:,} calls more send nothing: their axes are of one device."] * bool(silent)
+    return Section("sent", "What a device sends in a step, by axis and kind", [table, *notes])
 
 
-def html_memory(report: Report) -> Iterator[str]:
-    """A bar for each component, and for the compiler's totals."""
-    yield "<h2>What a device holds</h2>"
-    yield "<p>Predicted from the config and the schedule's slots" + (
-        ", beside what the compiler counts.</p>" if report.compiled else ".</p>"
+def _total(size: int, report: Report) -> tuple[str, str]:
+    return in_bytes(size), in_bytes(size / report.tokens)
+
+
+def call_site_section(report: Report, line_numbers: bool) -> Section:
+    """The source lines that send, by axis and kind, the most bytes first."""
+    groups = defaultdict(list)
+    for row in by_call_site(report.sent, line_numbers=line_numbers):
+        groups[row.axes, row.kind].append(row)
+    rows: list[str | list[str]] = []
+    for axes, kind in sorted(groups, key=lambda key: (axes_order(key[0]), -sum(row.total for row in groups[key]), key)):
+        rows.append(f"{', '.join(axes)} {kind}")
+        for row in groups[axes, kind]:
+            source = row.source.removeprefix("parallax/")
+            rows.append([f"  {row.direction}", row.module, source, f"{row.calls:,}", in_bytes(row.total)])
+    table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
+    return Section("call-sites", "Who asks for it", [table])
+
+
+def flops_section(report: Report) -> Section:
+    """Executed FLOPs by purpose."""
+    shares = shares_of_flops(report.flops)
+    rows = [[label, in_flops(value), percent(share)] for label, value, share in shares]
+    table = Table(["", "FLOPs", "share"], rows, 1, [[("predicted", share)] for _, _, share in shares])
+    executed = f"A device executes {in_flops(report.flops.executed)}"
+    if report.compiled_flops is not None:
+        passes, update = map(in_flops, report.compiled_flops)
+        executed += f"; in the compiled program {passes}, and {update} for the optimizer's update"
+    ceiling = f"MFU is at most {percent(report.flops.ceiling)}."
+    return Section("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
+
+
+def memory_section(report: Report) -> Section:
+    """Bytes by component, beside the compiler's totals."""
+    sizes, compiled = (
+        {name.replace("_", " "): size for name, size in report.memory.items()},
+        report.compiled is not None,
     )
-    beside = report.beside_compiler() if report.compiled else []
+    beside = report.beside_compiler() if compiled else []
     most = max(report.peak, *(theirs for _, _, theirs in beside), 1)
-    yield '<div class="bars" id="memory">'
-    for name, size in report.memory.items():
-        yield from bar_row(name.replace("_", " "), [("model", size / most)], in_bytes(size))
-    yield from bar_row("together", [("model", report.peak / most)], in_bytes(report.peak), kind="sum")
+    if not compiled:
+        sizes["together"] = report.peak
+    rows = [[name, in_bytes(size), *[""] * 2 * compiled] for name, size in sizes.items()]
+    bars = [[("predicted", size / most)] for size in sizes.values()]
     for name, mine, theirs in beside:
-        yield from bar_row(
-            f"compiler: {name}", [("theirs", theirs / most)], in_bytes(theirs), prediction_error(mine, theirs)
-        )
-    yield "</div>"
+        rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])
+        bars.append([("compiler", theirs / most)])
+    table = Table(["", "predicted", *["compiler", "difference"] * compiled], rows, 1, bars)
+    return Section("memory", "Memory of a device", [table])
 
 
-def html_flops(report: Report) -> Iterator[str]:
-    """One bar of all FLOPs, and what its parts are."""
-    ceiling = percent(report.flops.ceiling)
-    yield "<h2>What a device computes</h2>"
-    yield f"<p>{escape(executed(report))} MFU is at most {ceiling}, the share of the model's own.</p>"
-    rows = shares_of_flops(report.flops)
-    names = {label: name for name, label in FLOPS_LABELS.items()}
-    yield bar([(names[label], share) for label, _, share in rows], "tall", "flops")
-    yield '<div class="wide"><table class="split"><tbody>'
-    for label, value, share in rows:
-        swatch = f'<i class="{names[label]}"></i>'
-        yield html_row([f"{swatch}{escape(label)}", in_flops(value), percent(share)], left=1, raw=True)
-    yield "</tbody></table></div>"
+def collectives_section(report: Report) -> Section:
+    """The compiled collectives beside the traced ones by axis and kind, those of the update last."""
+    timed = report.compiled.cycles is not None
+    head = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
+    found = traced_beside_compiled(report.sent_on_average, report.compiled.collectives)
+    rows, before = [], None
+    for row in found:
+        axes = ", ".join(row.axes) + " (update)" * row.update
+        rows += [axes] * (axes != before)
+        cells = [
+            f"  {row.kind}",
+            f"{row.traced_calls:,.0f}" if row.traced_calls else "-",
+            f"{row.calls:,.0f}" if row.calls else "-",
+            in_bytes(row.traced_bytes) if row.traced_calls else "-",
+            in_bytes(row.bytes) if row.calls else "-",
+            percent(row.asynchronous_bytes / row.bytes) if row.calls else "-",
+        ]
+        rows.append([*cells, f"{row.cycles_between:,.0f}"] if timed else cells)
+        before = axes
+    table = Table([*head, "cycles\nbetween"] if timed else head, rows, 1)
+    title = f"What the compiler made of the collectives, for {report.compiled_for}"
+    return Section("collectives", title, [table, *collective_notes(report, found)])
 
 
-def html_time(report: Report) -> Iterator[str]:
-    """A bar for each part of a step's time, if the compiler estimates cycles."""
-    if report.time is None:
-        return
-    total = report.time.total_secs
-    yield "<h2>Where the time of a step goes</h2>"
-    yield f"<p>{total:.3f} s by the compiler's cycles and the bandwidth of links: MFU {percent(report.time.mfu)}.</p>"
-    yield '<div class="bars" id="time">'
-    for name, secs in parts_of(report.time).items():
-        yield from bar_row(name, [("theirs", secs / total)], f"{secs:.3f} s", percent(secs / total))
-    yield "</div>"
-    yield from html_table(["compute of", "products", "the rest", "share of the step"], computed_cells(report), left=1)
+def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
+    """What the table says, in words."""
+    merged = [one for one in report.compiled.collectives if one.merged > 1]
+    count, arrays = sum(one.count for one in merged), sum(one.count * one.merged for one in merged)
+    if merged:
+        calls = "1 call moves" if count == 1 else f"{count:,.0f} calls move"
+        yield f"{calls} {arrays:,.0f} arrays that were merged."
+    gone = [f"{row.kind} over {', '.join(row.axes)}" for row in rows if row.traced_calls and not row.calls]
+    if gone:
+        yield f"Turned into others: {'; '.join(gone)}."
+    if any(row.update for row in rows):
+        yield "(update): of the gradient's norm and of the optimizer."
 
 
-def html_collectives(report: Report) -> Iterator[str]:
-    """The compiled collectives beside the traced ones."""
-    yield "<h2>What the compiler made of the collectives</h2>"
-    if report.compiled is None:
-        yield f"<p>{escape(report.compiled_for)}</p>"
-        return
-    yield f"<p>Compiled for {escape(report.compiled_for)}. {escape(' '.join(collective_notes(report)))}</p>"
-    head, *rows = collective_cells(report)
-    yield from html_table(head, rows, left=2)
-
-
-def html_call_sites(report: Report) -> Iterator[str]:
-    """The source lines that send."""
-    yield "<h2>Who asks for it</h2>"
-    head, *rows = call_site_cells(by_call_site(report.sent))
-    yield from html_table(head, rows, left=5, source=4)
-
-
-def prediction_error(mine: int, theirs: int) -> str:
-    """How far a prediction is from what the compiler says."""
-    return f"predicted {(mine / theirs - 1) * 100:+.1f} %"
+def time_section(report: Report) -> Section:
+    """Where the time of a step goes, by the compiler's cycles."""
+    time, total = report.time, report.time.total_secs
+    parts = time_parts(compiled_parts(time.compute_secs, time.pallas_secs, time.exposed_secs), total)
+    computed = [
+        [one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)]
+        for one in report.computed
+        if one.total / total > LEAST_SHOWN
+    ]
+    mfu = f"MFU {percent(time.mfu)}; an average rank waits for others {percent(time.bubble)} of the time."
+    modules = Table(["compute of", "products", "the rest", "share of the step"], computed, 1)
+    return Section(
+        "time", "Time of a step, by the compiler's cycles and the bandwidth of links", [parts, mfu, "", modules]
+    )

@@ -25,14 +25,17 @@ from parallax.pipeline import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WAIT, W
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
 from parallax.sharding import collectives, layout
+from parallax.training.step import UPDATE, TrainStep, abstract_state
 
 PACKAGE = pathlib.Path(parallax.__file__).parent
 # They ask on behalf of others.
 PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
-# Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again.
+# Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again. And the
+# step's own.
 SCOPES = {FORWARD: "forward", ACTIVATIONS: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward"}
+SCOPES |= {UPDATE: "update"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 
@@ -389,3 +392,13 @@ def step_program(model: ShardedModel, global_batch: int, seq: int) -> ClosedJaxp
     """The traced program of `loss_and_grad`, without dropout; the mesh may be abstract."""
     batch = {name: jax.ShapeDtypeStruct((global_batch, seq), "int32") for name in BATCH_ARRAYS}
     return jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch)
+
+
+def update_program(step: TrainStep) -> ClosedJaxpr:
+    """The traced program of the gradient's norm and of the update of the parameters."""
+
+    def update(state: Any, grads: Any) -> Any:
+        with jax.named_scope(UPDATE):
+            return step.update(state.params, state.opt_state, grads, step.grad_norm(grads))
+
+    return jax.make_jaxpr(update)(abstract_state(step.model, step.tx), step.model.shapes)

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser
 from parallax.runtime.errors import ConfigError, check_local, exit_status
 from parallax.schedules.csv_files import load_csv, save_csv, write_text
@@ -178,14 +179,12 @@ ZB-V idles 3.5(P-1) in lockstep, not 2.5(P-1), and (P-1)/2 asynchronous, not P-1
 
 def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
     """One line for each schedule; the most activations and sends are those of the worst rank."""
-    table = [("schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends")]
+    head, rows = ["schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends"], []
     for label, schedule in schedules:
         priced = figures(schedule, costs)
         bubbles = _percent(priced.lockstep_bubble), _percent(priced.asynchronous_bubble)
-        table.append((label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))))
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])] for label, *cells in table)
-    return "\n".join([*("  ".join(line) for line in lines), NOTES])
+        rows.append([label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))])
+    return "\n".join([*text_table(head, rows, left=1), NOTES])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ DIMS = {
     "experts": "E",
     "capacity": "C",
     "entries": "N",  # of several arrays side by side
+    "rows": "I",  # of a matrix, whatever its dims
+    "columns": "O",
 }
 
 

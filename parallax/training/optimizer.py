@@ -1,5 +1,9 @@
-"""Optimizers in the global view: optax under jit, outside shard_map, on arrays that are cut as they are stored."""
+"""Optimizers in the global view: optax under jit, outside shard_map, on arrays that are cut as they are stored.
 
+What devices send each other for an update is written here, in the local view: Muon's products, and the norm.
+"""
+
+import functools
 import math
 from typing import Any
 
@@ -7,15 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from parallax.config.sections import OptimizerConfig
 from parallax.runtime.errors import ConfigError
+from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
 
 INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
 # Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
 MUON_RMS = 0.2
+MUON_ROUNDS, MUON_EPS = 5, 1e-8  # as in optax.contrib.scale_by_muon
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -60,22 +67,63 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
 def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) -> optax.GradientTransformation:
     """Muon's direction for hidden matrices, and `adam`'s for all other leaves.
 
-    Not optax.contrib.muon, whose Adam would take Nesterov's momentum from Muon; states are named as they are there.
+    Not optax.contrib.muon, whose Adam would take Nesterov's momentum from Muon, and whose products the compiler cuts as
+    it likes; states are those that it has.
     """
-    dims = map_layouts(lambda layout: muon_dims(layout) or optax.MaskedNode(), layouts)
+    matrices = map_layouts(lambda layout: optax.MaskedNode() if muon_dims(layout) is None else layout, layouts)
     kinds = map_layouts(lambda layout: "adam" if muon_dims(layout) is None else "muon", layouts)
 
-    def scale(directions: Any, _: Any) -> Any:
-        return jax.tree.map(lambda x, of: MUON_RMS * math.sqrt(_longer_side(x.shape, of)) * x, directions, dims)
+    def update(grads, state, params=None):
+        mean, count = optax.tree.update_moment(grads, state.mu, momentum, 1), optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mean, momentum, optax.safe_increment(count))
+        own = optax.tree.bias_correction(grads, momentum, count)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, own)
+        orthogonal = functools.partial(orthogonalized, coefficients=state.ns_coeffs)
+        directions = jax.tree_util.tree_map_with_path(orthogonal, nesterov, matrices)
+        return directions, optax.contrib.MuonState(count, mean, state.ns_coeffs)
 
-    muon = optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=dims)
+    muon = optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
     # A chain of one gives the states of `adam` the names that they have as a part of optax.adamw.
-    return optax.partition({"muon": optax.chain(muon, optax.stateless(scale)), "adam": optax.chain(adam)}, kinds)
+    return optax.partition({"muon": optax.chain(muon), "adam": optax.chain(adam)}, kinds)
 
 
-def _longer_side(shape: tuple[int, ...], dims: Any) -> int:
-    """Rows or columns of a matrix, whichever are more."""
-    return max(math.prod(shape[at] for at in axes) for axes in (dims.reduction_axis, dims.output_axis))
+def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> Array:
+    """Each matrix of stacked layers by Newton and Schulz's rounds, its entries as large as AdamW's.
+
+    In the local view of the mesh that is set, so that what is sent is what `newton_schulz` says; where none is, whole.
+    """
+    inputs, outputs = (math.prod(x.shape[at] for at in dims) for dims in muon_dims(layout))
+    rounds = functools.partial(newton_schulz, layout=layout, tall=inputs > outputs)
+    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        spec = layout.spec(mesh)
+        rounds = jax.shard_map(rounds, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=True)
+    # The name of the module, as Flax writes it: "blocks/mlp/gate/kernel" is mlp/gate.
+    with jax.named_scope(jax.tree_util.keystr(path[1:-1], simple=True, separator="/")):
+        return MUON_RMS * math.sqrt(max(inputs, outputs)) * rounds(x, coefficients)
+
+
+def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, tall: bool) -> Array:
+    """Five rounds of `a X + (b G + c G²) X` with `G = X Xᵀ` for each matrix X, whose norm is 1 before; a `tall` one is
+    transposed, so that G is small. Each device computes its own rows of G and X.
+
+    Communication:
+        forward   all_reduce of the squares' sum over the axes of x; in each round all_gather of X over the axes that
+                  cut rows, all_reduce of G over the axes that cut columns, all_gather of G over the axes of rows
+    """
+    dims = muon_dims(layout)
+    row_axes, column_axes = (tuple(axis for at in group for axis in layout.axes[at]) for group in dims)
+    own = x.reshape(x.shape[0], *(math.prod(x.shape[at] for at in group) for group in dims))
+    if tall:
+        own, row_axes, column_axes = own.mT, column_axes, row_axes
+    all_rows = functools.partial(all_gather, f"layers {'/'.join(('rows', *row_axes))} columns -> layers rows columns")
+    squares = sum_over(jnp.sum(jnp.square(own), (1, 2), keepdims=True), (*row_axes, *column_axes))
+    own = own / (jnp.sqrt(squares) + MUON_EPS)
+    a, b, c = coefficients.astype(x.dtype)
+    for _ in range(MUON_ROUNDS):
+        every = all_rows(own)
+        gram = sum_over(own @ every.mT, column_axes)
+        own = a * own + (b * gram + c * gram @ all_rows(gram)) @ every
+    return (own.mT if tall else own).reshape(x.shape)
 
 
 def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
@@ -116,6 +164,14 @@ def muon_dims(layout: Layout) -> Any:
     return optax.contrib.MuonDimensionNumbers(inputs, tuple(d for d in dims if d not in inputs))
 
 
-def global_norm(grads: Any) -> Array:
-    """The norm of the whole gradient, over the whole mesh, in float32."""
-    return optax.global_norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+def global_norm(grads: Any, layouts: Any = None) -> Array:
+    """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts.
+
+    Communication:
+        forward   all_reduce of the squares' sum over all axes
+    """
+    squares, sizes = jax.tree.map(lambda grad: jnp.sum(jnp.square(grad.astype(jnp.float32))), grads), bound_axis_sizes()
+    if sizes:  # each device counts its share of what several have
+        shared = lambda layout: math.prod(sizes[axis] for axis in sizes.keys() - layout.used_axes())  # noqa: E731
+        squares = map_layouts(lambda layout, square: square / shared(layout), layouts, squares)
+    return jnp.sqrt(sum_over(sum(jax.tree.leaves(squares)), sizes))

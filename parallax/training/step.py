@@ -1,5 +1,6 @@
 """What runs on devices: one training step and one evaluation, compiled and pure; and how settings become them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.compiler import compiler_options
+from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.optimizer import global_norm, make_optimizer
@@ -116,7 +118,7 @@ class TrainStep:
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
         with jax.named_scope(UPDATE):
-            metrics |= {"grad_norm": global_norm(grads)}
+            metrics |= {"grad_norm": self.grad_norm(grads)}
             passes, guard = judge(self.guard, state.guard, metrics)
             # A branch: where the old state and the new are chosen between element by element, XLA keeps both.
             params, opt_state = jax.lax.cond(
@@ -126,10 +128,17 @@ class TrainStep:
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
+    def grad_norm(self, grads: Any) -> Array:
+        """The norm of the whole gradient, in the local view."""
+        model, norm = self.model, functools.partial(global_norm, layouts=self.model.layouts)
+        specs = map_layouts(lambda layout: layout.spec(model.mesh), model.layouts)
+        return jax.shard_map(norm, mesh=model.mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
+
     def update(self, params: Any, opt_state: Any, grads: Any, grad_norm: Array) -> tuple[Any, Any]:
         """Parameters and optimizer state after a gradient of this norm, which is not measured again."""
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, opt_state, params, grad_norm=grad_norm)
+        with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
+            updates, opt_state = tx.update(grads, opt_state, params, grad_norm=grad_norm)
         return optax.apply_updates(params, updates), opt_state
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from tiny import build
+from tiny import build, optimizer_config
 
 from parallax.analysis.collectives import (
     Sent,
@@ -20,7 +21,9 @@ from parallax.analysis.collectives import (
     on_average,
     step_collectives,
     totals,
+    update_collectives,
 )
+from parallax.analysis.compiled import read_compiled
 from parallax.analysis.flops import flops_by_direction, matmul_flops
 from parallax.config.sections import AXES
 from parallax.sharding.collectives import (
@@ -32,6 +35,8 @@ from parallax.sharding.collectives import (
     reduce_scatter,
     sum_over,
 )
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state, make_train_step
 
 REPO = pathlib.Path(__file__).parents[2]
 SIZES = {"pp": 2, "dp": 4, "tp": 2}
@@ -270,3 +275,50 @@ def test_totals_add_up_over_every_field():
     for fields in (("axes", "kind"), ("direction",), ("module",)):
         assert sum(totals(sent, *fields).values()) == whole
     assert Sent("permute", ("pp",), 8, 3, "forward", "", "").total_bytes == 24
+
+
+# ---- the update
+
+
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "changes"),
+    [
+        ((1, 2, 2), "adamw", dict(attention="mla")),
+        ((2, 2, 2), "muon", dict(attention="gqa")),
+        pytest.param((1, 4, 2), "muon", dict(attention="mla", tensor_parallel="scatter"), marks=pytest.mark.slow),
+        pytest.param((1, 2, 4), "muon", dict(attention="mla", policy="zero1"), marks=pytest.mark.slow),
+        pytest.param((1, 8, 1), "muon", dict(attention="mla", policy="ddp"), marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_update_sends_is_what_is_compiled(mesh, optimizer, changes):
+    model = build(mesh, layers=2, **changes)
+    tx = make_optimizer(optimizer_config(name=optimizer, warmup_steps=0), 10, model.layouts)
+    step = make_train_step(model, tx, seed=0)
+    state = abstract_state(model, tx)
+    update = jax.jit(lambda state, grads: step.update(state.params, state.opt_state, grads, step.grad_norm(grads)))
+    traced, compiled = Counter(), Counter()
+    for one in update_collectives(step):
+        assert one.direction == "update" and one.source.startswith("parallax/training/optimizer.py:")
+        axes = tuple(axis for axis in one.axes if model.axis_sizes[axis] > 1)
+        traced[axes, one.kind] += one.total_bytes
+    traced = +traced  # without what sends nothing
+    for one in read_compiled(update.lower(state, state.params).compile(), model.mesh).collectives:
+        compiled[one.axes, one.kind] += one.bytes * one.count
+    assert traced.keys() == compiled.keys()
+    for key in traced:  # an all-reduce's share of one number is no whole number of bytes
+        assert traced[key] == pytest.approx(compiled[key], abs=1)
+    if optimizer == "adamw":
+        assert traced.total() == 2 * 4 * 3 / 4, "one number, over four devices"
+
+
+def test_muon_sends_the_rows_and_products_of_its_matrices():
+    """A matrix of d_model=32 rows over dp, 64 columns over tp, in each of 2 layers: G has 32 x 32 entries."""
+    model = build((1, 2, 2), attention="gqa", layers=2, d_model=32, d_ff=64)
+    tx = make_optimizer(optimizer_config(name="muon", warmup_steps=0), 10, model.layouts)
+    found = [one for one in update_collectives(make_train_step(model, tx, seed=0)) if one.module == "mlp/gate"]
+    entries = {
+        ("all-gather", ("dp",)): 5 * 2 * (16 * 32 + 16 * 32),  # own rows of X, and of G
+        ("all-reduce", ("tp",)): 5 * 2 * (16 * 32),  # own rows of G
+        ("all-reduce", ("dp", "tp")): 2 * 2 * 3 / 4,
+    }
+    assert totals(found, "kind", "axes") == {key: 4 * number for key, number in entries.items()}
