@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-FOLDERS = {name: f"cli.{name}.__main__" for name in ("watch", "firstrun")}
+FOLDERS = {"watch": "cli.watch.__main__"}
 
 
 def command(name: str) -> ModuleType:

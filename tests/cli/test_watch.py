@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from parallax.cli.watch.__main__ import follow, main, write_svg
-from parallax.cli.watch.plot import Points, plot
+from parallax.cli.watch.plot import plot
 from parallax.cli.watch.run import Metrics, WatchedRun
 from parallax.cli.watch.view import View
 from parallax.runtime.errors import CheckpointError
@@ -162,20 +162,22 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, width, encoding):
 
 
 def test_a_plot_is_drawn_where_the_numbers_are():
-    fall = plot(Points(range(8), [7, 6, 5, 4, 3, 2, 1, 0]), Points([], []), width=8, height=8, unicode=False)
-    assert fall.lines == [" " * at + "*" + " " * (7 - at) for at in range(8)]
+    fall = plot(enumerate([7, 6, 5, 4, 3, 2, 1, 0]), [], width=4, height=2)
+    assert fall.lines == ["⠑⢄  ", "  ⠑⢄"]
     assert (fall.low, fall.high, fall.first, fall.last) == (0, 7, 0, 7)
-    flat = plot(Points([1], [2.0]), Points([], []), width=4, height=3, unicode=False)
-    assert "".join(flat.lines).count("*") == 1
-    assert plot(Points([1, 2], [None, float("nan")]), Points([], []), width=4, height=3) is None
-    marked = plot(Points([0, 9], [0, 1]), Points([9], [1.0]), width=10, height=4)
+    flat = plot([(1, 2.0)], [], width=4, height=3)
+    assert [line.strip() for line in flat.lines if line.strip()] in (["⠁"], ["⠂"], ["⠄"], ["⡀"])
+    assert plot([(1, None), (2, float("nan"))], [], width=4, height=3) is None
+    marked = plot([(0, 0), (9, 1)], [(9, 1.0)], width=10, height=4)
     assert marked.marks == [(0, 9)] and marked.lines[0].endswith("◆")
+    jump = plot([(0, 7), (1, 7), (6, 0), (7, 0)], [], width=4, height=2)  # a line goes over columns without a number
+    assert jump.lines == ["⠉⢆  ", "  ⠱⣀"]
 
 
 def test_one_spike_does_not_flatten_the_curve():
     losses = [3.0 - 0.01 * n for n in range(100)]
     losses[60] = 1e6
-    drawn = plot(Points(range(100), losses), Points([], []), width=50, height=8)
+    drawn = plot(enumerate(losses), [], width=50, height=8)
     assert drawn.high < 5 and drawn.low == pytest.approx(2.01)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from run_examples import stop_at, tiny_config, write_corpus
 
-from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import latest_step
+from parallax.cli.command import load_config
 from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError

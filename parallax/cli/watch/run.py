@@ -158,7 +158,8 @@ class WatchedRun:
     @property
     def steps(self) -> int | None:
         """Steps that the run is to take, if its config is there yet."""
-        steps = self._setting("train", "steps")
+        train = self.settings.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
         return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
     @property
@@ -235,10 +236,6 @@ class WatchedRun:
         """The first step of the latest start, which compiles."""
         start = self._started.get("start")
         return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
-
-    def _setting(self, section: str, key: str) -> Any:
-        keys = self.settings.get(section)
-        return keys.get(key) if isinstance(keys, dict) else None
 
     def _last(self, key: str) -> float | None:
         return next(iter(_numbers(reversed(self.metrics.recent), key)), None)

@@ -1,6 +1,7 @@
 """Runs as a picture for a terminal: a frame for each, side by side where there is room."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -10,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parallax.cli.watch.plot import Plot, Points, plot
+from parallax.cli.watch.plot import POINT, Plot, plot
 from parallax.cli.watch.run import Saved, Status, WatchedRun
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
@@ -93,12 +94,9 @@ def _loss(loss: float | None) -> str:
 
 def curves(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
     """Both losses by step, with the ends of both axes."""
-    train, held_out = (
-        Points(run.metrics.steps, run.metrics.losses),
-        Points(run.metrics.eval_steps, run.metrics.eval_losses),
-    )
-    wide = max(width - 8, 4)
-    drawn = plot(train, held_out, width=wide, height=rows, unicode=unicode)
+    metrics, wide = run.metrics, max(width - 8, 4)
+    train, held_out = zip(metrics.steps, metrics.losses), zip(metrics.eval_steps, metrics.eval_losses)
+    drawn = plot(train, held_out, width=wide, height=rows)
     if drawn is None:
         return None
     lines = [_line(drawn, at, unicode) for at in range(rows)]
@@ -111,7 +109,8 @@ def _line(drawn: Plot, row: int, unicode: bool) -> Text:
     ends = {0: drawn.high, len(drawn.lines) - 1: drawn.low}
     label = f"{ends[row]:6.4g}"[:6] if row in ends else ""
     line = Text(f"{label:>6} {'│' if unicode else '|'}", style=SOFT, no_wrap=True)
-    cells = Text(drawn.lines[row], style=TRAIN)
+    dots = drawn.lines[row] if unicode else re.sub(r"[^ o]", "*", drawn.lines[row].replace(POINT, "o"))
+    cells = Text(dots, style=TRAIN)
     for at, column in drawn.marks:
         if at == row:
             cells.stylize(EVAL, column, column + 1)
