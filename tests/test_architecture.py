@@ -86,7 +86,7 @@ PURE = [
     "runtime/run_files.py",
     "schedules/",
     "cli/schedules.py",
-    "cli/watch/",
+    "cli/watch.py",
 ]
 
 

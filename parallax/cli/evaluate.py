@@ -8,8 +8,6 @@ Without --data the text is what the run has held out. The mesh is the run's; --c
 
 import os
 
-from parallax.data.shards import MANIFEST_FILE
-
 # The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -29,6 +27,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
+    from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import TOKENIZER_FILE, Bytes
     from parallax.data.vocabulary import with_tokenizer
@@ -73,19 +72,16 @@ class Evaluation(NamedTuple):
 
     def to_json(self) -> str:
         """All of it; JSON has no number that is not finite, such a one is null."""
-        fields = self._asdict().items()
-        return json.dumps(
-            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}, indent=2
-        )
+        fields = self._asdict()
+        odd = {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+        return json.dumps(fields | odd, indent=2)
 
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"
         documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
         return (
-            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, "
-            f"{self.bits_per_byte:.4f} bits a byte\n"
-            f"{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, "
-            f"in windows of {self.seq:,}"
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, {self.bits_per_byte:.4f} bits a byte"
+            f"\n{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, in windows of {self.seq:,}"
         )
 
 
@@ -110,14 +106,8 @@ def act(argv: Sequence[str]) -> None:
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
     given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}
-    step = line.values["step"]
-    found = evaluate(
-        Path(workdir),
-        read_settings(line.config),
-        data=line.values["data"],
-        step=None if step < 0 else step,
-        given=given,
-    )
+    step = None if line.values["step"] < 0 else line.values["step"]
+    found = evaluate(Path(workdir), read_settings(line.config), data=line.values["data"], step=step, given=given)
     print(found.to_json() if line.values["json"] else found)
 
 
@@ -170,31 +160,24 @@ def evaluate(
 
 def open_text(trained: LoadedStep, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
-    changes = {} if data is None else _of_files(trained, config, data)
-    config = dataclasses.replace(config, **changes, global_batch=_rows(trained, config.global_batch))
-    split = "eval" if data is None else "all"
-    vocab = trained.model.model.vocab
+    file, sizes = trained.folder / TOKENIZER_FILE, trained.model.axis_sizes
+    pieces = sizes["dp"] * sizes["pp"]
+    # As many windows in a batch as in training, or the next number that the mesh can cut.
+    config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
+    if data is not None:
+        tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
+        source = _source(data)
+        cache = "" if source == "prepared" else config.cache
+        config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
-    reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
+    split = "eval" if data is None else "all"
+    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split, rows=rows)
     if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
-        file = trained.folder / TOKENIZER_FILE
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
-    if not reader.batches:
-        raise DataError(
-            f"{data or HELD_OUT} has {reader.tokens} tokens: there is nothing to predict; give it more text"
-        )
     return reader
-
-
-def _of_files(trained: LoadedStep, config: DataConfig, data: str) -> dict[str, str]:
-    """The settings of data that lie somewhere else."""
-    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER_FILE)
-    source = _source(data)
-    cache = "" if source == "prepared" else config.cache
-    return {"source": source, "path": data, "tokenizer": tokenizer, "cache": cache}
 
 
 def _source(data: str) -> str:
@@ -211,13 +194,6 @@ def _source(data: str) -> str:
         if any(name.endswith(SUFFIXES[source]) for name in names):
             return source
     return "text"
-
-
-def _rows(trained: LoadedStep, wanted: int) -> int:
-    """Windows in a batch: as many as in training, or the next number that the mesh can cut."""
-    sizes = trained.model.axis_sizes
-    pieces = sizes["dp"] * sizes["pp"]
-    return -(-wanted // pieces) * pieces
 
 
 if __name__ == "__main__":
