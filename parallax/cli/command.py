@@ -29,16 +29,7 @@ from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import (
-    QUOTED_LETTERS,
-    ConfigError,
-    check_local,
-    exit_status,
-    nearest,
-    quoted,
-    shown,
-    tell,
-)
+from parallax.runtime.errors import QUOTED_LETTERS, ConfigError, check_local, exit_status, nearest, quoted, shown, tell
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # of what a config file raises
@@ -65,14 +56,19 @@ class Line(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage: Callable[[], str]) -> int:
-    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
+def run_command(
+    act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, own: Mapping[str, Flag]
+) -> int:
+    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr.
+
+    `about` is the program's docstring, `usage` a line that shows how it is called, and `own` are its flags.
+    """
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
     leave_out_absent_tpu()
     words = set(dashed(argv, HELP))
     if words & {"-h", "-help", "--help"}:
-        return exit_status(lambda: print(usage()))
+        return exit_status(lambda: print(help_text(about, usage, own)))
     if words & {"-help-config", "--help-config"}:
         return exit_status(lambda: print(config_keys()))
     return exit_status(lambda: act(argv), one_line=True)
@@ -186,17 +182,18 @@ def read_secs(flag: str, text: str) -> float:
     return secs
 
 
-def usage(about: str, line: str, own: Mapping[str, Flag], *, names_config: bool = True) -> str:
-    """What --help prints: what a program does, with examples, and its flags; `about` is its docstring."""
-    meanings = {"config=FILE": CONFIG_MEANING} if names_config else {}
-    meanings |= {"config.SECTION.KEY=VALUE": KEY_MEANING} | {name: flag.meaning for name, flag in own.items()} | HELP
+def help_text(about: str, usage: str, own: Mapping[str, Flag]) -> str:
+    """What --help prints: what a program does, with examples, how it is called, and its flags."""
+    config = {"config=FILE": CONFIG_MEANING} if "--config=FILE" in usage else {}
+    meanings = {name: flag.meaning for name, flag in own.items()}
+    meanings = {**config, "config.SECTION.KEY=VALUE": KEY_MEANING, **meanings, **HELP}
     width = min(shutil.get_terminal_size().columns, WIDEST_HELP)
     indent = max(map(len, meanings)) + 6
     lines = [
         _filled(meaning, width, initial_indent=f"  --{name}".ljust(indent), subsequent_indent=" " * indent)
         for name, meaning in meanings.items()
     ]
-    called = _filled(line, width, initial_indent="usage: ", subsequent_indent=" " * 7)
+    called = _filled(usage, width, initial_indent="usage: ", subsequent_indent=" " * 7)
     return "\n".join([about.strip(), "", called, "", "flags:", *lines])
 
 

@@ -23,7 +23,7 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import absl.logging
 
-    from parallax.cli.arguments import Parser, about_command, local_path
+    from parallax.cli.arguments import Parser, about_command, local_path, positive
     from parallax.cli.command import HELP, config_keys, read_line, written
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
@@ -32,7 +32,7 @@ with loading(__name__, sys.stderr):
     from parallax.interop.hf_config import check_own_keys
     from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
     from parallax.runtime.devices import leave_out_absent_tpu
-    from parallax.runtime.errors import ConfigError, check_whole, exit_status
+    from parallax.runtime.errors import ConfigError, exit_status
 
 SHARD_MBYTES = 4096
 BASE = str(CONFIGS / "base.py")
@@ -59,7 +59,7 @@ def _import(flags: argparse.Namespace) -> None:
 
 def _export(flags: argparse.Namespace) -> None:
     with waiting(f"exporting {flags.workdir}"):
-        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
+        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=flags.shard_mbytes << 20)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
 
 
@@ -72,7 +72,7 @@ def _from_hf(flags: argparse.Namespace) -> None:
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": _shard_bytes(flags)}
+    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": flags.shard_mbytes << 20}
     with waiting(f"exporting {flags.workdir}"):
         step, what = to_hf(flags.workdir, flags.out, **how)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
@@ -131,12 +131,7 @@ def _out_of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     size = f"MiB in a file at most; default: {SHARD_MBYTES}"
-    parser.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)
-
-
-def _shard_bytes(flags: argparse.Namespace) -> int:
-    check_whole("--shard-mbytes", flags.shard_mbytes, least=1)
-    return flags.shard_mbytes << 20
+    parser.add_argument("--shard-mbytes", type=positive, default=SHARD_MBYTES, help=size)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from parallax.runtime.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
@@ -39,6 +38,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
+USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
     "workdir": Flag("the folder of the run"),
     "data": Flag(
@@ -87,13 +87,7 @@ class Evaluation(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Print the result; returns the exit status. What a user got wrong is one line on stderr."""
-    return run_command(act, argv, usage)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
-    return usage_of(__doc__, line, FLAGS, names_config=False)
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -105,32 +99,25 @@ def act(argv: Sequence[str]) -> None:
     if not files.is_file(saved):
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
-    given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}
-    step = None if line.values["step"] < 0 else line.values["step"]
-    found = evaluate(Path(workdir), read_settings(line.config), data=line.values["data"], step=step, given=given)
+    settings = read_settings(line.config)
+    given = [key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None]
+    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
+    settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
+    found = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
     print(found.to_json() if line.values["json"] else found)
 
 
-def evaluate(
-    workdir: Path,
-    settings: Settings,
-    *,
-    data: str | None = None,
-    step: int | None = None,
-    given: set[str] = frozenset(),
-) -> Evaluation:
-    """The loss of a run's step on `data`, or on what the run has held out.
+def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
+    """The loss of a run's step on `data`, or on what the run has held out; `settings` are the run's, on any mesh.
 
-    Args:
-        settings: the run's, with whatever is to be another, such as the mesh; `given` are its keys that were chosen.
     Raises:
         ConfigError: the mesh does not fit.
         CheckpointError: there is no such step, or it is damaged.
         DataError: the text is missing, or has nothing to predict.
     """
     settings = with_tokenizer(settings, workdir)
-    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
-    trained = load_trained(workdir, settings, mesh, step, ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS))
+    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
+    trained = load_trained(workdir, settings, settings.mesh, step, choose)
     with waiting("reading the text"):
         reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
     name = HELD_OUT if data is None else data

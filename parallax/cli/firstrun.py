@@ -39,7 +39,6 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.topology import Topology
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings, read_settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
@@ -56,6 +55,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.step import TrainState, TrainStep, model_of, step_of
 
 WARM_UP = 2  # steps that are left out of the times
+USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
 FLAGS = {
     "steps": Flag(f"steps to take; the first {WARM_UP} are left out of the times", 12),
     "out": Flag("the file to write", "first-run.md"),
@@ -76,13 +76,7 @@ def main(argv: Sequence[str]) -> int:
         with reporting():
             act(argv)
 
-    return leave(lambda: run_command(act_in_job, argv, usage))
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
-    return usage_of(__doc__, line, FLAGS)
+    return leave(lambda: run_command(act_in_job, argv, __doc__, USAGE, FLAGS))
 
 
 def act(argv: Sequence[str]) -> None:
