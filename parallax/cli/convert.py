@@ -35,8 +35,6 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import ConfigError, exit_status
 
 SHARD_MBYTES = 4096
-BASE = str(CONFIGS / "base.py")
-CONFIG_PREFIX = "--config."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,17 +82,14 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settin
     Raises:
         ConfigError: a flag is no setting, or one that the imported model says.
     """
-    argv = [__name__, *written_settings]
+    # What is written comes behind these, and so counts.
+    ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
+    argv = [__name__, *ours, *written_settings]
     if written(argv, "config") is None:
-        argv.insert(1, f"--config={BASE}")
-    line = read_line(argv, {})
-    overrides = [word[len(CONFIG_PREFIX) :].partition("=")[0] for word in argv if word.startswith(CONFIG_PREFIX)]
-    check_own_keys(overrides)
-    config = line.config.to_dict()
-    if "model.vocab_multiple" not in overrides:
-        config["model"]["vocab_multiple"] = VOCAB_MULTIPLE
-    if "data.tokenizer" not in overrides:
-        config["data"]["tokenizer"] = str(workdir / "tokenizer.json")
+        argv.insert(1, f"--config={CONFIGS / 'base.py'}")
+    config = read_line(argv, {}).config
+    keys = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
+    check_own_keys([key.partition("=")[0] for key in keys])
     return read_settings(config)
 
 

@@ -40,6 +40,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
     from parallax.config.settings import Settings, read_settings
+    from parallax.data import as_batch
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
@@ -349,15 +350,9 @@ def take_steps(found: Found, count: int) -> None:
 def counting(settings: Settings, sharding: Any) -> dict[str, Any]:
     """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
     shape = settings.data.global_batch, settings.data.seq
-    numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)[own_rows(sharding, shape)]
-    largest = min(settings.model.vocab, LARGEST_ID)
-    batch = {
-        "tokens": numbers % largest,
-        "labels": (numbers + 1) % largest,
-        "segments": np.ones_like(numbers),
-        "positions": numbers % shape[1],
-    }
-    return put_on(sharding, shape)(batch)
+    starts = own_rows(sharding, shape)[:, None] * shape[1]
+    ids = (starts + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
+    return put_on(sharding, shape)(as_batch(ids.astype(np.int32)))
 
 
 # ---- the file, as Markdown that an issue shows

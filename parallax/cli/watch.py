@@ -16,7 +16,7 @@ import socket
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -44,12 +44,11 @@ LEAST_WIDTH = 40
 
 # ---- a run, as its files show it
 
-RECENT = 20  # steps that speeds are of
+RECENT = 20  # steps that speeds are of; of older ones only what is drawn is kept
 QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
 QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # characters of a text to show
 LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
-KEPT = 200  # whole rows; of older ones only what is drawn
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
 NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
 OWNER = re.compile(r"process (\d+) on (\S+) since")
@@ -121,7 +120,7 @@ class Metrics:
         self.losses: list[float | None] = []
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
-        self.recent: list[dict[str, Any]] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.torn = self.odd = 0
         self._inode, self._offset = 0, 0
 
@@ -138,8 +137,6 @@ class Metrics:
         values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
         self.odd += sum(not is_finite(value) for value in values)
         self.recent.append(row)
-        if len(self.recent) > 2 * KEPT:
-            del self.recent[:-KEPT]
 
 
 class WatchedRun:
@@ -187,9 +184,7 @@ class WatchedRun:
     @property
     def speed(self) -> Speed | None:
         """None before a step has been taken that did not compile."""
-        recent = self.metrics.recent[-RECENT:]
-        if len(self.metrics.recent) > 1:
-            recent = [row for row in recent if row["step"] != self._first_step] or recent
+        recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
         secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
         if not secs:
             return None
@@ -211,19 +206,17 @@ class WatchedRun:
         return int(self._last("train/skipped_steps") or 0)
 
     @property
-    def quiet_secs(self) -> float:
-        """Since the run has last written anything."""
-        return max(self.clock() - self._last_sign(), 0.0)
-
-    @property
     def status(self) -> Status:
         """Whether the run goes on, or how it has ended."""
         alive, ended = self._owner_is_alive(), self._started.get("ended")
         if isinstance(ended, dict) and not (alive and self._taken_again(ended)):
-            return _ended(str(ended.get("reason")))
+            reason = str(ended.get("reason"))
+            return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
             return Status("gone", self.last_words() or "it has left no word in its log")
-        quiet, secs = self.quiet_secs, self.speed.step_secs if self.speed else 0.0
+        of = self.files
+        quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
+        secs = self.speed.step_secs if self.speed else 0.0
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
             return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
         return Status("running" if self.metrics.steps else "starting")
@@ -281,17 +274,11 @@ class WatchedRun:
         if seen == self._looked:  # manifests are long: they are read again only when something has changed
             return
         try:
-            checked = check_steps(folder)
-            self.saved = Saved(
-                sorted(checked.valid), sorted(checked.damaged), [step for step, _ in unfinished_saves(folder)]
-            )
+            checked, unfinished = check_steps(folder), [step for step, _ in unfinished_saves(folder)]
+            self.saved = Saved(sorted(checked.valid), sorted(checked.damaged), unfinished)
         except CheckpointError as error:
             self.saved = Saved([], [], [], one_line(str(error)))
         self._looked = seen
-
-    def _last_sign(self) -> float:
-        files = (self.files.metrics, self.files.log, self.files.metadata, self.files.lock, self.files.checkpoints)
-        return max((_time_of(file) for file in files), default=0.0)
 
     def _owner_is_alive(self) -> bool | None:
         """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
@@ -319,10 +306,6 @@ class WatchedRun:
         return _time_of(self.files.lock) > then + 1
 
 
-def _ended(reason: str) -> Status:
-    return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
-
-
 def is_finite(value: Any) -> bool:
     """Whether a value of a line is a number that can be drawn."""
     number = number_of(value)
@@ -339,7 +322,7 @@ def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
     return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
 
 
-def _median(rows: list[dict[str, Any]], key: str) -> float | None:
+def _median(rows: Iterable[dict[str, Any]], key: str) -> float | None:
     values = _numbers(rows, key)
     return statistics.median(values) if values else None
 
@@ -499,8 +482,8 @@ def progress(run: WatchedRun, status: Status) -> RenderableType:
     table.add_column(ratio=1)
     table.add_column(no_wrap=True, justify="right")
     colour = STATE_STYLES.get(status.state, "red")
-    bar = ProgressBar(total=run.steps or 1, completed=run.step if run.steps else 0, style=SOFT, complete_style=colour)
-    bar.finished_style = colour
+    done = run.step if run.steps else 0
+    bar = ProgressBar(run.steps or 1, done, style=SOFT, complete_style=colour, finished_style=colour)
     share = f"{run.step / run.steps:.0%} " if run.steps else ""
     table.add_row(Text(f"step {run.step:,}{of}"), bar, Text(f"{share}{left}"))
     return table
@@ -510,8 +493,7 @@ def losses(run: WatchedRun) -> Text:
     """The latest loss of training and of evaluation."""
     metrics, line = run.metrics, Text(no_wrap=True, overflow="ellipsis")
     if metrics.steps:
-        loss = metrics.losses[-1]
-        line.append("train loss ", style=TRAIN).append(_loss(loss), style="bold")
+        line.append("train loss ", style=TRAIN).append(_loss(metrics.losses[-1]), style="bold")
     if metrics.eval_steps:
         line.append("   eval loss ", style=EVAL).append(_loss(metrics.eval_losses[-1]), style="bold")
         line.append(f" at step {metrics.eval_steps[-1]:,}", style=SOFT)
