@@ -24,7 +24,6 @@ with loading(__name__, sys.stdout):
     from ml_collections import ConfigDict
 
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.files import is_file
@@ -41,6 +40,7 @@ BEGUN = time.monotonic()
 RUNS = Path("runs")
 # Set by launchers of jobs; the first that is there names the run.
 RUN_NAME_VARIABLES = ("PARALLAX_RUN_NAME", "JOBSET_NAME")
+USAGE = "python train.py --config=FILE [--config.SECTION.KEY=VALUE ...] [--workdir=FOLDER]"
 FLAGS = {
     "workdir": Flag("the folder of the run; with a checkpoint in it, the run goes on from there, without --config too"),
     "run-name": Flag(f"name of a new folder in {RUNS}/, in place of --workdir"),
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             if_all_is_well = command.stopped_status
 
     # The others are left as after any run that ends well: only the scheduler hears another status.
-    return leave(lambda: run_command(act, argv, usage)) or if_all_is_well
+    return leave(lambda: run_command(act, argv, __doc__, USAGE, FLAGS)) or if_all_is_well
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -115,12 +115,6 @@ def join_job(line: Line) -> None:
     packages = {f"package {name}": version for name, version in versions().items()}
     code = {"python": platform.python_version(), "code version": code_version()}
     compare("config and code", config | flags | packages | code)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python train.py --config=FILE [--config.SECTION.KEY=VALUE ...] [--workdir=FOLDER]"
-    return usage_of(__doc__, line, FLAGS)
 
 
 def with_config_of_run(argv: Sequence[str]) -> list[str]:

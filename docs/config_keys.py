@@ -46,7 +46,7 @@ where its numbers are from, with which command it runs, how long it takes, and w
 | `--config=` | | hardware |
 |---|---|---|
 """
-NO_PRESETS = ("base", "saved")  # all keys, and what loads the config of a run
+NO_PRESETS = ("base",)  # all keys
 
 
 def base() -> str:

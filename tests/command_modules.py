@@ -3,9 +3,7 @@
 import importlib
 from types import ModuleType
 
-FOLDERS = {name: f"cli.{name}.__main__" for name in ("watch", "firstrun")}
-
 
 def command(name: str) -> ModuleType:
     """The module that `python -m parallax.NAME` runs."""
-    return importlib.import_module(f"parallax.{FOLDERS.get(name, f'cli.{name}')}")
+    return importlib.import_module(f"parallax.cli.{name}")

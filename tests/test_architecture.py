@@ -86,7 +86,7 @@ PURE = [
     "runtime/run_files.py",
     "schedules/",
     "cli/schedules.py",
-    "cli/watch/",
+    "cli/watch.py",
 ]
 
 
@@ -123,17 +123,15 @@ NOT_A_PATH = {"files", "tensorstore", "signal", "self"}  # what also has methods
 # What touches files by itself, and why.
 OWN_WAY = {
     "analysis/": "what people keep of a plan, and traces of JAX's profiler",
-    "config/load.py": "config files, which are the user's",
     "data/": "corpora, which are the user's, and shards, which are mapped",
     "interop/": "folders of other projects",
     "schedules/": "tables for people",
     "runtime/errors.py": "/dev/null, for a stream that nobody reads any more",
     "runtime/devices.py": "the devices of this machine, in /dev and /sys",
     "runtime/version.py": "the package's own source",
-    "cli/command.py": "config files, which are the user's",
-    "cli/arguments.py": "the width of the terminal",
+    "cli/command.py": "config files, which are the user's, and the width of the terminal",
     "cli/launch.py": "the program that is started",
-    "cli/firstrun/machine.py": "the driver of this machine",
+    "cli/firstrun.py": "the driver of this machine",
     "cli/plan.py": "a picture for people",
     "cli/report.py": "a page for people",
     "cli/schedules.py": "tables and pictures for people",

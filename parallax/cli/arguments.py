@@ -2,16 +2,12 @@
 
 import argparse
 import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from parallax.runtime.errors import ConfigError, quoted, why_not_local
-
-WIDEST_HELP = 100
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,33 +58,15 @@ def about_command(name: str, text: str, doc: str) -> str:
     return "\n".join([f"{text[0].upper()}{text[1:]}.", "", *examples])
 
 
-def help_text(about: str, usage: str, flags: Mapping[str, str]) -> str:
-    """What --help prints: what the program does and examples, how it is called, and its flags with their meanings.
-
-    >>> print(help_text("Adds up.", "python -m sums NUMBERS", {"json": "print the sum as JSON"}))
-    Adds up.
-    <BLANKLINE>
-    usage: python -m sums NUMBERS
-    <BLANKLINE>
-    flags:
-      --json  print the sum as JSON
-    """
-    width = min(shutil.get_terminal_size().columns, WIDEST_HELP)
-    indent = max(map(len, flags)) + 6
-    lines = [
-        _filled(text, width, initial_indent=f"  --{name}".ljust(indent), subsequent_indent=" " * indent)
-        for name, text in flags.items()
-    ]
-    called = _filled(usage, width, initial_indent="usage: ", subsequent_indent=" " * 7)
-    return "\n".join([about.strip(), "", called, "", "flags:", *lines])
-
-
-def _filled(text: str, width: int, **indents: str) -> str:
-    return textwrap.fill(text, width, **indents, break_on_hyphens=False, break_long_words=False)
-
-
 def local_path(text: str) -> Path:
     """The type of arguments that are paths; argparse says what is wrong with a URL, and with which argument."""
     if reason := why_not_local(text):
         raise argparse.ArgumentTypeError(f"{quoted(text)} {reason}")
     return Path(text)
+
+
+def positive(text: str) -> int:
+    """The type of arguments that are whole numbers from 1."""
+    if not re.fullmatch("0*[1-9][0-9]{0,4}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 99999")
+    return int(text)

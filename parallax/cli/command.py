@@ -1,4 +1,4 @@
-"""Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl and ml_collections.
+"""Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl.
 
 What is wrong with one is a ConfigError of one line, the same for every program.
 """
@@ -9,36 +9,30 @@ import difflib
 import logging
 import os
 import re
+import runpy
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import absl.logging
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from parallax.cli.arguments import dashed, help_text
+from parallax.cli.arguments import dashed
 from parallax.config.earlier import RENAMED, renamed
 from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
-from parallax.config.settings import Settings, read_settings
+from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import (
-    QUOTED_LETTERS,
-    ConfigError,
-    check_local,
-    exit_status,
-    nearest,
-    quoted,
-    shown,
-    tell,
-)
+from parallax.runtime.errors import QUOTED_LETTERS, ConfigError, check_local, exit_status, nearest, quoted, shown, tell
 
+WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # of what a config file raises
-SAVED = "saved.py"  # loads the config.json of a run
 CONFIG_MEANING = "a Python file with get_config(), or the config.json of a run"
 KEY_MEANING = "another value for a key of the config, as --config.train.steps=50"
 HELP = {"help": "print this", "help-config": "print every key of a config with its default and meaning"}
@@ -62,14 +56,19 @@ class Line(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def run_command(act: Callable[[Sequence[str]], None], argv: Sequence[str], usage: Callable[[], str]) -> int:
-    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr."""
+def run_command(
+    act: Callable[[Sequence[str]], None], argv: Sequence[str], about: str, usage: str, own: Mapping[str, Flag]
+) -> int:
+    """Do what a command line says; returns the exit status. What a user got wrong is one line on stderr.
+
+    `about` is the program's docstring, `usage` a line that shows how it is called, and `own` are its flags.
+    """
     absl.logging.set_verbosity(absl.logging.ERROR)
     logging.getLogger("jax").setLevel(logging.ERROR)
     leave_out_absent_tpu()
     words = set(dashed(argv, HELP))
     if words & {"-h", "-help", "--help"}:
-        return exit_status(lambda: print(usage()))
+        return exit_status(lambda: print(help_text(about, usage, own)))
     if words & {"-help-config", "--help-config"}:
         return exit_status(lambda: print(config_keys()))
     return exit_status(lambda: act(argv), one_line=True)
@@ -88,33 +87,55 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
 
 def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     """A command line as it is written: its config is not yet checked but for names and types."""
-    argv, path = _name_config(dashed(argv, own))
-    overrides = [found[1] for word in argv[1:] if (found := re.match(r"--?config\.([^=]*)", word))]
-    earlier = {name: f"config.{name}" for name in overrides if name in RENAMED}
-    for name in overrides:
-        if name not in earlier:
-            check_key(name)
+    argv = dashed(argv, own)
+    words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
+    overrides = list(dict.fromkeys(found[1] for found in words if found))
     values = flags.FlagValues()
-    today = [word for word in argv if word.lstrip("-").partition("=")[0] not in earlier.values()]
-    config_flags.DEFINE_config_file("config", None, CONFIG_MEANING, flag_values=values, sys_argv=today)
-    for name, flag in {**own, **dict.fromkeys(earlier.values(), Flag(""))}.items():
+    for name, flag in {"config": Flag(CONFIG_MEANING), **own}.items():
         _define(name, flag, values)
-    if (root := str(CONFIGS.parent)) not in sys.path:
-        sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
-    if rest := _read(values, argv, path, ("config", *own)):
+    for name in overrides:
+        _define(f"config.{name}", Flag("", None if name in RENAMED else key_default(name)), values)
+    if rest := _read(values, argv, ("config", *own)):
         raise ConfigError(_stray(rest[0]))
     own_values = {name: values[name].value for name in own}
-    for name, value in own_values.items():
+    for name, value in {"config": values.config, **own_values}.items():
         if isinstance(value, str):  # a path, or else no URL either
             check_local(f"--{name}", value)
-    config = values.config.to_dict()
-    for name, flag in earlier.items():
-        section, _, key = name.partition(".")
-        if isinstance(config.setdefault(section, {}), dict):  # what is no section is refused later
-            config[section][key] = _literal(values[flag].value)
-    config, said = renamed(config, chosen=overrides)
-    warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(config, overrides)]
-    return Line(ConfigDict(config), path, own_values, tuple(warnings))
+    if values.config is None:
+        folder = own_values.get("workdir")
+        said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
+        raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
+    config = load_config(values.config)
+    with config.unlocked(), config.ignore_type():  # read_settings has its own words for a wrong type
+        for name in overrides:
+            section, _, key = name.partition(".")
+            value = values[f"config.{name}"].value
+            config.update({section: {key: _literal(value) if name in RENAMED else value}})
+    sections, said = renamed(config.to_dict(), chosen=overrides)
+    warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
+    return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
+
+
+def load_config(path: str) -> ConfigDict:
+    """What get_config() of a file returns, or what a run has saved as JSON; ConfigError where that fails."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
+    if (root := str(CONFIGS.parent)) not in sys.path:
+        sys.path.append(root)  # a config starts from `configs.base`, in whatever folder one is
+    try:
+        if file.suffix == ".json":
+            return ConfigDict(load_saved(file))
+        config = runpy.run_path(path)["get_config"]()
+        if not isinstance(config, ConfigDict):
+            raise TypeError(f"get_config() returns a {type(config).__name__} and no ConfigDict")
+        return config
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f", line {lines[-1]}" if lines else ""
+        how = " ".join(f"{type(error).__name__}: {error}".split())
+        more = "…" if len(how) > ERROR_LETTERS else ""
+        raise ConfigError(f"{path}{where}: {how[:ERROR_LETTERS]}{more}") from error
 
 
 def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
@@ -122,18 +143,15 @@ def fit_to_steps(sections: dict[str, Any], overrides: Sequence[str]) -> Iterator
 
     What is written beside train.steps, in the file or on the command line, is left to be refused.
     """
-    train, optimizer = (sections.get(name) for name in ("train", "optimizer"))
-    if "train.steps" not in overrides or not isinstance(train, dict) or not isinstance(optimizer, dict):
+    train, optimizer = sections.get("train"), sections.get("optimizer")
+    if "train.steps" not in overrides or train["steps"] < 1 or not isinstance(optimizer, dict):
         return
-    steps, warmup, traced = train.get("steps"), optimizer.get("warmup_steps"), train.get("profile_steps")
-    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (steps, warmup))
-    if "optimizer.warmup_steps" not in overrides and whole and 1 <= steps <= warmup:
-        optimizer["warmup_steps"] = steps // 10
-        yield (
-            f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {steps // 10}"
-        )
+    steps, warmup, traced = train["steps"], optimizer.get("warmup_steps"), train.get("profile_steps")
+    if "optimizer.warmup_steps" not in overrides and isinstance(warmup, int) and steps <= warmup:
+        optimizer["warmup_steps"] = left = steps // 10
+        yield f"warning: optimizer.warmup_steps={warmup} is not below train.steps={steps}; this run takes {left}"
     traces = STEP_RANGE.fullmatch(traced) if isinstance(traced, str) else None
-    if "train.profile_steps" not in overrides and traces and whole and 1 <= steps < int(traces[2]):
+    if "train.profile_steps" not in overrides and traces and steps < int(traces[2]):
         train["profile_steps"] = left = f"{traces[1]}:{steps}" if int(traces[1]) <= steps else ""
         yield (
             f"warning: train.profile_steps={traced!r} goes beyond train.steps={steps}; this run traces {left or 'none'}"
@@ -164,11 +182,23 @@ def read_secs(flag: str, text: str) -> float:
     return secs
 
 
-def usage(about: str, line: str, own: Mapping[str, Flag], *, names_config: bool = True) -> str:
-    """What --help prints: what a program does, with examples, and its flags; `about` is its docstring."""
-    config = {"config=FILE": CONFIG_MEANING} if names_config else {}
-    meanings = config | {"config.SECTION.KEY=VALUE": KEY_MEANING} | {name: flag.meaning for name, flag in own.items()}
-    return help_text(about, line, meanings | HELP)
+def help_text(about: str, usage: str, own: Mapping[str, Flag]) -> str:
+    """What --help prints: what a program does, with examples, how it is called, and its flags."""
+    config = {"config=FILE": CONFIG_MEANING} if "--config=FILE" in usage else {}
+    meanings = {name: flag.meaning for name, flag in own.items()}
+    meanings = {**config, "config.SECTION.KEY=VALUE": KEY_MEANING, **meanings, **HELP}
+    width = min(shutil.get_terminal_size().columns, WIDEST_HELP)
+    indent = max(map(len, meanings)) + 6
+    lines = [
+        _filled(meaning, width, initial_indent=f"  --{name}".ljust(indent), subsequent_indent=" " * indent)
+        for name, meaning in meanings.items()
+    ]
+    called = _filled(usage, width, initial_indent="usage: ", subsequent_indent=" " * 7)
+    return "\n".join([about.strip(), "", called, "", "flags:", *lines])
+
+
+def _filled(text: str, width: int, **indents: str) -> str:
+    return textwrap.fill(text, width, **indents, break_on_hyphens=False, break_long_words=False)
 
 
 def config_keys() -> str:
@@ -177,19 +207,17 @@ def config_keys() -> str:
     return "Keys of a config, with their defaults:\n\n" + "\n\n".join(parts)
 
 
-def check_key(name: str) -> None:
-    """Raise ConfigError unless `name` is section.key of a config."""
+def key_default(name: str) -> int | float | str | bool:
+    """The default of a key, written as section.key; ConfigError where no config has it."""
     section, _, key = name.partition(".")
-    if section in SECTIONS:
-        known = [field.name for field in dataclasses.fields(SECTIONS[section])]
-        if not key:
-            raise ConfigError(
-                f"--config.{section} is a section; write --config.{section}.<key>, one of {', '.join(known)}"
-            )
-        if key not in known:
-            raise ConfigError(f"unknown key --config.{shown(name)}; {nearest(key, known)}")
-    else:
+    if section not in SECTIONS:
         raise ConfigError(f"unknown key --config.{shown(name)}; did you mean --config.{nearest_key(name)}?")
+    known = {field.name: field.default for field in dataclasses.fields(SECTIONS[section])}
+    if not key:
+        raise ConfigError(f"--config.{section} is a section; write --config.{section}.<key>, one of {', '.join(known)}")
+    if key not in known:
+        raise ConfigError(f"unknown key --config.{shown(name)}; {nearest(key, known)}")
+    return known[key]
 
 
 def nearest_key(word: str) -> str:
@@ -214,26 +242,7 @@ def nearest_key(word: str) -> str:
 def known_configs() -> list[str]:
     """The configs that come with the repository, as they are written from the folder that one is in."""
     folder = os.path.relpath(CONFIGS) if CONFIGS.is_relative_to(Path.cwd()) else str(CONFIGS)
-    return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py")) if file.name != SAVED]
-
-
-def _name_config(argv: list[str]) -> tuple[list[str], str]:
-    """The command line with a --config that ml_collections can load, and the file that was named."""
-    path = written(argv, "config")
-    if path is None:
-        if argv[1:] and not argv[1].startswith("-"):
-            raise ConfigError(_stray(argv[1]))
-        folder = written(argv, "workdir")
-        said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
-        raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
-    check_local("--config", path)
-    file = Path(path.split(":")[0])
-    if not file.is_file():
-        raise ConfigError(f"--config={shown(path)} {_instead_of(file)}")
-    if path.endswith(".json"):
-        loader = f"{CONFIGS / SAVED}:{path}"
-        argv = [loader if arg == path else arg.replace(f"config={path}", f"config={loader}", 1) for arg in argv]
-    return argv, path
+    return [os.path.normpath(f"{folder}/{file.name}") for file in sorted(CONFIGS.glob("*.py"))]
 
 
 def _instead_of(file: Path) -> str:
@@ -258,43 +267,22 @@ def _define(name: str, flag: Flag, values: flags.FlagValues) -> None:
     define.get(type(flag.default), flags.DEFINE_string)(name, flag.default, flag.meaning, flag_values=values)
 
 
-def _read(values: flags.FlagValues, argv: Sequence[str], path: str, known: Sequence[str]) -> list[str]:
+def _read(values: flags.FlagValues, argv: Sequence[str], known: Sequence[str]) -> list[str]:
     """Let absl read the flags; returns what is no flag."""
     try:
         return values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
         raise ConfigError(f"unknown flag --{shown(error.flagname)}; {nearest(error.flagname, known)}") from error
     except flags.IllegalFlagValueError as error:
-        raise ConfigError(_illegal(str(error), path)) from error
+        raise ConfigError(_illegal(str(error), values)) from error
     except flags.Error as error:
         raise ConfigError(str(error)) from error
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f.lineno for f in frames if Path(f.filename).name == Path(path.split(":")[0]).name]
-        raise ConfigError(_in_file(path, lines, f"{type(error).__name__}: {error}")) from error
 
 
-def _in_file(path: str, lines: Sequence[str | int | None], how: str) -> str:
-    """`lines` are those of the file that were running, the innermost last."""
-    where = f", line {lines[-1]}" if lines else ""
-    how = " ".join(how.split())
-    return f"{path}{where}: {how[:ERROR_LETTERS]}{'…' if len(how) > ERROR_LETTERS else ''}"
-
-
-def _illegal(message: str, path: str) -> str:
-    """Absl's words about a value, or ours where the value is a config's; it raises what a config raises, too."""
-    _, raised, frames = message.partition("Error whilst parsing config file:")
-    if raised:
-        lines = re.findall(rf'{re.escape(Path(path.split(":")[0]).name)}", line (\d+)', frames)
-        return _in_file(path, lines, frames.strip().splitlines()[-1])
-    found = re.match(r"flag --(config\.(\w+)\.(\w+)|[\w-]+)=(.*): (.*)", message, re.DOTALL)
-    if not found:
-        return message
-    flag, section, key, value, how = found.groups()
-    if not section:
-        return f"flag --{flag}={shown(value)}: {how}"
-    value = re.split(": ", value, maxsplit=1)[0]  # what follows is absl's, and may repeat the value
-    return f"--{flag}={shown(value)} must be {KINDS[get_type_hints(SECTIONS[section])[key]]}"
+def _illegal(message: str, values: flags.FlagValues) -> str:
+    """Absl's words about a value, or ours where the value is a config's."""
+    found = re.match(r"flag --(config\.[\w.]+)=(.*?): ", message, re.DOTALL)
+    return f"--{found[1]}={shown(found[2])} must be {KINDS[type(values[found[1]].default)]}" if found else message
 
 
 def _literal(text: str) -> Any:

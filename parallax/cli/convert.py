@@ -23,7 +23,7 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import absl.logging
 
-    from parallax.cli.arguments import Parser, about_command, local_path
+    from parallax.cli.arguments import Parser, about_command, local_path, positive
     from parallax.cli.command import HELP, config_keys, read_line, written
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
@@ -32,11 +32,9 @@ with loading(__name__, sys.stderr):
     from parallax.interop.hf_config import check_own_keys
     from parallax.interop.huggingface import WEIGHT_DTYPES, from_hf, to_hf
     from parallax.runtime.devices import leave_out_absent_tpu
-    from parallax.runtime.errors import ConfigError, check_whole, exit_status
+    from parallax.runtime.errors import ConfigError, exit_status
 
 SHARD_MBYTES = 4096
-BASE = str(CONFIGS / "base.py")
-CONFIG_PREFIX = "--config."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +57,7 @@ def _import(flags: argparse.Namespace) -> None:
 
 def _export(flags: argparse.Namespace) -> None:
     with waiting(f"exporting {flags.workdir}"):
-        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=_shard_bytes(flags))
+        step = export_params(flags.workdir, flags.out, step=flags.step, shard_bytes=flags.shard_mbytes << 20)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}")
 
 
@@ -72,7 +70,7 @@ def _from_hf(flags: argparse.Namespace) -> None:
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": _shard_bytes(flags)}
+    how = {"step": flags.step, "like": flags.like, "dtype": flags.dtype, "shard_bytes": flags.shard_mbytes << 20}
     with waiting(f"exporting {flags.workdir}"):
         step, what = to_hf(flags.workdir, flags.out, **how)
     print(f"the parameters of step {step} of {flags.workdir} are in {flags.out}: {what}")
@@ -84,17 +82,14 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settin
     Raises:
         ConfigError: a flag is no setting, or one that the imported model says.
     """
-    argv = [__name__, *written_settings]
+    # What is written comes behind these, and so counts.
+    ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
+    argv = [__name__, *ours, *written_settings]
     if written(argv, "config") is None:
-        argv.insert(1, f"--config={BASE}")
-    line = read_line(argv, {})
-    overrides = [word[len(CONFIG_PREFIX) :].partition("=")[0] for word in argv if word.startswith(CONFIG_PREFIX)]
-    check_own_keys(overrides)
-    config = line.config.to_dict()
-    if "model.vocab_multiple" not in overrides:
-        config["model"]["vocab_multiple"] = VOCAB_MULTIPLE
-    if "data.tokenizer" not in overrides:
-        config["data"]["tokenizer"] = str(workdir / "tokenizer.json")
+        argv.insert(1, f"--config={CONFIGS / 'base.py'}")
+    config = read_line(argv, {}).config
+    keys = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
+    check_own_keys([key.partition("=")[0] for key in keys])
     return read_settings(config)
 
 
@@ -131,12 +126,7 @@ def _out_of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
     size = f"MiB in a file at most; default: {SHARD_MBYTES}"
-    parser.add_argument("--shard-mbytes", type=int, default=SHARD_MBYTES, help=size)
-
-
-def _shard_bytes(flags: argparse.Namespace) -> int:
-    check_whole("--shard-mbytes", flags.shard_mbytes, least=1)
-    return flags.shard_mbytes << 20
+    parser.add_argument("--shard-mbytes", type=positive, default=SHARD_MBYTES, help=size)
 
 
 if __name__ == "__main__":

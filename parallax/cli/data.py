@@ -12,7 +12,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from parallax.cli.arguments import Parser, about_command, local_path
+from parallax.cli.arguments import Parser, about_command, local_path, positive
 from parallax.config.sections import AUTO, BUILT_IN, FILES, DataConfig, check_tokenizer
 from parallax.data.prepare import SHARD_BYTES, Request, prepare, remove_prepared
 from parallax.data.shards import Manifest
@@ -58,16 +58,10 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
     add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
     cores, mib = os.cpu_count() or 1, SHARD_BYTES >> 20
-    add("--workers", type=_positive, default=cores, help="processes (default: one per core, %(default)s here)")
-    add("--shard-mib", type=_positive, default=mib, help="MiB of text in a shard (default: %(default)s)")
+    add("--workers", type=positive, default=cores, help="processes (default: one per core, %(default)s here)")
+    add("--shard-mib", type=positive, default=mib, help="MiB of text in a shard (default: %(default)s)")
     add("--rebuild", action="store_true", help="first delete what an earlier prepare left in --out")
     parser.set_defaults(run=_prepare)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
 
 
 def _prepare(parsed: argparse.Namespace) -> int:

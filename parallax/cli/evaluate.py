@@ -8,8 +8,6 @@ Without --data the text is what the run has held out. The mesh is the run's; --c
 
 import os
 
-from parallax.data.shards import MANIFEST_FILE
-
 # The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -25,10 +23,10 @@ from parallax.runtime.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
     from parallax.cli.command import Flag, read_line, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
+    from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import TOKENIZER_FILE, Bytes
     from parallax.data.vocabulary import with_tokenizer
@@ -40,6 +38,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
+USAGE = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
     "workdir": Flag("the folder of the run"),
     "data": Flag(
@@ -73,31 +72,22 @@ class Evaluation(NamedTuple):
 
     def to_json(self) -> str:
         """All of it; JSON has no number that is not finite, such a one is null."""
-        fields = self._asdict().items()
-        return json.dumps(
-            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields}, indent=2
-        )
+        fields = self._asdict()
+        odd = {key: None for key, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+        return json.dumps(fields | odd, indent=2)
 
     def __str__(self) -> str:
         about = "" if self.bytes_exact else " (estimated)"
         documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
         return (
-            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, "
-            f"{self.bits_per_byte:.4f} bits a byte\n"
-            f"{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, "
-            f"in windows of {self.seq:,}"
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.4g}, {self.bits_per_byte:.4f} bits a byte"
+            f"\n{self.tokens:,} tokens of {documents}, {self.text_bytes:,} bytes{about}, in windows of {self.seq:,}"
         )
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the result; returns the exit status. What a user got wrong is one line on stderr."""
-    return run_command(act, argv, usage)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.evaluate --workdir=FOLDER [--data=FILES] [--json] [--config.SECTION.KEY=VALUE ...]"
-    return usage_of(__doc__, line, FLAGS, names_config=False)
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:
@@ -109,38 +99,25 @@ def act(argv: Sequence[str]) -> None:
     if not files.is_file(saved):
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
-    given = {key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None}
-    step = line.values["step"]
-    found = evaluate(
-        Path(workdir),
-        read_settings(line.config),
-        data=line.values["data"],
-        step=None if step < 0 else step,
-        given=given,
-    )
+    settings = read_settings(line.config)
+    given = [key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None]
+    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
+    settings, step = dataclasses.replace(settings, mesh=mesh), line.values["step"]
+    found = evaluate(Path(workdir), settings, data=line.values["data"], step=None if step < 0 else step)
     print(found.to_json() if line.values["json"] else found)
 
 
-def evaluate(
-    workdir: Path,
-    settings: Settings,
-    *,
-    data: str | None = None,
-    step: int | None = None,
-    given: set[str] = frozenset(),
-) -> Evaluation:
-    """The loss of a run's step on `data`, or on what the run has held out.
+def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step: int | None = None) -> Evaluation:
+    """The loss of a run's step on `data`, or on what the run has held out; `settings` are the run's, on any mesh.
 
-    Args:
-        settings: the run's, with whatever is to be another, such as the mesh; `given` are its keys that were chosen.
     Raises:
         ConfigError: the mesh does not fit.
         CheckpointError: there is no such step, or it is damaged.
         DataError: the text is missing, or has nothing to predict.
     """
     settings = with_tokenizer(settings, workdir)
-    mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})
-    trained = load_trained(workdir, settings, mesh, step, ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS))
+    choose = ", ".join(f"--config.mesh.{key}" for key in MESH_KEYS)
+    trained = load_trained(workdir, settings, settings.mesh, step, choose)
     with waiting("reading the text"):
         reader = open_text(trained, settings.data, data, RunFiles(workdir).data)
     name = HELD_OUT if data is None else data
@@ -170,31 +147,24 @@ def evaluate(
 
 def open_text(trained: LoadedStep, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
-    changes = {} if data is None else _of_files(trained, config, data)
-    config = dataclasses.replace(config, **changes, global_batch=_rows(trained, config.global_batch))
-    split = "eval" if data is None else "all"
-    vocab = trained.model.model.vocab
+    file, sizes = trained.folder / TOKENIZER_FILE, trained.model.axis_sizes
+    pieces = sizes["dp"] * sizes["pp"]
+    # As many windows in a batch as in training, or the next number that the mesh can cut.
+    config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
+    if data is not None:
+        tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(file)
+        source = _source(data)
+        cache = "" if source == "prepared" else config.cache
+        config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
     rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
-    reader = open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
+    split = "eval" if data is None else "all"
+    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split, rows=rows)
     if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
-        file = trained.folder / TOKENIZER_FILE
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="
             f"{config.tokenizer!r} makes {reader.tokenizer.vocab} other ids; use {str(file)!r}"
         )
-    if not reader.batches:
-        raise DataError(
-            f"{data or HELD_OUT} has {reader.tokens} tokens: there is nothing to predict; give it more text"
-        )
     return reader
-
-
-def _of_files(trained: LoadedStep, config: DataConfig, data: str) -> dict[str, str]:
-    """The settings of data that lie somewhere else."""
-    tokenizer = Bytes.name if trained.tokenizer.name == Bytes.name else str(trained.folder / TOKENIZER_FILE)
-    source = _source(data)
-    cache = "" if source == "prepared" else config.cache
-    return {"source": source, "path": data, "tokenizer": tokenizer, "cache": cache}
 
 
 def _source(data: str) -> str:
@@ -211,13 +181,6 @@ def _source(data: str) -> str:
         if any(name.endswith(SUFFIXES[source]) for name in names):
             return source
     return "text"
-
-
-def _rows(trained: LoadedStep, wanted: int) -> int:
-    """Windows in a batch: as many as in training, or the next number that the mesh can cut."""
-    sizes = trained.model.axis_sizes
-    pieces = sizes["dp"] * sizes["pp"]
-    return -(-wanted // pieces) * pieces
 
 
 if __name__ == "__main__":

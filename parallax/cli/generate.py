@@ -25,10 +25,8 @@ with loading(__name__, sys.stderr):
     from parallax.cli.arguments import Parser, local_path
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import load_settings
-    from parallax.data.tokenizer import Tokenizer
     from parallax.inference.generate import complete, encode
     from parallax.inference.run import load_trained, mesh_config, sizes_of
-    from parallax.pipeline import ShardedModel
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
@@ -50,7 +48,7 @@ def show(text: str) -> None:
 
 
 def run(flags: argparse.Namespace) -> str:
-    """The prompt and what the run's model writes behind it."""
+    """The prompt and what the run's model writes behind it; its speed goes to stderr."""
     settings = load_settings(flags.workdir)
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_KEYS))
     mesh = mesh_config(settings.mesh, _given(flags, MESH_KEYS))
@@ -60,11 +58,6 @@ def run(flags: argparse.Namespace) -> str:
     _say(f"step {step} of {flags.workdir} on {sizes_of(model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows that the model has seen (data.seq)")
-    return timed(model, params, tokenizer, sample)
-
-
-def timed(model: ShardedModel, params: Any, tokenizer: Tokenizer, sample: SampleConfig) -> str:
-    """`complete`, and its speed to stderr."""
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
         text = complete(model, params, tokenizer, sample)

@@ -41,13 +41,13 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.command import Flag, read_command, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.units import percent
 
+USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
     "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
     "analytic": Flag("compile nothing", False),
@@ -61,13 +61,7 @@ FLAGS = {
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; returns the exit status. What a user got wrong is one line on stderr."""
-    return run_command(act, argv, usage)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
-    return usage_of(__doc__, line, FLAGS)
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ with loading(__name__, sys.stderr):
     from parallax.checkpoint.restore import restore_newest
     from parallax.checkpoint.steps import complete_steps
     from parallax.cli.command import Flag, read_line, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.settings import Settings, read_settings
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
@@ -36,6 +35,7 @@ with loading(__name__, sys.stderr):
     from parallax.training.run import RunComponents, build, checkpoint_settings, put_batches
     from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
 
+USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
     "workdir": Flag("the folder of the run; nothing in it is changed"),
     "step": Flag("the step to take again, counted from 1 as in metrics.jsonl", 0),
@@ -44,13 +44,7 @@ FLAGS = {
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status. What a user got wrong is one line on stderr."""
-    return run_command(act, argv, usage)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
-    return usage_of(__doc__, line, FLAGS, names_config=False)
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:

@@ -26,7 +26,6 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path
     from parallax.cli.command import Flag, read_command, run_command, written
-    from parallax.cli.command import usage as usage_of
     from parallax.config.sections import MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
@@ -35,6 +34,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import ConfigError
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
 
+USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
 FLAGS = {
     "json": Flag("print everything as JSON", False),
     "html": Flag("write the report to this file, as one page"),
@@ -50,13 +50,7 @@ TRACE_ONLY = "Nothing was compiled: --trace-only."
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; returns the exit status. What a user got wrong is one line on stderr."""
-    return run_command(act, argv, usage)
-
-
-def usage() -> str:
-    """What --help prints."""
-    line = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
-    return usage_of(__doc__, line, FLAGS)
+    return run_command(act, argv, __doc__, USAGE, FLAGS)
 
 
 def act(argv: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from checkpoint_examples import save_settings
 from jax.sharding import NamedSharding, PartitionSpec
 from run_examples import TEXT, tiny_config
 
-from configs.saved import get_config as load_config
+from parallax.cli.command import load_config
 from parallax.cli.evaluate import evaluate, main, open_text
 from parallax.config.sections import DataConfig, MeshConfig
 from parallax.config.settings import load_settings, read_settings

@@ -14,18 +14,16 @@ import time
 import pytest
 from rich.console import Console
 
-from parallax.cli.watch.__main__ import follow, main, write_svg
-from parallax.cli.watch.plot import Points, plot
-from parallax.cli.watch.run import Metrics, WatchedRun
-from parallax.cli.watch.view import View
+from parallax.cli.watch import Metrics, WatchedRun, follow, main, picture, plot, write_svg
 from parallax.runtime.errors import CheckpointError
 
 GONE = 2**22 + 1  # no process has this number: it is more than Linux gives
 
 
-def picture(*runs, width=100, encoding="utf-8"):
+def shown_of(*runs, width=100, encoding="utf-8"):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(file=file, width=width).print(View(runs))
+    console = Console(file=file, width=width)
+    console.print(picture(runs, console))
     file.seek(0)
     return file.read()
 
@@ -53,7 +51,7 @@ def write_run(folder, rows, *, owner=None, ended=None, steps=20):
 
 def test_a_finished_run_is_shown_with_all_that_it_has_written(observed_run):
     run = WatchedRun(observed_run)
-    shown = picture(run)
+    shown = shown_of(run)
     assert run.status.state == "finished" and run.step == run.steps == 8
     assert run.saved.valid == [4, 8] and not run.saved.damaged and not run.saved.unfinished
     for words in ("step 8/8", "100%", "tokens/s", "of peak", "memory", "data wait", "pp=2 dp=2 tp=2 on 8 x cpu"):
@@ -76,7 +74,7 @@ def test_a_finished_run_is_shown_with_all_that_it_has_written(observed_run):
 def test_it_is_known_whether_a_run_goes_on_and_how_it_ended(tmp_path, how, state, why):
     run = WatchedRun(write_run(tmp_path, [row(1), row(2), row(3)], **how))
     assert run.status == (state, why)
-    assert state in picture(run) and (not why or why in picture(run))
+    assert state in shown_of(run) and (not why or why in shown_of(run))
     assert (run.left_secs == 17 * 0.5) is (state == "running")
 
 
@@ -99,7 +97,7 @@ def test_a_start_in_a_folder_whose_run_has_ended_is_no_ended_run(tmp_path):
 def test_a_run_that_has_no_step_yet_is_starting(tmp_path):
     (tmp_path / "log.txt").write_text("run somewhere\n")
     run = WatchedRun(tmp_path)
-    assert run.status.state == "starting" and "no step is done yet" in picture(run)
+    assert run.status.state == "starting" and "no step is done yet" in shown_of(run)
 
 
 def test_lines_are_read_as_the_file_grows_and_torn_ones_wait_for_their_end(tmp_path):
@@ -131,7 +129,7 @@ def test_a_running_run_is_followed_through_refreshes(tmp_path):
     write_run(tmp_path, [row(1), row(2), row(3, train_skipped_steps=1.0)], ended="finished")
     run.refresh()
     assert (run.step, run.skipped, run.status.state) == (3, 1, "finished")
-    assert "skipped      1 steps" in picture(run)
+    assert "skipped      1 steps" in shown_of(run)
 
 
 def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_run, tmp_path):
@@ -141,12 +139,12 @@ def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_r
     (folder / "8" / "tokenizer.json").unlink()
     run = WatchedRun(tmp_path / "run")
     assert (run.saved.valid, run.saved.damaged, run.saved.unfinished) == ([4], [8], [12])
-    assert "step 4; a save of step 12 was not finished; damaged: 8" in picture(run, width=120)
+    assert "step 4; a save of step 12 was not finished; damaged: 8" in shown_of(run, width=120)
     metadata = json.loads(run.files.metadata.read_text())
     del metadata["starts"][-1]["ended"]
     run.files.metadata.write_text(json.dumps(metadata))
     run.refresh()
-    assert "step 4; saving step 12; damaged: 8" in picture(run, width=120)
+    assert "step 4; saving step 12; damaged: 8" in shown_of(run, width=120)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -154,7 +152,7 @@ def test_saves_in_progress_and_damaged_steps_are_told_from_whole_ones(observed_r
 def test_no_line_is_wider_than_the_terminal(tmp_path, width, encoding):
     rows = [row(n, 9.0 / n, **({"eval_loss": 8.0 / n} if n % 5 == 0 else {})) for n in range(1, 18)]
     runs = [write_run(tmp_path / name, rows, ended="E: " + "long " * 60) for name in ("one", "two", "a" * 90)]
-    shown = picture(*map(WatchedRun, runs), width=width, encoding=encoding)
+    shown = shown_of(*map(WatchedRun, runs), width=width, encoding=encoding)
     assert max(map(len, shown.splitlines())) <= width
     beside = any("one" in line and "two" in line for line in shown.splitlines())
     assert beside is (width == 130)
@@ -162,20 +160,22 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, width, encoding):
 
 
 def test_a_plot_is_drawn_where_the_numbers_are():
-    fall = plot(Points(range(8), [7, 6, 5, 4, 3, 2, 1, 0]), Points([], []), width=8, height=8, unicode=False)
-    assert fall.lines == [" " * at + "*" + " " * (7 - at) for at in range(8)]
+    fall = plot(enumerate([7, 6, 5, 4, 3, 2, 1, 0]), [], width=4, height=2)
+    assert fall.lines == ["⠑⢄  ", "  ⠑⢄"]
     assert (fall.low, fall.high, fall.first, fall.last) == (0, 7, 0, 7)
-    flat = plot(Points([1], [2.0]), Points([], []), width=4, height=3, unicode=False)
-    assert "".join(flat.lines).count("*") == 1
-    assert plot(Points([1, 2], [None, float("nan")]), Points([], []), width=4, height=3) is None
-    marked = plot(Points([0, 9], [0, 1]), Points([9], [1.0]), width=10, height=4)
+    flat = plot([(1, 2.0)], [], width=4, height=3)
+    assert [line.strip() for line in flat.lines if line.strip()] in (["⠁"], ["⠂"], ["⠄"], ["⡀"])
+    assert plot([(1, None), (2, float("nan"))], [], width=4, height=3) is None
+    marked = plot([(0, 0), (9, 1)], [(9, 1.0)], width=10, height=4)
     assert marked.marks == [(0, 9)] and marked.lines[0].endswith("◆")
+    jump = plot([(0, 7), (1, 7), (6, 0), (7, 0)], [], width=4, height=2)  # a line goes over columns without a number
+    assert jump.lines == ["⠉⢆  ", "  ⠱⣀"]
 
 
 def test_one_spike_does_not_flatten_the_curve():
     losses = [3.0 - 0.01 * n for n in range(100)]
     losses[60] = 1e6
-    drawn = plot(Points(range(100), losses), Points([], []), width=50, height=8)
+    drawn = plot(enumerate(losses), [], width=50, height=8)
     assert drawn.high < 5 and drawn.low == pytest.approx(2.01)
 
 
@@ -213,7 +213,7 @@ def test_a_pipe_gets_one_picture_and_an_svg_needs_nothing_else(tmp_path, capsys)
     assert "running" in svg and "url(http" not in svg and "font-face" not in svg
 
 
-def test_a_run_that_was_followed_leaves_one_picture(tmp_path, monkeypatch):
+def test_a_run_that_was_followed_leaves_one_shown_of(tmp_path, monkeypatch):
     runs, looks = [WatchedRun(write_run(tmp_path / "run", [row(1)], owner=os.getpid()))], iter([None, None])
 
     def look(secs):
@@ -231,7 +231,7 @@ def test_a_run_that_was_followed_leaves_one_picture(tmp_path, monkeypatch):
 def test_a_terminal_is_drawn_anew_until_ctrl_c_and_jax_is_not_imported(tmp_path):
     folder = write_run(tmp_path, [row(1), row(2)], owner=os.getpid())
     ours, theirs = pty.openpty()
-    program = "import sys; sys.modules['jax'] = None; from parallax.cli.watch.__main__ import main; sys.exit(main())"
+    program = "import sys; sys.modules['jax'] = None; from parallax.cli.watch import main; sys.exit(main())"
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "60", "LINES": "40"}
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(folder)],

@@ -26,7 +26,7 @@ from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "saved")
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 # name: (devices, billions of parameters)
 AT_SCALE = {"llama_1b_16": (16, 1.2), "llama2_7b_64": (64, 6.74), "deepseek_v2_lite_mla": (16, 2.6)}
 

@@ -24,9 +24,7 @@ from stand_ins import full_disk, on_write
 
 import train as command_line
 from parallax.checkpoint.steps import complete_steps, latest_step
-from parallax.cli.watch.__main__ import write_svg
-from parallax.cli.watch.run import WatchedRun
-from parallax.cli.watch.view import View
+from parallax.cli.watch import WatchedRun, picture, write_svg
 from parallax.config.settings import load_settings
 from parallax.data import reader as reader_module
 from parallax.data import sources
@@ -516,7 +514,8 @@ STYLES = re.compile(r"\x1b\[[0-9;]*m")
 def watched(run, *, svg):
     """What a terminal gets of a run, but for colours, and the elements of its picture."""
     screen = io.StringIO()
-    Console(file=screen, width=150, force_terminal=True).print(View([run]))
+    console = Console(file=screen, width=150, force_terminal=True)
+    console.print(picture([run], console))
     write_svg([run], 150, svg)
     return STYLES.sub("", screen.getvalue()), list(ElementTree.parse(svg).iter())
 

@@ -15,9 +15,9 @@ from own_runs import OWN, own_run, own_settings
 from run_examples import first_state, tiny_config
 from test_convert import params_of
 
-from configs.saved import get_config as load_config
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.steps import complete_steps
+from parallax.cli.command import load_config
 from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import load_settings, read_settings

@@ -10,8 +10,8 @@ from own_runs import own_run, own_settings
 from run_examples import first_state, tiny_config
 
 import parallax as px
-from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import complete_steps
+from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings

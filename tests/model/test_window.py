@@ -10,8 +10,8 @@ from own_runs import own_run
 from tiny import build, make_batch, params_of
 
 import parallax as px
-from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import read_manifest
+from parallax.cli.command import load_config
 from parallax.cli.convert import main
 from parallax.config.earlier import of_today
 from parallax.config.sections import AXES, SampleConfig

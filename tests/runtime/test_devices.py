@@ -82,6 +82,6 @@ def test_a_command_that_runs_on_the_cpu_says_nothing_of_tpus(tmp_path):
     """Where libtpu is not installed, it has nothing to say in any case."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_PLATFORMS")}
     code = "import sys, jax; from parallax.cli.command import run_command; "
-    code += "sys.exit(run_command(lambda argv: print(jax.devices()[0].platform), ['x'], str))"
+    code += "sys.exit(run_command(lambda argv: print(jax.devices()[0].platform), ['x'], '', '', {}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")

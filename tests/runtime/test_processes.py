@@ -508,11 +508,7 @@ def test_the_launcher_ends_all_when_one_ends_with_the_status_of_the_first_that_f
     ids=str,
 )
 def test_the_status_of_a_job_is_that_of_the_first_that_failed_by_itself(ended, made_to_end, status):
-    from parallax.cli.launch import Job
-
-    job = Job([], [])
-    job._ended, job._made_to_end = ended, made_to_end
-    assert job._status() == status
+    assert launch.status_of(ended, made_to_end) == status
 
 
 def test_the_launcher_goes_on_where_nobody_reads_its_output(tmp_path):

@@ -15,8 +15,8 @@ import pytest
 from checkpoint_examples import save_settings
 from run_examples import at_batch, losses, stop_at, tiny_config, write_corpus
 
-from configs.saved import get_config as load_config
 from parallax.checkpoint.steps import latest_step
+from parallax.cli.command import load_config
 from parallax.config.settings import load_settings, read_settings
 from parallax.runtime import progress
 from parallax.runtime.errors import CheckpointError, ConfigError

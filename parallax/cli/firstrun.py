@@ -1,0 +1,587 @@
+"""Try Parallax on the devices that are here: a few steps, held to the plan, in a file that an issue can take.
+
+python -m parallax.firstrun
+python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md
+"""
+
+import os
+
+# Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import dataclasses
+import getpass
+import json
+import math
+import platform
+import re
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallax.runtime.progress import loading, make_room, waiting
+
+with loading(__name__, sys.stderr):
+    import jax
+    import numpy as np
+    from jax.extend.backend import get_backend
+
+    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.devices import device_memory, local_topology, most_memory
+    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.memory import predicted_memory
+    from parallax.analysis.plan import heading
+    from parallax.analysis.step_time import Estimate, predict, step_time
+    from parallax.analysis.topology import Topology
+    from parallax.analysis.trace import abstract_mesh
+    from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
+    from parallax.config.settings import Settings, read_settings
+    from parallax.data import as_batch
+    from parallax.data.vocabulary import with_likely_vocab
+    from parallax.runtime.devices import simulate_devices
+    from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
+    from parallax.runtime.files import write_whole
+    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
+    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
+    from parallax.runtime.units import in_bytes, percent
+    from parallax.runtime.version import code_version, version_of, versions
+    from parallax.sharding.compiler import compiler_options
+    from parallax.sharding.mesh import make_mesh, resolve_sizes
+    from parallax.training.batches import own_rows, put_on
+    from parallax.training.step import TrainState, TrainStep, model_of, step_of
+
+WARM_UP = 2  # steps that are left out of the times
+USAGE = "python -m parallax.firstrun [--config=FILE] [--config.SECTION.KEY=VALUE ...] [--steps=12] [--out=FILE]"
+FLAGS = {
+    "steps": Flag(f"steps to take; the first {WARM_UP} are left out of the times", 12),
+    "out": Flag("the file to write", "first-run.md"),
+    **{name: Flag(f"{meaning} (or {variable})") for name, (variable, meaning) in ADDRESS_FLAGS.items()},
+}
+
+
+class PhaseError(ParallaxError):
+    """A phase of the first run failed; the file says how."""
+
+    exit_status = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; returns the exit status. What a user got wrong is one line on stderr."""
+
+    def act_in_job(argv: Sequence[str]) -> None:
+        with reporting():
+            act(argv)
+
+    return leave(lambda: run_command(act_in_job, argv, __doc__, USAGE, FLAGS))
+
+
+def act(argv: Sequence[str]) -> None:
+    """Do what the command line says; PhaseError where a phase fails, after the file is written."""
+    own = [] if written(argv, "config") else [f"--config={CONFIGS / 'base.py'}"]
+    line = read_line([argv[0], *own, *argv[1:]], FLAGS)
+    steps, out = line.values["steps"], Path(line.values["out"])
+    check_whole("--steps", steps, least=WARM_UP + 1)
+    if line.values["out"] == "":
+        raise ConfigError("--out='' names no file; write a path, as in --out=first-run.md")
+    settings = read_settings(line.config)
+    join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
+    if settings.mesh.simulate and not several():
+        simulate_devices(settings.mesh.simulate)
+    about = {"Versions": software(), "Flags": flags()}
+    try:
+        about = {"Devices": devices(), **about}
+    except RuntimeError as error:  # of a driver that is not there, or of chips that another process has
+        write(out, page_without_devices(command(argv[1:]), str(error), about))
+        raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
+    if own:
+        own = choose([word for word in argv[1:] if word.startswith(("--config.", "-config."))])
+        line = read_line([argv[0], *own, *argv[1:]], FLAGS)
+    found = Found(shortened(read_settings(line.config), steps), command([*own, *argv[1:]]))
+    say(f"{about['Devices']['devices']}; {found.command}")
+
+    def save() -> None:
+        if is_first():
+            write(out, page(found, about))
+
+    save()
+    do_phases(found, save)
+    for warning in warnings(found):
+        say(f"warning: {warning}")
+    say(f"all of it is in {out}; without names of host, user and home; attach it to an issue")
+    for name, phase in found.phases.items():
+        if phase.state == "failed":
+            raise PhaseError(f"{name} failed: {phase.error.splitlines()[0]}")
+
+
+def shortened(settings: Settings, steps: int) -> Settings:
+    """The settings on these devices, of a run of so many steps whose learning rate rises at once."""
+    train = dataclasses.replace(settings.train, steps=steps, profile_steps="")
+    optimizer = dataclasses.replace(settings.optimizer, warmup_steps=1)
+    return placed(dataclasses.replace(settings, train=train, optimizer=optimizer))
+
+
+def command(words: Sequence[str]) -> str:
+    """What to type for the same run, from the repository."""
+    return " ".join(["python -m parallax.firstrun", *words]).replace(f"{CONFIGS.parent}{os.sep}", "")
+
+
+def write(out: Path, text: str) -> None:
+    """Write the file whole and without names; ConfigError where that cannot be."""
+    try:
+        write_whole(out, nameless(text))
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be written: {error.strerror}") from error
+
+
+def say(text: str) -> None:
+    """A line of progress, from process 0."""
+    if is_first():
+        make_room()
+        tell(text, sys.stderr)
+
+
+# ---- which config is taken: the largest that the plan says fits
+
+ALL_ALONG_DP = "--config.mesh.dp=-1"
+# By platform, the largest first: a config, and what is changed of it.
+CANDIDATES = {
+    "gpu": [("gpu_80gb_x8",), ("gpu_80gb", ALL_ALONG_DP), ("gpu_24gb_x8",), ("gpu_24gb", ALL_ALONG_DP)],
+    "tpu": [
+        ("llama2_7b_64", ALL_ALONG_DP),
+        ("llama_1b_16", ALL_ALONG_DP),
+        ("llama_1b_16", ALL_ALONG_DP, "--config.pipeline.microbatches=8"),
+        ("gpu_24gb", ALL_ALONG_DP, "--config.model.kernel=splash"),
+    ],
+    "cpu": [],
+}
+SMALLEST = "tiny_gqa"
+ROOM = 0.7  # of a device's memory: JAX takes three quarters of a GPU's, and compilers more than a program's peak
+
+
+def choose(rest: Sequence[str]) -> list[str]:
+    """The flags of the config to take on the devices that are here; `rest` are what the user changes of it."""
+    room = device_memory()
+    for name, *changes in CANDIDATES.get(jax.devices()[0].platform, []):
+        words = [f"--config={CONFIGS / name}.py", *changes]
+        try:
+            needed = planned_memory(placed(read_command([__name__, *words, *rest], {})[0]))
+        except ParallaxError as error:
+            say(f"{name} is passed over: {error}")
+            continue
+        if room is None or needed <= ROOM * room:
+            return words
+        say(f"{name} is passed over: it needs {in_bytes(needed)} on each device, which has {in_bytes(room)}")
+    return [f"--config={CONFIGS / SMALLEST}.py", f"--config.data.global_batch={4 * jax.device_count()}"]
+
+
+def placed(settings: Settings) -> Settings:
+    """The settings on the devices that are here: every mesh axis and the vocab a number."""
+    sizes = resolve_sizes(settings.mesh, jax.device_count())
+    return with_likely_vocab(dataclasses.replace(settings, mesh=dataclasses.replace(settings.mesh, **sizes)))
+
+
+def planned_memory(settings: Settings) -> int:
+    """Bytes on each device, of settings that were placed; ParallaxError where they do not fit the mesh."""
+    model = model_of(settings, abstract_mesh(settings.mesh.sizes, simulated=jax.default_backend() == "cpu"))
+    model.check_batch(settings.data.global_batch, settings.data.seq)
+    return predicted_memory(model, settings).peak
+
+
+# ---- the phases; what a phase finds is kept if a later one fails
+
+LARGEST_ID = 251  # of the tokens that count up and begin anew, which a model learns in a few steps
+ERROR_LINES = 12  # in the file
+
+
+class Taken(NamedTuple):
+    """A step that was taken, from its start to the end of what it computes."""
+
+    secs: float
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+class Phase(NamedTuple):
+    """How a phase went: "done", "failed", "running" or "not reached"."""
+
+    state: str
+    secs: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Found:
+    """All results so far; None where there is none yet. Bytes are those of a device, seconds those of a step."""
+
+    settings: Settings
+    command: str
+    phases: dict[str, Phase] = dataclasses.field(default_factory=dict)
+    planned_bytes: int | None = None
+    topology: Topology | None = None
+    unplanned: str = ""  # why no time was planned
+    planned: Estimate | None = None
+    options: dict[str, str] = dataclasses.field(default_factory=dict)  # what the compiler is told by this project
+    step: TrainStep | None = None
+    program: Any = None
+    compile_secs: float | None = None
+    compiled_bytes: int | None = None
+    compiled_step_secs: float | None = None  # as the compiler counts cycles
+    step_flops: float | None = None  # of the model's mathematics, on all devices
+    state: TrainState | None = None
+    steps: list[Taken] = dataclasses.field(default_factory=list)
+    most_bytes: int | None = None
+
+    @property
+    def median_secs(self) -> float | None:
+        """Of the steps after the warm-up."""
+        counted = [taken.secs for taken in self.steps[WARM_UP:]]
+        return statistics.median(counted) if counted else None
+
+    @property
+    def mfu(self) -> float | None:
+        """FLOPs of the model's mathematics over what the devices could do in the median step."""
+        if self.topology is None or self.median_secs is None or self.step_flops is None:
+            return None
+        peak = self.topology.chip.peak(self.settings.model.dtype) * self.topology.devices
+        return self.step_flops / peak / self.median_secs
+
+
+def do_phases(found: Found, save: Callable[[], None]) -> None:
+    """Do all phases, up to the first that fails; what was not planned can still be measured.
+
+    `save` is called before and after each, so that nothing is lost with the process.
+    """
+    acts = {
+        "plan": make_plan,
+        "compile": compile_step,
+        "first state": make_state,
+        "first step": lambda found: take_steps(found, 1),
+        "steps": lambda found: take_steps(found, found.settings.train.steps - 1),
+    }
+    found.phases = dict.fromkeys(acts, Phase("not reached"))
+    for name, act_of_phase in acts.items():
+        say(f"{name} …")
+        found.phases[name] = Phase("running")
+        save()
+        set_phase(f"{name} of the first run", compiling=True)
+        begun, state, error = time.perf_counter(), "done", ""
+        with waiting(f"first run, {name}"):
+            try:
+                act_of_phase(found)
+            except Exception as raised:  # whatever it is, it belongs into the file
+                state = "failed"
+                error = "\n".join(f"{type(raised).__name__}: {raised}".splitlines()[:ERROR_LINES])
+        found.phases[name] = ended = Phase(state, time.perf_counter() - begun, error)
+        found.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
+        save()
+        say(f"{name}: {state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
+        if state == "failed" and name != "plan":
+            return
+
+
+def make_plan(found: Found) -> None:
+    """What the step will hold and take, where chips and kernel have prices."""
+    found.planned_bytes = planned_memory(found.settings)
+    try:
+        if several() and jax.default_backend() == "cpu":  # each measures as often as it can: they would not meet
+            raise ConfigError("what simulated devices of several processes do a second is not measured")
+        found.topology = local_topology(found.settings.model.dtype)
+        found.planned = predict(found.settings, found.topology)
+    except ConfigError as error:  # an unknown chip, or a kernel that is only interpreted here
+        found.unplanned = str(error)
+    secs = known(in_secs, found.planned and found.planned.secs)
+    say(f"planned: {in_bytes(found.planned_bytes)} on each device, {secs}")
+
+
+def compile_step(found: Found) -> None:
+    """Compile the step, and read what the compiler says of its memory and time."""
+    settings, mesh = found.settings, make_mesh(found.settings.mesh)
+    connect(mesh)
+    found.options = {name: str(value) for name, value in compiler_options(mesh).items()}
+    found.step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    found.step_flops = flops_per_token(settings.model, found.step.model.shapes, seq=shape[1]) * math.prod(shape)
+    lowered, begun = found.step.lower(*shape), time.perf_counter()
+    found.program = lowered.compile()
+    found.compile_secs = time.perf_counter() - begun
+    on_tpu, sizes = jax.default_backend() == "tpu", found.program.memory_analysis()
+    if sizes is not None:
+        # The peak of XLA for CPU leaves temporaries out, and for GPU it may be missing.
+        new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        together = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
+        found.compiled_bytes = sizes.peak_memory_in_bytes if on_tpu else together
+    if on_tpu:  # the only compiler that estimates cycles
+        price_program(found)
+
+
+def price_program(found: Found) -> None:
+    """The step's time as the compiler counts cycles. What cannot be read is said: the program runs without."""
+    try:
+        made = read_compiled(found.program, found.step.model.mesh, branch_shares(found.step.model))
+        flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
+        found.compiled_step_secs = step_time(made, found.topology.chip, flops, dtype=dtype).total_secs
+    except Exception as error:
+        say(f"the compiled program is not priced: {type(error).__name__}: {error}")
+
+
+def make_state(found: Found) -> None:
+    """The initial parameters and optimizer states."""
+    found.state = jax.block_until_ready(found.step.init())
+
+
+def take_steps(found: Found, count: int) -> None:
+    """Take so many steps, each waited for."""
+    batch = counting(found.settings, found.step.model.batch_sharding)
+    for _ in range(count):
+        begun = time.perf_counter()
+        found.state, metrics = jax.block_until_ready(found.program(found.state, batch))
+        secs = time.perf_counter() - begun
+        loss, norm, skipped = (float(metrics[name]) for name in ("loss", "grad_norm", "skipped"))
+        found.steps.append(Taken(secs, loss, norm, bool(skipped)))
+        at = f"step {len(found.steps)}/{found.settings.train.steps}"
+        say(f"{at}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
+
+
+def counting(settings: Settings, sharding: Any) -> dict[str, Any]:
+    """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
+    shape = settings.data.global_batch, settings.data.seq
+    starts = own_rows(sharding, shape)[:, None] * shape[1]
+    ids = (starts + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
+    return put_on(sharding, shape)(as_batch(ids.astype(np.int32)))
+
+
+# ---- the file, as Markdown that an issue shows
+
+# How far what is measured may lie from what was planned before it is worth a line: as analytic plans lie from compiled
+# ones (docs/plan.md). Neither is planned for simulated devices.
+MEMORY_WITHIN, TIME_WITHIN = 0.1, 0.2
+LOSS_WITHIN = 0.1  # of ln(vocab), before anything is learned
+UNEVEN = 1.5  # the slowest step over the median
+
+
+def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
+    """The whole file; `machine` is sections of names and values."""
+    failed = [name for name, phase in found.phases.items() if phase.state in ("failed", "running")]
+    verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
+    if found.options:
+        machine = {**machine, "Compiler options of Parallax": found.options}
+    parts = {
+        "Planned and measured": compared(found),
+        "Phases": phases(found),
+        "Steps": steps(found),
+        "Warnings": [f"- {line}" for line in warnings(found)] or ["None."],
+        **{title: table(["", ""], facts.items()) for title, facts in machine.items()},
+        "Config": ["```json", json.dumps(found.settings.to_dict(), indent=1), "```"],
+    }
+    intro = f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict}"
+    return document(f"First run on {machine['Devices']['devices']}", [intro], parts)
+
+
+def page_without_devices(command: str, error: str, machine: Mapping[str, Mapping[str, str]]) -> str:
+    """The file where JAX finds no devices."""
+    parts = {title: table(["", ""], facts.items()) for title, facts in machine.items()}
+    return document("First run: JAX has no devices", [f"`{command}`", "", "```", error, "```"], parts)
+
+
+def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str]]) -> str:
+    """A title, an introduction, and sections by title."""
+    lines = [f"# {title}", "", *intro]
+    for heading_of_part, body in parts.items():
+        lines += ["", f"## {heading_of_part}", "", *body]
+    return "\n".join([*lines, ""])
+
+
+def compared(found: Found) -> Iterator[str]:
+    """The plan beside the compiler's word and the measurement."""
+    held, most, planned = found.planned_bytes, found.most_bytes, found.planned
+    memory = (known(in_bytes, size) for size in (held, found.compiled_bytes, most))
+    secs = planned and planned.secs
+    times = (known(in_secs, each) for each in (secs, found.compiled_step_secs, found.median_secs))
+    rows = [
+        ["memory of a device", *memory, ratio(most or found.compiled_bytes, held)],
+        ["time of a step", *times, ratio(found.median_secs, secs)],
+        ["MFU", known(percent, planned and planned.mfu), "", known(percent, found.mfu), ""],
+        ["compilation", "", "", known(in_secs, found.compile_secs), ""],
+    ]
+    yield from table(["", "planned", "compiled", "measured", "measured / planned"], rows)
+    yield ""
+    yield (
+        f"The measured time is the median after {WARM_UP} steps, each waited for. A device's measured memory is the "
+        "allocator's peak, of the devices of process 0, where the backend says it; else the ratio is the compiler's."
+    )
+    if found.unplanned:
+        yield f"No time was planned: {found.unplanned}"
+    if found.topology is not None:
+        yield from ("", "```", heading("the step", found.settings, found.topology), "```")
+
+
+def phases(found: Found) -> Iterator[str]:
+    """Each phase with its time, and what a failed one says."""
+    rows = [[name, phase.state, f"{phase.secs:.1f} s"] for name, phase in found.phases.items()]
+    yield from table(["phase", "", "time"], rows)
+    for phase in found.phases.values():
+        if phase.error:
+            yield from ("", "```", phase.error, "```")
+
+
+def steps(found: Found) -> Iterator[str]:
+    """Every step that was taken."""
+    rows = [
+        [str(number), in_secs(taken.secs), f"{taken.loss:.4f}", f"{taken.grad_norm:.3g}", "yes" * taken.skipped]
+        for number, taken in enumerate(found.steps, 1)
+    ]
+    yield from table(["step", "time", "loss", "gradient norm", "skipped"], rows)
+
+
+def warnings(found: Found) -> Iterator[str]:
+    """What somebody who reads the file should look at first."""
+    if found.steps:
+        yield from _number_warnings(found.settings, found.steps)
+    held, measured = found.planned_bytes, found.most_bytes or found.compiled_bytes
+    real = found.topology is None or not found.topology.shared
+    if real and measured and held and abs(measured / held - 1) > MEMORY_WITHIN:
+        yield f"memory is {ratio(measured, held)} of what was planned: further off than {percent(MEMORY_WITHIN)}"
+    planned, secs = found.planned and found.planned.secs, found.median_secs
+    if real and planned and secs and abs(secs / planned - 1) > TIME_WITHIN:
+        yield f"a step takes {ratio(secs, planned)} of the planned time: further off than {percent(TIME_WITHIN)}"
+    slowest = max((taken.secs for taken in found.steps[WARM_UP:]), default=0.0)
+    if secs and slowest > UNEVEN * secs:
+        yield f"the slowest step takes {slowest / secs:.1f} times the median"
+    if found.unplanned:
+        yield f"no time was planned: {found.unplanned}"
+
+
+def _number_warnings(settings: Settings, steps: Sequence[Taken]) -> Iterator[str]:
+    wrong = [str(number) for number, taken in enumerate(steps, 1) if not math.isfinite(taken.loss + taken.grad_norm)]
+    if wrong:
+        yield f"loss or gradient is not finite in step {', '.join(wrong)}"
+    first, last, uniform = steps[0].loss, steps[-1].loss, math.log(settings.model.vocab)
+    if not abs(first / uniform - 1) < LOSS_WITHIN:
+        yield f"the first loss is {first:.3f}; a model that has learned nothing is near ln(vocab) = {uniform:.3f}"
+    if len(steps) > 1 and not last < first:
+        yield f"the loss does not fall: {first:.4f} in the first step, {last:.4f} in the last"
+    if skipped := sum(taken.skipped for taken in steps):
+        yield f"the guard skipped {skipped} of {len(steps)} steps"
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+    """A table of Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def known(form: Callable[[float], str], value: float | None) -> str:
+    """A number as `form` writes it, where it is known.
+
+    >>> known(in_bytes, 2048), known(in_bytes, None)
+    ('2.0 KiB', 'not known')
+    """
+    return "not known" if value is None else form(value)
+
+
+def in_secs(secs: float) -> str:
+    """A step's time.
+
+    >>> in_secs(0.01234)
+    '0.0123 s'
+    """
+    return f"{secs:.3g} s"
+
+
+def ratio(measured: float | None, planned: float | None) -> str:
+    """One over the other, where both are known.
+
+    >>> ratio(1.1, 1.0), ratio(None, 1.0)
+    ('110.0 %', '')
+    """
+    return percent(measured / planned) if measured and planned else ""
+
+
+# ---- the machine, without names of hosts, users or folders
+
+# What drives the devices, where it is installed.
+DRIVERS = (
+    *("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+SETTINGS = ("XLA_", "LIBTPU_INIT_ARGS", "NCCL_", "CUDA_DEVICE_", "JAX_PLATFORMS", "JAX_DEFAULT_MATMUL_PRECISION")
+# Of a private network, or with a port: versions have four numbers, too.
+ADDRESS = re.compile(r"\b(?:\d{1,3}(?:\.\d{1,3}){3}:\d+|(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3})\b")
+SHORTEST_NAME = 4  # letters: a shorter name of a host would be found in words
+
+
+def devices() -> dict[str, str]:
+    """The devices: how many, of which kind, where they lie, and what they hold."""
+    first, here = jax.devices()[0], jax.local_devices()
+    held = device_memory()
+    return {
+        "devices": f"{jax.device_count()} x {first.device_kind} ({first.platform})",
+        "processes": f"{jax.process_count()}, {len(here)} devices in each",
+        "topology": topology(),
+        "memory of a device": "not said by the backend" if held is None else in_bytes(held),
+        "backend": " ".join(get_backend().platform_version.split()),
+    }
+
+
+def topology() -> str:
+    """Extents of the torus and the number of slices, as far as devices have a place.
+
+    >>> topology()
+    'none: devices say no coordinates'
+    """
+    places = [device.coords for device in jax.devices() if getattr(device, "coords", None) is not None]
+    if not places:
+        return "none: devices say no coordinates"
+    slices = {getattr(device, "slice_index", 0) for device in jax.devices()}
+    extents = "x".join(str(max(dim) - min(dim) + 1) for dim in zip(*places))
+    return f"{extents}, {len(slices)} slice{'s' * (len(slices) > 1)}"
+
+
+def software() -> dict[str, str]:
+    """Versions of Python, the packages and the driver."""
+    drivers = {name: version for name in DRIVERS if (version := version_of(name)) != "not installed"}
+    there = {"parallax": code_version(), "python": platform.python_version(), **versions(), **drivers}
+    there["system"] = platform.system()
+    if NVIDIA_DRIVER.is_file():
+        there["driver"] = NVIDIA_DRIVER.read_text().splitlines()[0]
+    return there
+
+
+def flags() -> dict[str, str]:
+    """The environment's settings of XLA, NCCL and JAX."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+
+
+def nameless(text: str) -> str:
+    """The text without names of this machine's host, user and folders, and without addresses.
+
+    >>> nameless(f"{Path.home()}/corpus, 10.0.0.2:8476")
+    '~/corpus, <address>'
+    """
+    for folder, instead in ((Path.cwd(), "."), (Path(sys.prefix), "<python>"), (Path.home(), "~")):
+        if folder != Path(folder.anchor):
+            text = text.replace(str(folder), instead)
+    text = ADDRESS.sub("<address>", text)
+    for name in (socket.gethostname(), socket.gethostname().split(".")[0]):
+        if len(name) >= SHORTEST_NAME:
+            text = re.sub(rf"\b{re.escape(name)}\b", "<host>", text)
+    return re.sub(rf"(?<=/){re.escape(_user())}(?=/|\b)|\b{re.escape(_user())}(?=@)", "<user>", text)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return str(os.getuid())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,640 @@
+"""Watch runs in a terminal: losses, speed, memory, checkpoints, and whether they go on.
+
+    python -m parallax.watch runs/mine
+    python -m parallax.watch runs/mine runs/other --once
+
+It only reads what the runs write, from this machine or another that sees their folders. It ends when all of them have
+ended, or with Ctrl-C, which no run hears. Where the output is no terminal, one picture is printed.
+"""
+
+import argparse
+import io
+import math
+import os
+import re
+import socket
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import CONSOLE_SVG_FORMAT, Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from parallax.checkpoint.steps import check_steps, unfinished_saves
+from parallax.cli.arguments import Parser, local_path
+from parallax.runtime import files
+from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
+from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of, row_of
+from parallax.runtime.units import decimal, duration, in_bytes, percent
+
+FRESH_SECS = 1.0  # between two looks at the files
+SVG = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # it names no font of another site
+LEAST_WIDTH = 40
+
+
+# ---- a run, as its files show it
+
+RECENT = 20  # steps that speeds are of; of older ones only what is drawn is kept
+QUIET_SECS = 60.0  # what is over sooner is no standing still: an evaluation, a save
+QUIET_STEPS = 10  # as train.stall_factor
+LONGEST_LINE = 1000  # characters of a text to show
+LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
+SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
+NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
+OWNER = re.compile(r"process (\d+) on (\S+) since")
+
+
+class Status(NamedTuple):
+    """`state` is "starting", "running", "stands still", "finished", "stopped", "failed" or "gone"; `why` says more."""
+
+    state: str
+    why: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return self.state in ("finished", "stopped", "failed", "gone")
+
+
+class Speed(NamedTuple):
+    """Of the latest steps: seconds and tokens, and the shares of the devices' peak and of waiting for data."""
+
+    step_secs: float
+    tokens_per_second: float
+    peak_share: float | None
+    wait_share: float
+    memory_bytes: float | None
+
+
+class Saved(NamedTuple):
+    """Steps: whole ones, oldest first; damaged ones; those whose save has begun and not ended. `error` says why none
+    of them is known."""
+
+    valid: list[int]
+    damaged: list[int]
+    unfinished: list[int]
+    error: str = ""
+
+
+class Metrics:
+    """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
+
+    A loss that is no number is None. A line counts when it ends; lines that are none are counted in `torn`, and what
+    stands where a finite number or null would, in `odd`.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._forget()
+
+    def read(self) -> None:
+        """Read on; from the beginning if the file is another one, or shorter: a run that goes on cuts its own."""
+        try:
+            file = files.open_file(self._path)
+        except OSError:
+            self._forget()
+            return
+        with file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._inode or about.st_size < self._offset:
+                self._forget()
+                self._inode = about.st_ino
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        for line in whole.decode("utf-8", "replace").splitlines():
+            self._add(row_of(line))
+
+    def _forget(self) -> None:
+        self.steps: list[int] = []
+        self.losses: list[float | None] = []
+        self.eval_steps: list[int] = []
+        self.eval_losses: list[float] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.torn = self.odd = 0
+        self._inode, self._offset = 0, 0
+
+    def _add(self, row: dict[str, Any] | None) -> None:
+        if row is None:
+            self.torn += 1
+            return
+        self.steps.append(row["step"])
+        self.losses.append(number_of(row.get("train/loss")))
+        held_out = number_of(row.get("eval/loss"))
+        if held_out is not None:
+            self.eval_steps.append(row["step"])
+            self.eval_losses.append(held_out)
+        values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
+        self.odd += sum(not is_finite(value) for value in values)
+        self.recent.append(row)
+
+
+class WatchedRun:
+    """A run, as its folder shows it; `refresh` reads what is new. Nothing is written, and nothing is locked.
+
+    Raises:
+        CheckpointError: the folder holds no run.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+        self.path, self.clock, self.files = path, clock, RunFiles(path)
+        self.metrics = Metrics(self.files.metrics)
+        self.settings: dict[str, Any] = {}
+        self.starts: list[dict[str, Any]] = []
+        self.saved = Saved([], [], [])
+        self._looked: tuple = ()
+        self._check()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since."""
+        self.metrics.read()
+        self.settings = _json(self.files.config) or self.settings
+        starts = _json(self.files.metadata).get("starts")
+        self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
+        self._look_at_checkpoints()
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return one_line(self.path.resolve().name)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.metrics.steps[-1] if self.metrics.steps else self._first_step - 1
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that the run is to take, if its config is there yet."""
+        train = self.settings.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
+        return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
+
+    @property
+    def speed(self) -> Speed | None:
+        """None before a step has been taken that did not compile."""
+        recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
+        secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
+        if not secs:
+            return None
+        tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
+        waited = sum(_numbers(recent, "perf/data_wait_secs"))
+        return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
+
+    @property
+    def left_secs(self) -> float | None:
+        """Seconds to the last step at the current speed, without evaluations and saves."""
+        if self.steps is None or self.speed is None or self.status.over:
+            return None
+        left = max(self.steps - self.step, 0) * self.speed.step_secs
+        return left if left < LONGEST_SECS else None
+
+    @property
+    def skipped(self) -> int:
+        """Steps that the guard has skipped."""
+        return int(self._last("train/skipped_steps") or 0)
+
+    @property
+    def status(self) -> Status:
+        """Whether the run goes on, or how it has ended."""
+        alive, ended = self._owner_is_alive(), self._started.get("ended")
+        if isinstance(ended, dict) and not (alive and self._taken_again(ended)):
+            reason = str(ended.get("reason"))
+            return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
+        if alive is False:
+            return Status("gone", self.last_words() or "it has left no word in its log")
+        of = self.files
+        quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
+        secs = self.speed.step_secs if self.speed else 0.0
+        if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
+            return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
+        return Status("running" if self.metrics.steps else "starting")
+
+    def last_words(self) -> str:
+        """The last line of the log that says anything."""
+        try:
+            with files.open_file(self.files.log) as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - 4096, 0))
+                lines = log.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        return next((one_line(line.strip()) for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def mesh(self) -> str:
+        """Devices along each axis, of the latest start, as "pp=1 dp=8 tp=1"."""
+        mesh = self._started.get("mesh")
+        return one_line(" ".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
+
+    @property
+    def devices(self) -> str:
+        """Of the latest start, as "8 x cpu"."""
+        return one_line(str(self._started.get("devices", "")))
+
+    @property
+    def _started(self) -> dict[str, Any]:
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def _first_step(self) -> int:
+        """The first step of the latest start, which compiles."""
+        start = self._started.get("start")
+        return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
+
+    def _last(self, key: str) -> float | None:
+        return next(iter(_numbers(reversed(self.metrics.recent), key)), None)
+
+    def _check(self) -> None:
+        wanted = (self.files.config, self.files.metrics, self.files.log)
+        if any(map(files.is_file, wanted)):
+            return
+        how = "it has none of" if files.is_folder(self.path) else "it does not exist; wanted are"
+        below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
+        advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
+        names = ", ".join(file.name for file in wanted)
+        raise CheckpointError(f"{str(self.path)!r} is not the folder of a run: {how} {names}{advice}")
+
+    def _look_at_checkpoints(self) -> None:
+        folder = self.files.checkpoints
+        try:
+            seen = tuple((name, files.modified_ns(folder / name)) for name in files.names_in(folder))
+        except OSError:
+            seen = ()
+        if seen == self._looked:  # manifests are long: they are read again only when something has changed
+            return
+        try:
+            checked, unfinished = check_steps(folder), [step for step, _ in unfinished_saves(folder)]
+            self.saved = Saved(sorted(checked.valid), sorted(checked.damaged), unfinished)
+        except CheckpointError as error:
+            self.saved = Saved([], [], [], one_line(str(error)))
+        self._looked = seen
+
+    def _owner_is_alive(self) -> bool | None:
+        """Whether the process that holds the folder is there; None where that cannot be known from this machine."""
+        try:
+            with files.open_file(self.files.lock, "r", encoding="utf-8") as lock:
+                owner = OWNER.match(lock.read(LONGEST_LINE))
+        except (OSError, ValueError):
+            return None
+        if owner is None or owner[2] != socket.gethostname():
+            return None
+        try:
+            os.kill(int(owner[1]), 0)
+        except PermissionError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        return True
+
+    def _taken_again(self, ended: dict[str, Any]) -> bool:
+        """Whether another start has taken the folder since its latest run ended."""
+        try:
+            then = datetime.strptime(str(ended.get("time")), TIME).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return False
+        return _time_of(self.files.lock) > then + 1
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value of a line is a number that can be drawn."""
+    number = number_of(value)
+    return number is not None and math.isfinite(number)
+
+
+def one_line(text: str) -> str:
+    """Text from a file as one printable line of limited length."""
+    return printable(text[:LONGEST_LINE], keep="")
+
+
+def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    """The finite values of a key."""
+    return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
+
+
+def _median(rows: Iterable[dict[str, Any]], key: str) -> float | None:
+    values = _numbers(rows, key)
+    return statistics.median(values) if values else None
+
+
+def _time_of(file: Path) -> float:
+    try:
+        return files.modified_ns(file) / 1e9
+    except OSError:
+        return 0.0
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A file's JSON object, empty if there is none yet."""
+    try:
+        return files.read_object(file, odd_numbers=True)
+    except (OSError, ValueError):
+        return {}
+
+
+# ---- a curve; `rich`, which draws the rest, has no plots
+
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a character, by row and column
+WIDE, HIGH = 2, 4
+POINT = "◆"
+NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
+LARGEST = 1e99  # sums and differences of them are finite
+OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
+
+Dot = tuple[int, int]  # column and row
+
+
+class Plot(NamedTuple):
+    """Lines of equal width, of which `marks` are (row, column) of the single points; and the ends of both axes."""
+
+    lines: list[str]
+    marks: list[tuple[int, int]]
+    low: float
+    high: float
+    first: float
+    last: float
+
+
+def plot(
+    curve: Iterable[tuple[float, float | None]],
+    points: Iterable[tuple[float, float | None]],
+    *,
+    width: int,
+    height: int,
+) -> Plot | None:
+    """A curve in dots of braille, and single points on top of it, in so many characters; None where there is nothing.
+
+    Both are pairs of x and y; those whose y is None or not finite are left out. A column of dots has the mean of its
+    values, and a straight line goes over columns without any.
+
+    >>> print("\\n".join(plot(enumerate([3, 2, 1, 0]), [], width=2, height=1).lines))
+    ⠑⢄
+    """
+    curve, points = _finite(curve), _finite(points)
+    if not curve and not points:
+        return None
+    xs = [x for x, _ in curve + points]
+    first, last = min(xs), max(xs)
+
+    def column_of(x: float, columns: int) -> int:
+        return round((x - first) / (last - first) * (columns - 1)) if last > first else 0
+
+    def row_of(y: float, rows: int) -> int:
+        share = (min(y, top) - low) / (top - low) if top > low else 0.5
+        return round((1 - share) * (rows - 1))
+
+    values = defaultdict(list)
+    for x, y in curve:
+        values[column_of(x, width * WIDE)].append(y)
+    means = {column: statistics.fmean(values[column]) for column in sorted(values)}
+    low, top = _bounds([*means.values()], [y for _, y in points])
+    dots = [(column, row_of(mean, height * HIGH)) for column, mean in means.items()]
+    cells = [[0] * width for _ in range(height)]
+    for start, end in zip(dots[:1] + dots, dots):
+        for column, row in _between(start, end):
+            cells[row // HIGH][column // WIDE] |= DOTS[row % HIGH][column % WIDE]
+    lines = [[chr(BRAILLE + bits) if bits else " " for bits in line] for line in cells]
+    marks = [(row_of(y, height), column_of(x, width)) for x, y in points]
+    for row, column in marks:
+        lines[row][column] = POINT
+    return Plot(["".join(line) for line in lines], marks, low, top, first, last)
+
+
+def _finite(pairs: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """The pairs that can be drawn; what is absurdly large is drawn at the edge."""
+    return [(x, min(max(y, -LARGEST), LARGEST)) for x, y in pairs if y is not None and math.isfinite(y)]
+
+
+def _bounds(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest value to draw: a spike far above all others does not flatten the rest."""
+    low, highest = min(*values, *others, math.inf), max(*values, *others, -math.inf)
+    around = (values[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1] for at in range(len(values)))
+    usual = max([*map(statistics.median, around), *others])
+    return low, min(highest, usual + OUTLIER * (usual - low)) if usual > low else highest
+
+
+def _between(start: Dot, end: Dot) -> Iterator[Dot]:
+    """The dots of a straight line, both ends included."""
+    steps = max(end[0] - start[0], abs(end[1] - start[1]), 1)
+    for at in range(steps + 1):
+        column, row = (round(a + (b - a) * at / steps) for a, b in zip(start, end))
+        yield column, row
+
+
+# ---- the picture
+
+LEAST_FRAME = 58  # of a frame beside another
+PLOT_ROWS = 12
+FEWEST_ROWS = 5
+OTHER_LINES = 14  # of a frame, but for its plot
+TRAIN, EVAL, SOFT = "cyan", "yellow", "bright_black"
+STATE_STYLES = {"running": "green", "finished": "green", "starting": "cyan", "stopped": "yellow"}
+BAD = "bold red"
+
+
+def picture(runs: Sequence[WatchedRun], console: Console) -> Table:
+    """All runs, as they fit on a console: a frame for each, side by side where there is room."""
+    columns = max(1, min(len(runs), console.width // LEAST_FRAME))
+    lines = -(-len(runs) // columns)
+    fits = console.height // lines - OTHER_LINES if console.is_terminal else PLOT_ROWS
+    rows = max(FEWEST_ROWS, min(PLOT_ROWS, fits))
+    grid = Table.grid(expand=True)
+    for _ in range(columns):
+        grid.add_column(ratio=1)
+    unicode, width = not console.options.ascii_only, console.width // columns
+    frames = [frame(run, width=width, rows=rows, unicode=unicode) for run in runs]
+    for at in range(0, len(frames), columns):
+        grid.add_row(*frames[at : at + columns])
+    return grid
+
+
+def frame(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> Panel:
+    """Everything of one run, in so many columns and with so many rows for its plot."""
+    status = run.status
+    style = STATE_STYLES.get(status.state, BAD)
+    title = Text.assemble((f" {run.name} ", "bold"), ("· " if unicode else "- ", SOFT), (f"{status.state} ", style))
+    parts: list[RenderableType] = [progress(run, status), losses(run)]
+    drawn = curves(run, width=width - 4, rows=rows, unicode=unicode)
+    parts += [Text(), drawn, Text()] if drawn else [Text("\nno step is done yet\n", style=SOFT)]
+    parts += [facts(run, status)]
+    if status.why:
+        parts.append(Text(status.why, style=style, overflow="fold"))
+    return Panel(Group(*parts), title=title, title_align="left", border_style=SOFT, box=box.ROUNDED, safe_box=True)
+
+
+def progress(run: WatchedRun, status: Status) -> RenderableType:
+    """How far the run has come, and how long it will take."""
+    of = f"/{run.steps:,}" if run.steps else ""
+    left = "" if run.left_secs is None or not run.metrics.steps else f"left {duration(run.left_secs)}"
+    table = Table.grid(expand=True, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True, justify="right")
+    colour = STATE_STYLES.get(status.state, "red")
+    done = run.step if run.steps else 0
+    bar = ProgressBar(run.steps or 1, done, style=SOFT, complete_style=colour, finished_style=colour)
+    share = f"{run.step / run.steps:.0%} " if run.steps else ""
+    table.add_row(Text(f"step {run.step:,}{of}"), bar, Text(f"{share}{left}"))
+    return table
+
+
+def losses(run: WatchedRun) -> Text:
+    """The latest loss of training and of evaluation."""
+    metrics, line = run.metrics, Text(no_wrap=True, overflow="ellipsis")
+    if metrics.steps:
+        line.append("train loss ", style=TRAIN).append(_loss(metrics.losses[-1]), style="bold")
+    if metrics.eval_steps:
+        line.append("   eval loss ", style=EVAL).append(_loss(metrics.eval_losses[-1]), style="bold")
+        line.append(f" at step {metrics.eval_steps[-1]:,}", style=SOFT)
+    return line
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None or not math.isfinite(loss) else decimal(loss, 4)
+
+
+def curves(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
+    """Both losses by step, with the ends of both axes."""
+    metrics, wide = run.metrics, max(width - 8, 4)
+    train, held_out = zip(metrics.steps, metrics.losses), zip(metrics.eval_steps, metrics.eval_losses)
+    drawn = plot(train, held_out, width=wide, height=rows)
+    if drawn is None:
+        return None
+    lines = [_line(drawn, at, unicode) for at in range(rows)]
+    ends = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"
+    axis = Text(" " * 8 + ends[0] + ends[1].rjust(wide - len(ends[0])), style=SOFT, no_wrap=True)
+    return Group(*lines, axis)
+
+
+def _line(drawn: Plot, row: int, unicode: bool) -> Text:
+    ends = {0: drawn.high, len(drawn.lines) - 1: drawn.low}
+    label = f"{ends[row]:6.4g}"[:6] if row in ends else ""
+    line = Text(f"{label:>6} {'│' if unicode else '|'}", style=SOFT, no_wrap=True)
+    dots = drawn.lines[row] if unicode else re.sub(r"[^ o]", "*", drawn.lines[row].replace(POINT, "o"))
+    cells = Text(dots, style=TRAIN)
+    for at, column in drawn.marks:
+        if at == row:
+            cells.stylize(EVAL, column, column + 1)
+    return line.append_text(cells)
+
+
+def facts(run: WatchedRun, status: Status) -> RenderableType:
+    """Speed, memory, checkpoints and skipped steps, a name and a value a line."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=SOFT, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts_of(run, status):
+        table.add_row(name, value)
+    return table
+
+
+def facts_of(run: WatchedRun, status: Status) -> Iterator[tuple[str, Text]]:
+    """Names and values."""
+    speed = run.speed
+    if speed is not None:
+        yield "speed", Text(f"{decimal(speed.tokens_per_second, 0)} tokens/s, {decimal(speed.step_secs, 2)} s a step")
+        peak = "unknown" if speed.peak_share is None else percent(speed.peak_share)
+        memory = "" if speed.memory_bytes is None else f", memory {in_bytes(speed.memory_bytes)}"
+        yield "of peak", Text(f"{peak}{memory}")
+        yield "data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else "")
+    yield "checkpoints", saved_text(run.saved, status)
+    yield "skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else "")
+    if run.metrics.torn:
+        yield "unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow")
+    if run.metrics.odd:
+        yield "odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
+    started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
+    if run.mesh:
+        yield "mesh", Text(f"{run.mesh} on {run.devices}{started}")
+
+
+def saved_text(saved: Saved, status: Status) -> Text:
+    """What is saved, what is being saved, and what is damaged."""
+    if saved.error:
+        return Text(saved.error, style=BAD)
+    text = Text("none yet")
+    if saved.valid:
+        others = ", ".join(f"{step:,}" for step in saved.valid[:-1])
+        text = Text(f"step {saved.valid[-1]:,}" + (f", before it {others}" if others else ""))
+    if saved.unfinished:
+        steps = ", ".join(f"{step:,}" for step in saved.unfinished)
+        if status.over:
+            text.append(f"; a save of step {steps} was not finished", style="yellow")
+        else:
+            text.append(f"; saving step {steps}", style="cyan")
+    if saved.damaged:
+        text.append(f"; damaged: {', '.join(f'{step:,}' for step in saved.damaged)}", style=BAD)
+    return text
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Watch; returns the exit status. What a user got wrong is one line on stderr."""
+    return exit_status(lambda: watch(parse(arguments)), one_line=True)
+
+
+def watch(flags: argparse.Namespace) -> None:
+    """Draw the runs, once or until they have ended."""
+    runs = [WatchedRun(path) for path in flags.workdir]
+    console = Console(width=flags.width)
+    if flags.once or not console.is_terminal:
+        console.print(picture(runs, console))
+    else:
+        follow(runs, console)
+    if flags.svg is not None:
+        write_svg(runs, console.width, flags.svg)
+
+
+def follow(runs: Sequence[WatchedRun], console: Console) -> None:
+    """Draw again and again on a screen of its own; the last picture stays on the terminal."""
+    try:
+        with Live(picture(runs, console), console=console, screen=True, auto_refresh=False) as live:
+            while not all(run.status.over for run in runs):
+                live.update(picture(runs, console), refresh=True)
+                time.sleep(FRESH_SECS)
+                for run in runs:
+                    run.refresh()
+    except KeyboardInterrupt:
+        pass
+    console.print(picture(runs, console))
+
+
+def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
+    """Write the last picture alone, none of those before it."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(picture(runs, console))
+    svg = console.export_svg(title="python -m parallax.watch", code_format=SVG)
+    try:
+        files.write_file(path, svg)
+    except OSError as error:
+        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Flags; ConfigError says what is wrong with them."""
+    parser = Parser("python -m parallax.watch", description=__doc__)
+    parser.add_argument("workdir", type=local_path, nargs="+", help="the folders of the runs")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
+    parser.add_argument("--svg", type=local_path, help="also write the picture to this file")
+    flags = parser.parse_args(arguments)
+    if flags.width is not None:
+        check_whole("--width", flags.width, least=LEAST_WIDTH)
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())
