@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing import connection
@@ -59,7 +58,9 @@ def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
         DataError: the folder holds data of other settings, a document cannot be read, or there is no text.
     """
     try:
-        with _lock(folder):
+        files.make_folder(folder)
+        with files.open_file(folder / LOCK_FILE, "a") as opened:
+            files.lock(opened, wait=True)
             return _prepare(request, folder, workers)
     except OSError as error:
         where = error.filename or folder
@@ -84,20 +85,10 @@ def remove_prepared(folder: Path) -> None:
         files.remove(folder)
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    files.make_folder(folder)
-    with files.open_file(folder / LOCK_FILE, "a") as opened:
-        files.lock(opened, wait=True)
-        yield
-
-
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     file, wanted = folder / MANIFEST_FILE, request.to_json()
     finished = Manifest.read(folder) if files.exists(file) else None
-    if finished:
-        _check_same_request(wanted, finished.request, file)
-    elif _began_otherwise(folder, wanted):  # with a field that does not exist, say: nothing of it is of use
+    if not finished and _began_otherwise(folder, wanted):  # with a field that does not exist, say: nothing of it is of use
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)

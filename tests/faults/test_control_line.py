@@ -41,7 +41,7 @@ class Job:
 
     def __init__(self, processes):
         self.processes = processes
-        listener = listen("127.0.0.1", 0, processes)
+        listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
         self.hub = Hub(listener, processes, TOKEN, start_secs=60, silence_secs=60, clock_secs=60)
 
@@ -201,7 +201,7 @@ def test_only_for_want_of_open_files_is_the_oldest_stranger_hung_up(number, ends
         failed.set()
         raise OSError(number, "on purpose")
 
-    monkeypatch.setattr(control_line, "QueuedMessageSocket", fails)
+    monkeypatch.setattr(socket.socket, "accept", fails)
     job.connect()
     assert failed.wait(ANSWER_SECS)
     if ends:
