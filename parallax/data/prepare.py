@@ -88,7 +88,8 @@ def remove_prepared(folder: Path) -> None:
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     file, wanted = folder / MANIFEST_FILE, request.to_json()
     finished = Manifest.read(folder) if files.exists(file) else None
-    if not finished and _began_otherwise(folder, wanted):  # with a field that does not exist, say: nothing of it is of use
+    if not finished and _began_otherwise(folder, wanted):
+        # With a field that does not exist, say: nothing of it is of use.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
