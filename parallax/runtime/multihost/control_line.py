@@ -161,7 +161,10 @@ class Hub:
             raise ConfigError("this coordinator port belongs to another job; give each job a port of its own")
         match hello:
             case {"hello": int(rank), "of": int(processes), "host": str(host), "clock": float(seconds)} if (
-                bool not in (type(rank), type(processes)) and _is_name(host) and math.isfinite(seconds)
+                bool not in (type(rank), type(processes))
+                and len(host) <= LONGEST_HOST
+                and host.isprintable()
+                and math.isfinite(seconds)
             ):
                 pass
             case _:
@@ -283,10 +286,6 @@ def _is_same(token: object, ours: str) -> bool:
     return isinstance(token, str) and hmac.compare_digest(token.encode(**how), ours.encode(**how))
 
 
-def _is_name(host: str) -> bool:
-    return len(host) <= LONGEST_HOST and host.isprintable()
-
-
 def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:
     return {"refused": why, "status": status}
 
@@ -328,7 +327,7 @@ class ControlLine:
         self._limit = (NEVER, 0.0, "")  # until when, of how many seconds, by which setting
         self._answers: queue.Queue[Message] = queue.Queue()
         self._places: queue.Queue[Mapping[str, list]] = queue.Queue()
-        self._heard, self._is_ending, self._lost = time.monotonic(), False, None
+        self._heard, self._is_ending, self._lost = time.monotonic(), False, False
         self._dismissed = threading.Event()  # the hub has heard the goodbye, or will say nothing more
         self._sending = threading.Lock()
         self._socket = _connect(address, start_secs)
@@ -394,12 +393,14 @@ class ControlLine:
             for line in self._socket.makefile("rb"):
                 self._heard = time.monotonic()
                 self._hear(object_of(line, odd_numbers=True))
-        self._lose({"lost": 0, "why": "its connection was closed", "status": None})
+        self._lose("process 0", "its connection was closed")
 
     def _hear(self, message: Message) -> None:
         if "lost" in message:
             # Beside this thread, which goes on listening.
-            threading.Thread(target=self._lose, args=(message,), daemon=True).start()
+            who = f"process {message['lost']} on {message['host']}"
+            about = (who, message["why"], message["status"], message["doing"])
+            threading.Thread(target=self._lose, args=about, daemon=True).start()
         elif "where" in message:
             self._places.put(message["where"])
         elif "heard" in message:
@@ -419,24 +420,23 @@ class ControlLine:
             # Process 0 does not watch itself: with it the hub stands still, and wakes.
             if self._rank and now > self._heard + self._silence_secs:
                 why = f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)"
-                return self._lose({"lost": 0, "why": why, "status": None})
+                return self._lose("process 0", why)
             if now > self._limit[0]:
                 return self._name_the_late()
             time.sleep(min(TICK_SECS, sign_secs))
 
-    def _lose(self, message: Message) -> None:
+    def _lose(self, who: str, why: str, status: int | None = None, doing: str = "") -> None:
         """Another process is gone: end this one, after a while where it may come to the same end by itself."""
         # Where this one's work is over, it does not matter who is gone; and without process 0 nobody answers.
         self._dismissed.set()
-        if self.is_leaving or self._lost is not None:
+        if self.is_leaving or self._lost:
             return None  # who follows the first to go is no news
-        self._lost = who = f"process {message['lost']}{_on(message)}"
-        status = message["status"]
+        self._lost = True
         here = f"this process was at {self.doing!r}"
         if status is None:
-            there = f". It was at {message['doing']!r}" if "doing" in message else ""
-            return self._end(f"{who} is gone: {message.get('why')}{there}; {here}", EXIT_RESTART, 0.0)
-        text = f"{who} ended with status {status}: {message.get('why')}; {here}"
+            there = f". It was at {doing!r}" if doing else ""
+            return self._end(f"{who} is gone: {why}{there}; {here}", EXIT_RESTART, 0.0)
+        text = f"{who} ended with status {status}: {why}; {here}"
         return self._end(text, status if status in NOT_WORTH_A_RESTART else EXIT_RESTART, GRACE_SECS)
 
     def _name_the_late(self) -> None:
@@ -524,7 +524,3 @@ def _connect(address: tuple[str, int], secs: float) -> socket.socket:
 def _missing(places: Mapping[str, list], doing: str) -> str:
     late = [f"{rank} (at {at!r} for {since:.0f} s)" for rank, (at, since) in places.items() if at != doing]
     return f"missing: process {', '.join(late)}" if late else "all processes are at it"
-
-
-def _on(message: Message) -> str:
-    return f" on {message['host']}" if "host" in message else ""
