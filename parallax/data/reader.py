@@ -277,28 +277,27 @@ class TokenStream:
             DataError: a shard is cut short, or holds an id that the tokenizer does not have.
         """
         rows = np.zeros((len(starts), count), self._dtype)
-        filled = np.zeros(len(starts), np.int64)
-        # A row that goes over several stretches of documents takes as many turns.
-        while len(unfinished := np.flatnonzero((filled < count) & (starts + filled < len(self)))):
-            shards, offsets, left = self._find(starts[unfinished] + filled[unfinished])
-            pieces = np.minimum(count - filled[unfinished], left)
-            columns = (unfinished, filled[unfinished], pieces, shards, offsets)
-            for row, column, piece, shard, offset in zip(*map(np.ndarray.tolist, columns)):
-                self._read_into(rows[row, column : column + piece], shard, offset)
-            filled[unfinished] += pieces
+        for row, start in zip(rows, starts.tolist()):
+            at, end = start, min(start + count, len(self))
+            while at < end:  # one turn for each stretch of documents
+                shard, offset, left = self._find(at)
+                piece = min(left, end - at)
+                self._read_into(row[at - start : at - start + piece], shard, offset)
+                at += piece
         if rows.size and rows.max() >= self._vocab:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
-            shard, offset, _ = self._find(starts[row] + column)
+            shard, offset, _ = self._find(int(starts[row]) + column)
             raise DataError(
                 f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the vocab has "
                 f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
             )
         return rows
 
-    def _find(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of places in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
-        runs = np.searchsorted(self._starts, places, side="right") - 1
-        return self._shards[runs], self._offsets[runs] + places - self._starts[runs], self._starts[runs + 1] - places
+    def _find(self, place: int) -> tuple[int, int, int]:
+        """Of a place in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
+        run = np.searchsorted(self._starts, place, side="right") - 1
+        begin, end = self._starts[run : run + 2].tolist()
+        return int(self._shards[run]), int(self._offsets[run]) + place - begin, end - place
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
         file, at = self._files[shard], offset * self._dtype.itemsize
