@@ -9,6 +9,7 @@ import contextlib
 import errno
 import faulthandler
 import hmac
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ UNREAD_BYTES = 1 << 22  # that are kept for one who does not read
 # The hub.
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 NAMED_DIFFERENCES = 8
+MESSAGES_A_TURN = 32  # of one process, before the others have theirs
 # Who has connected, and has not yet shown the job's token: how many of them, and how long.
 MOST_STRANGERS = 256
 STRANGER_SECS = 30.0
@@ -116,7 +118,7 @@ class Hub:
             self._hang_up_on_the_oldest()
         if self._is_complete():
             writer.close()
-        rank, why = None, "its connection was closed"
+        rank, why, turns = None, "its connection was closed", itertools.count(1)
         try:
             async with asyncio.timeout(STRANGER_SECS) as patience:
                 while (line := await reader.readline()).endswith(b"\n") and not writer.is_closing():
@@ -126,7 +128,8 @@ class Hub:
                         patience.reschedule(None)
                     else:
                         self._hear(rank, message)
-                    await asyncio.sleep(0)  # who says much at once does not keep others waiting
+                    if not next(turns) % MESSAGES_A_TURN:
+                        await asyncio.sleep(0)  # who says much at once does not keep others waiting
         except ConfigError as refusal:
             self._send(writer, _refusal(str(refusal)))
         except ValueError:
