@@ -95,7 +95,7 @@ class Hub:
         self._start_secs, self._silence_secs, self._clock_secs = start_secs, silence_secs, clock_secs
         self._begun = time.monotonic()
         self._members: dict[int, Member] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # those that have waited longest first
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # those who have waited longest come first
         self._others_gone = threading.Event()
         threading.Thread(target=asyncio.run, args=(self._serve(listener),), name="hub", daemon=True).start()
 
@@ -301,7 +301,7 @@ def _time(seconds: float) -> str:
 
 
 class ControlLine:
-    """A process's connection to the hub. Two threads listen, and send signs of life and enforce time limits.
+    """A process's connection to the hub. One thread listens; another one sends signs of life and enforces time limits.
 
     When a process is lost, or a wait takes too long, they say so and end this process, whatever its main thread is
     doing: a collective that waits for a dead peer would not come back.
