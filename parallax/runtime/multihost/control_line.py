@@ -32,7 +32,7 @@ GRACE_SECS = 3.0
 # Messages.
 LONGEST_BYTES = 1 << 17  # of a line: who sends more is none of us
 LONGEST_REASON = 4096  # letters of an error: those of compilers can have megabytes
-UNREAD_BYTES = 1 << 22  # that are kept for one who does not read
+UNREAD_BYTES = 1 << 20  # that are kept for one who does not read
 # The hub.
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 NAMED_DIFFERENCES = 8
