@@ -295,7 +295,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         *differences(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
-        f"{data.entropy_nats:.2f} nats a token",
+        f"{data.manifest.token_entropy_nats:.2f} nats a token",
     ]
     if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
         name, vocab = data.tokenizer.name, data.tokenizer.vocab
