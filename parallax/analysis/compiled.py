@@ -187,7 +187,7 @@ class Kernel(NamedTuple):
     flops: int
 
 
-class Reader:
+class TimelineReader:
     """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
 
     def __init__(self, module: Module, mesh: Mesh, shares: Shares | None):
@@ -461,7 +461,7 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
 
 def read_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:
     """The same from the program's text alone, without sizes."""
-    reader = Reader(parse(text), mesh, branch_shares)
+    reader = TimelineReader(parse(text), mesh, branch_shares)
     timeline = reader.entry()
     tally = Tally()
     tally.add(timeline, 1.0, 1.0)

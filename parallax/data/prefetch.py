@@ -11,7 +11,7 @@ import numpy as np
 
 from parallax.data.reader import Reader
 
-BATCHES_AHEAD = 3
+BATCHES_AHEAD = 4
 CLOSE_SECS = 5.0  # to wait for the batch in flight; the thread is a daemon and may outlive it
 
 
@@ -28,13 +28,12 @@ class Prefetcher:
     def __init__(
         self, reader: Reader, put: Callable[[dict[str, np.ndarray]], Any], start_step: int, *, reserve: int = 0
     ):
-        self._reader = reader
-        self._reserve = reserve
-        self._held: deque[Any] = deque()
-        self._put = put
+        self._reader, self._put, self._reserve = reader, put, reserve
         self._next = start_step
-        self._ready: queue.Queue = queue.Queue(BATCHES_AHEAD)
-        self._stop = threading.Event()
+        self._held: deque[Any] = deque()
+        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(BATCHES_AHEAD)
+        self._is_closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(start_step,), name="prefetch", daemon=True)
         self._thread.start()
@@ -46,10 +45,11 @@ class Prefetcher:
             Exception: what reading this batch raised.
         """
         assert step == self._next, f"batches come in order: step {self._next} is next, not {step}"
-        assert self._failure or not self._stop.is_set(), "the prefetcher is closed"
+        assert self._failure or not self._is_closed, "the prefetcher is closed"
         began = time.perf_counter()
         while self._failure is None and len(self._held) <= self._reserve:
             batch, self._failure = self._ready.get()
+            self._room.release()
             if self._failure is None:
                 self._held.append(batch)
         if not self._held:
@@ -63,7 +63,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the thread; batches that are ready are dropped."""
-        self._stop.set()
+        self._is_closed = True
+        self._room.release()
         self._thread.join(CLOSE_SECS)
 
     def __enter__(self) -> "Prefetcher":
@@ -73,19 +74,10 @@ class Prefetcher:
         self.close()
 
     def _run(self, step: int) -> None:
-        failure = None
-        while failure is None and not self._stop.is_set():
-            batch = None
+        while self._room.acquire() and not self._is_closed:
             try:
-                batch = self._put(self._reader.batch(step))
+                self._ready.put((self._put(self._reader.batch(step)), None))
             except BaseException as error:  # it is raised where the batch is asked for
-                failure = error
-            self._hand_over((batch, failure))
+                return self._ready.put((None, error))
             step += 1
-
-    def _hand_over(self, item: tuple[Any, BaseException | None]) -> None:
-        while not self._stop.is_set():
-            try:
-                return self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+        return None

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from multiprocessing import connection
@@ -59,7 +58,9 @@ def prepare(request: Request, folder: Path, *, workers: int) -> Manifest:
         DataError: the folder holds data of other settings, a document cannot be read, or there is no text.
     """
     try:
-        with _lock(folder):
+        files.make_folder(folder)
+        with files.open_file(folder / LOCK_FILE, "a") as opened:
+            files.lock(opened, wait=True)
             return _prepare(request, folder, workers)
     except OSError as error:
         where = error.filename or folder
@@ -84,20 +85,11 @@ def remove_prepared(folder: Path) -> None:
         files.remove(folder)
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    files.make_folder(folder)
-    with files.open_file(folder / LOCK_FILE, "a") as opened:
-        files.lock(opened, wait=True)
-        yield
-
-
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     file, wanted = folder / MANIFEST_FILE, request.to_json()
     finished = Manifest.read(folder) if files.exists(file) else None
-    if finished:
-        _check_same_request(wanted, finished.request, file)
-    elif _began_otherwise(folder, wanted):  # with a field that does not exist, say: nothing of it is of use
+    if not finished and _began_otherwise(folder, wanted):
+        # With a field that does not exist, say: nothing of it is of use.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
             files.remove(folder / name, missing_ok=True)
     tokenizer = _tokenizer(request, folder)
@@ -105,8 +97,8 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     if finished:
         found = {**finished.request, "tokenizer_fingerprint": finished.tokenizer_fingerprint}
         _check_same_request(whole_request, found, file)
-    journal = ShardJournal(folder, whole_request)
-    listed = [*finished.shards] if finished else journal.read()
+    journal = folder / JOURNAL_FILE
+    listed = finished.shards if finished else _read_journal(journal, whole_request)
     done = {shard.name: shard for shard in listed if _is_complete(shard, folder, smallest_dtype(tokenizer.vocab))}
     if finished and len(done) == len(listed):
         return finished
@@ -114,7 +106,7 @@ def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     shards, byte_counts = _write_missing(request, folder, tokenizer, journal, done, workers)
     manifest = _manifest(wanted, tokenizer, folder, shards, byte_counts)
     manifest.write(folder)
-    journal.delete()
+    files.remove(journal, missing_ok=True)
     return manifest
 
 
@@ -142,7 +134,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
 
 
 def _write_missing(
-    request: Request, folder: Path, tokenizer: Tokenizer, journal: "ShardJournal", done: dict[str, Shard], workers: int
+    request: Request, folder: Path, tokenizer: Tokenizer, journal: Path, done: dict[str, Shard], workers: int
 ) -> tuple[list[Shard], np.ndarray]:
     """All shards, those that are not done yet written now, and how often each byte occurs in the text."""
     text_bytes, shards = request.source.text_bytes, dict(done)
@@ -157,7 +149,8 @@ def _write_missing(
 
         show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
         for shard in write_shards(folder, missing(), tokenizer, workers=workers):
-            journal.add(shard)
+            with files.open_file(journal, "a", encoding="utf-8") as opened:
+                opened.write(json.dumps(asdict(shard)) + "\n")
             shards[shard.name] = shard
             show(sum(shard.text_bytes for shard in shards.values()), text_bytes)
     return [shards[name] for name in sorted(shards, key=int)], byte_counts
@@ -212,29 +205,17 @@ def _entropy(counts: np.ndarray) -> float:
 # ---- the shards of an unfinished folder
 
 
-class ShardJournal:
+def _read_journal(file: Path, wanted: dict) -> list[Shard]:
     """The finished shards of a folder without a manifest, so that a killed `prepare` resumes.
 
-    The file has one line of JSON for the request, then one for each finished shard.
+    The journal has one line of JSON for the request, then one for each finished shard. DataError where the request is
+    another one.
     """
-
-    def __init__(self, folder: Path, request: dict):
-        self._file, self._request = folder / JOURNAL_FILE, request
-
-    def read(self) -> list[Shard]:
-        """The finished shards; DataError where the journal is of another request."""
-        request, *records = _whole_lines(self._file) or [self._request]
-        _check_same_request(self._request, request, self._file)
-        # Written again, so that what is added does not continue a line that is torn.
-        files.write_whole(self._file, "".join(json.dumps(line) + "\n" for line in (request, *records)))
-        return [Shard.parse(record, self._file) for record in records]
-
-    def add(self, shard: Shard) -> None:
-        with files.open_file(self._file, "a", encoding="utf-8") as opened:
-            opened.write(json.dumps(asdict(shard)) + "\n")
-
-    def delete(self) -> None:
-        files.remove(self._file, missing_ok=True)
+    request, *records = _whole_lines(file) or [wanted]
+    _check_same_request(wanted, request, file)
+    # Written again, so that what is added does not continue a line that is torn.
+    files.write_whole(file, "".join(json.dumps(line) + "\n" for line in (request, *records)))
+    return [Shard.parse(record, file) for record in records]
 
 
 def _whole_lines(file: Path) -> list[dict]:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from parallax.config.sections import AUTO, DataConfig
 from parallax.data.prepare import Request, prepare
-from parallax.data.shards import Manifest, Shard, check_file, ids_file, reading_shard, text_hash
+from parallax.data.shards import Manifest, check_file, ids_file, reading_shard, text_hash
 from parallax.data.shuffle import shuffled
 from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
@@ -139,21 +139,6 @@ class Reader:
         return -(-self.windows // self._global_batch)
 
     @property
-    def entropy_nats(self) -> float:
-        """Entropy of the corpus's unigrams, per token: the loss of a model that knows token frequencies only."""
-        return self.manifest.token_entropy_nats
-
-    @property
-    def byte_entropy_nats(self) -> float:
-        """Entropy of the corpus's bytes, per byte."""
-        return self.manifest.byte_entropy_nats
-
-    @property
-    def bytes_per_token(self) -> float:
-        """A loss per token divided by it is a loss per byte."""
-        return self.manifest.bytes_per_token
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 in hex of all that decides the batches: equal ones give equal batches at every step."""
         shards = [shard.ids_sha256 for shard in self.manifest.shards]
@@ -182,11 +167,7 @@ class Reader:
             exact = text_hash(content) == known
             total, guessed = total + exact * len(content), guessed + (not exact) * tokens
             start += tokens
-        return total + round(guessed * self.bytes_per_token), not guessed
-
-    def epoch(self, step: int) -> float:
-        """How often the windows were seen before `step`."""
-        return step * self._global_batch / self.windows
+        return total + round(guessed * self.manifest.bytes_per_token), not guessed
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """This host's rows of the global batch of `step`; see `batch_arrays` for the arrays.
@@ -270,12 +251,21 @@ class TokenStream:
 
     def __init__(self, folder: Path, manifest: Manifest, tokens_of_documents: np.ndarray, documents: np.ndarray):
         self._dtype, self._vocab = manifest.dtype, manifest.vocab
-        self._files = [ids_file(folder, shard.name) for shard in manifest.shards]
-        opened = [OpenedShard.look_at(file, shard, manifest.dtype) for file, shard in zip(self._files, manifest.shards)]
+        self._files = files = [ids_file(folder, shard.name) for shard in manifest.shards]
+        states = [_state(file) for file in files]
+
+        def open_shard(number: int) -> BinaryIO:
+            """The file, which may have been replaced meanwhile, though not by other ids."""
+            file, shard = files[number], manifest.shards[number]
+            size = shard.tokens * manifest.dtype.itemsize
+            if _state(file) != states[number] and size_bytes(file) >= size:  # a shorter one is refused when read
+                check_file(file, size, shard.ids_sha256)
+            return open_file(file, buffering=0)
+
         self._shards, self._offsets, lengths = _runs(manifest, tokens_of_documents, documents)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         # What falls out of the cache is closed with its last reference.
-        self._open = lru_cache(OPEN_FILES)(lambda shard: opened[shard].open())
+        self._open = lru_cache(OPEN_FILES)(open_shard)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -287,28 +277,27 @@ class TokenStream:
             DataError: a shard is cut short, or holds an id that the tokenizer does not have.
         """
         rows = np.zeros((len(starts), count), self._dtype)
-        filled = np.zeros(len(starts), np.int64)
-        # A row that goes over several stretches of documents takes as many turns.
-        while len(unfinished := np.flatnonzero((filled < count) & (starts + filled < len(self)))):
-            shards, offsets, left = self._find(starts[unfinished] + filled[unfinished])
-            pieces = np.minimum(count - filled[unfinished], left)
-            columns = (unfinished, filled[unfinished], pieces, shards, offsets)
-            for row, column, piece, shard, offset in zip(*map(np.ndarray.tolist, columns)):
-                self._read_into(rows[row, column : column + piece], shard, offset)
-            filled[unfinished] += pieces
+        for row, start in zip(rows, starts.tolist()):
+            at, end = start, min(start + count, len(self))
+            while at < end:  # one turn for each stretch of documents
+                shard, offset, left = self._find(at)
+                piece = min(left, end - at)
+                self._read_into(row[at - start : at - start + piece], shard, offset)
+                at += piece
         if rows.size and rows.max() >= self._vocab:
             row, column = np.argwhere(rows >= self._vocab)[0].tolist()
-            shard, offset, _ = self._find(starts[row] + column)
+            shard, offset, _ = self._find(int(starts[row]) + column)
             raise DataError(
                 f"shard {self._files[shard]} holds id {rows[row, column]} at position {offset}, but the vocab has "
                 f"{self._vocab} ids (0 to {self._vocab - 1}); prepare the data again"
             )
         return rows
 
-    def _find(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of places in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
-        runs = np.searchsorted(self._starts, places, side="right") - 1
-        return self._shards[runs], self._offsets[runs] + places - self._starts[runs], self._starts[runs + 1] - places
+    def _find(self, place: int) -> tuple[int, int, int]:
+        """Of a place in the stream: the shard, the ids before it there, and those from it to the end of its stretch."""
+        run = np.searchsorted(self._starts, place, side="right") - 1
+        begin, end = self._starts[run : run + 2].tolist()
+        return int(self._shards[run]), int(self._offsets[run]) + place - begin, end - place
 
     def _read_into(self, target: np.ndarray, shard: int, offset: int) -> None:
         file, at = self._files[shard], offset * self._dtype.itemsize
@@ -319,26 +308,8 @@ class TokenStream:
                 raise DataError(f"shard {file} was cut short while it was read: it ends before byte {end}")
 
 
-class OpenedShard(NamedTuple):
-    """The ids of a shard, and the state of their file when the stream was opened."""
-
-    file: Path
-    size: int
-    sha256: str
-    state: tuple[int, ...]  # changes when the file is written to, or another takes its name
-
-    @classmethod
-    def look_at(cls, file: Path, shard: Shard, dtype: np.dtype) -> "OpenedShard":
-        return cls(file, shard.tokens * dtype.itemsize, shard.ids_sha256, _state(file))
-
-    def open(self) -> BinaryIO:
-        """The file, which may have been replaced meanwhile, though not by other ids."""
-        if _state(self.file) != self.state and size_bytes(self.file) >= self.size:  # a shorter one is refused when read
-            check_file(self.file, self.size, self.sha256)
-        return open_file(self.file, buffering=0)
-
-
 def _state(file: Path) -> tuple[int, ...]:
+    """Changes when a file is written to, or another takes its name."""
     with reading_shard(file):
         about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

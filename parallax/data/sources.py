@@ -200,7 +200,6 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"data.source='parquet' needs pyarrow: {how_to_install('data')}") from None
-    rows = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
@@ -209,27 +208,17 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
             kind = opened.schema_arrow.field(field).type
             if str(kind) not in ("string", "large_string", "string_view"):
                 raise DataError(f"{file}: column {field!r} (data.field) holds {kind}, not strings")
-            for batch in opened.iter_batches(columns=[field]):
-                column = batch.column(0)
+            texts = (text for batch in opened.iter_batches(columns=[field]) for text in batch.column(0))
+            for row, text in enumerate(texts, start=1):
                 try:
-                    texts = column.to_pylist()
-                except UnicodeDecodeError:
-                    row, byte = _first_not_utf8(column)
+                    content = text.as_py()
+                except UnicodeDecodeError as error:
+                    byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
                     about = f"column {field!r} (data.field) is not UTF-8: {byte}; write it as UTF-8"
-                    raise DataError(f"{file}, row {rows + row}: {about}") from None
-                rows += len(texts)
-                yield from (text or "" for text in texts)
+                    raise DataError(f"{file}, row {row}: {about}") from None
+                yield content or ""
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
-
-
-def _first_not_utf8(column) -> tuple[int, str]:
-    """The first string of a column that is not UTF-8: its number from 1, and the byte."""
-    for row, text in enumerate(column, start=1):
-        try:
-            text.as_py()
-        except UnicodeDecodeError as error:
-            return row, f"byte {error.object[error.start]:#04x} at offset {error.start}"
 
 
 # ---- counting

@@ -36,16 +36,14 @@ def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Setting
     Raises:
         ConfigError: it is another.
     """
-    source = settings.train.init_from
-    known = [at for at in (run, source) if source and at and complete_steps(RunFiles(at).checkpoints)]
-    here = settings.model.vocab
-    if not known or (here and known[0] == run):
+    source, here = settings.train.init_from, settings.model.vocab
+    origin = _origin(settings, run) if source else None
+    if origin is None or (here and origin.path == run):
         return settings
-    folder = RunFiles(known[0]).checkpoints
-    valid = check_steps(folder).valid
+    valid = check_steps(origin.checkpoints).valid
     if not valid:
         return settings  # loading says how all of them are damaged
-    saved = of_today(read_manifest(folder, valid[0])["settings"])[0].get("model", {})
+    saved = of_today(read_manifest(origin.checkpoints, valid[0])["settings"])[0].get("model", {})
     there = {key: saved.get(key) for key in LEFT_OPEN}
     if not all(type(value) is int for value in there.values()):
         return settings
@@ -91,7 +89,7 @@ def likely_entries(data: DataConfig) -> int:
         ) from error
 
 
-def _origin(settings: Settings, run: Path) -> RunFiles | None:
+def _origin(settings: Settings, run: Path | None) -> RunFiles | None:
     """The run that decides: this one if it has a checkpoint, or that of its first weights; None where neither is."""
     known = (RunFiles(at) for at in (run, settings.train.init_from) if at)
     return next((files for files in known if complete_steps(files.checkpoints)), None)

@@ -35,7 +35,10 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
         "positions": place - np.maximum.accumulate(np.where(begins, place, 0), axis=1),
     }
     if (counts < ids.shape[1]).any():
-        _pad(arrays, place, counts[:, None])
+        padding = counts[:, None] - 1
+        arrays["labels"][place >= padding] = IGNORED
+        for name in ("tokens", "segments", "positions"):
+            arrays[name][place >= np.maximum(padding, 0)] = 0
     return arrays
 
 
@@ -55,9 +58,3 @@ def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:
     if ids.min() < 0 or ids.max() > LARGEST_INT32:
         raise DataError(f"ids are from {ids.min()} to {ids.max()}; token ids are 0 to {LARGEST_INT32}")
     return batch_arrays(ids, np.full(len(ids), ids.shape[1]), end=end)
-
-
-def _pad(arrays: dict[str, np.ndarray], place: np.ndarray, counts: np.ndarray) -> None:
-    arrays["labels"][place >= counts - 1] = IGNORED
-    for name in ("tokens", "segments", "positions"):
-        arrays[name][place >= np.maximum(counts - 1, 0)] = 0

@@ -9,7 +9,7 @@ import re
 import select
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -207,9 +207,8 @@ def nearest(written: str, known: Iterable[str]) -> str:
     return f"{lead}: {', '.join(known)}"
 
 
-def check_choice(key: str, written: str, known: Iterable[str]) -> None:
+def check_choice(key: str, written: str, known: Collection[str]) -> None:
     """Raise ConfigError unless `written` is one of `known`."""
-    known = list(known)
     if written not in known:
         raise ConfigError(f"{key}={quoted(written)} is unknown; {nearest(str(written), known)}")
 

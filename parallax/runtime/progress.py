@@ -74,7 +74,6 @@ class ProgressPrinter:
     Args:
         stream: where to; nothing is said where it is None or closed.
         log: also gets the lines that a file would.
-        ticking: whether a thread calls `tick`, which says what is due.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class ProgressPrinter:
         log: Callable[[str], None] = lambda line: None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        ticking: bool = True,
     ):
         self._stream, self._log, self._clock = stream, log, clock
         self._is_terminal = _has_cursor(stream)
@@ -92,7 +90,11 @@ class ProgressPrinter:
         self._is_drawn = False
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._tick_on, name="progress", daemon=True) if ticking else None
+
+    def start(self) -> "ProgressPrinter":
+        """Let a thread call `tick`, until `close`."""
+        threading.Thread(target=self._tick_on, name="progress", daemon=True).start()
+        return self
 
     def close(self) -> None:
         """End the thread."""
@@ -108,8 +110,6 @@ class ProgressPrinter:
         """Start a task, possibly inside another one, which is shown again afterwards."""
         with self._lock:
             self._waits.append(Task(what, self._clock(), patience_secs, unit))
-            if self._thread is not None and self._thread.ident is None:
-                self._thread.start()
             return self._waits[-1]
 
     def end(self, wait: Task, *, failed: bool) -> None:
@@ -232,7 +232,7 @@ def speak_on(stream: TextIO | None) -> None:
 
 def progress_printer(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> ProgressPrinter | None:
     """A printer, or None if PARALLAX_PROGRESS=off."""
-    return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log)
+    return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log).start()
 
 
 def be_silent() -> None:

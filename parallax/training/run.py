@@ -267,9 +267,10 @@ def conclude(parts: RunComponents, state: TrainState, eval_loss: float | None, s
     """Say the last evaluation loss, beside the unigram entropy of the corpus, and write the sample."""
     data, sample = parts.train_data, parts.settings.sample
     if eval_loss is not None:
+        corpus = data.manifest
         say(
-            f"eval loss {eval_loss:.3f} nats a token, {eval_loss / data.bytes_per_token:.3f} a byte; unigram entropy "
-            f"{data.entropy_nats:.3f} a token, {data.byte_entropy_nats:.3f} a byte"
+            f"eval loss {eval_loss:.3f} nats a token, {eval_loss / corpus.bytes_per_token:.3f} a byte; unigram entropy "
+            f"{corpus.token_entropy_nats:.3f} a token, {corpus.byte_entropy_nats:.3f} a byte"
         )
     if sample.prompt:
         job.set_phase("the sample", compiling=True)
@@ -294,7 +295,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         *differences(settings),
         "",
         f"{data.tokens:,} tokens to train on, {data.windows:,} windows of {seq}; unigram entropy "
-        f"{data.entropy_nats:.2f} nats a token",
+        f"{data.manifest.token_entropy_nats:.2f} nats a token",
     ]
     if not start and settings.train.init_from and settings.data.tokenizer == AUTO:
         name, vocab = data.tokenizer.name, data.tokenizer.vocab

@@ -181,18 +181,12 @@ def test_the_fingerprint_says_whether_batches_are_equal(folder, tmp_path):
 
 
 def test_entropies_are_those_of_the_corpus(folder):
-    reader = prepared_reader(folder)
+    manifest = prepared_reader(folder).manifest
     ids = np.array(stream_of(TEXTS * 3, "train", 0))
-    for entropy, values in ((reader.entropy_nats, ids), (reader.byte_entropy_nats, ids[ids != END])):
+    for entropy, values in ((manifest.token_entropy_nats, ids), (manifest.byte_entropy_nats, ids[ids != END])):
         share = np.unique(values, return_counts=True)[1] / len(values)
         assert entropy == pytest.approx(-(share * np.log(share)).sum())
-    assert reader.bytes_per_token == (ids != END).sum() / len(ids)
-
-
-def test_the_epoch_counts_how_often_windows_were_seen(folder):
-    reader = prepared_reader(folder)
-    assert reader.epoch(0) == 0
-    assert reader.epoch(reader.windows) == 4
+    assert manifest.bytes_per_token == (ids != END).sum() / len(ids)
 
 
 @pytest.mark.parametrize("source, tokenizer", [("stdlib", "bytes"), ("moby", "bpe"), ("synthetic", "bytes")])

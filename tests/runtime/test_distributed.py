@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import re
 import socket
 import subprocess
@@ -172,12 +173,12 @@ def all_leave(monkeypatch):
 class Meeting:
     """A hub, and lines that join it from threads of this process."""
 
-    def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0, clock_secs=60.0, clock=time.time):
+    def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0):
         self.processes, self.start_secs, self.silence_secs = processes, start_secs, silence_secs
-        listener = listen("127.0.0.1", 0, processes)
+        listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
-        limits = {"start_secs": start_secs, "silence_secs": silence_secs, "clock_secs": clock_secs, "clock": clock}
-        self.hub = Hub(listener, processes, "token", **limits)
+        limits = {"start_secs": start_secs, "silence_secs": silence_secs}
+        self.hub = Hub(listener, processes, "token", clock_secs=60.0, **limits)
 
     def join(self, rank, **changes):
         hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
@@ -264,11 +265,16 @@ def test_who_does_not_belong_is_refused(changes, message):
 
 
 def test_clocks_that_differ_are_refused_with_both_times():
-    wrong = lambda: 1e9  # noqa: E731
-    refused = Meeting(1, clock=wrong).join_all(0)[0]
-    assert isinstance(refused, ConfigError)
-    assert "the clocks disagree: 2001-09-09 01:46:40 UTC in process 0, 20" in str(refused)
-    assert "distributed.clock_secs=60 allows; set the clocks" in str(refused)
+    meeting = Meeting(1)
+    hello = {"hello": 0, "of": 1, "token": "token", "host": "host0", "clock": 1e9}
+    with socket.create_connection(meeting.address) as other:
+        other.sendall(json.dumps(hello).encode() + b"\n")
+        refused = json.loads(other.makefile("rb").readline())
+    assert refused["status"] == 2 and refused["refused"].startswith("the clocks disagree: 20")
+    assert refused["refused"].endswith(
+        "UTC in process 0, 2001-09-09 01:46:40 UTC in process 0 on host0, "
+        "more than distributed.clock_secs=60 allows; set the clocks"
+    )
 
 
 def test_a_stranger_who_talks_nonsense_does_no_harm():
@@ -289,7 +295,7 @@ def test_a_lost_process_ends_the_others_with_75(ended, capsys):
     first, second, third = Meeting(3).join_all(0, 1, 2)
     for line in (first, second, third):
         line.set_phase("step 7", 20, "distributed.wait_secs")
-    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    second._socket.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}
     message = "process 1 on host1 is gone: its connection was closed. It was at 'step 7'; this process was at 'step 7'"
@@ -299,7 +305,7 @@ def test_a_lost_process_ends_the_others_with_75(ended, capsys):
 def test_a_process_that_says_nothing_is_lost(ended, capsys):
     meeting = Meeting(2, silence_secs=1.0)
     first, second = meeting.join_all(0, 1)
-    second._wire.send = lambda message: True
+    second._send = lambda message: None
     wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
     assert (
         "process 1 on host1 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)"
@@ -372,7 +378,7 @@ def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
 def test_process_0_goes_last_for_the_others_need_its_coordinator(ended, monkeypatch):
     monkeypatch.setattr("parallax.runtime.multihost.control_line.GRACE_SECS", 5.0)
     first, second = Meeting(2).join_all(0, 1)
-    second._end = lambda *_: time.sleep(1) or second._wire.socket.shutdown(socket.SHUT_RDWR)
+    second._end = lambda *_: time.sleep(1) or second._socket.shutdown(socket.SHUT_RDWR)
     begun = time.monotonic()
     first.leave(5, "DataError: a shard is damaged")
     assert 1 < time.monotonic() - begun < 5
@@ -405,9 +411,9 @@ class Full:
 
 def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatch):
     first, second = Meeting(2).join_all(0, 1)
-    first.log_with(Full().write)
+    first.log = Full().write
     monkeypatch.setattr(sys, "stderr", Full())
-    second._wire.socket.shutdown(socket.SHUT_RDWR)
+    second._socket.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: len(ended) >= 2)
     assert ended == [75, 75]
 
@@ -417,12 +423,12 @@ import socket, sys, threading
 from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.job import listen
 control_line.LAST_WORDS_SECS = 0.5
-listener = listen("127.0.0.1", 0, 1)
+listener = listen("127.0.0.1", 0)
 address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
 control_line.Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
 first = control_line.ControlLine(address, hello, start_secs=20, silence_secs=20)
-first.log_with(lambda text: threading.Event().wait())
-first._wire.socket.shutdown(socket.SHUT_RDWR)
+first.log = lambda text: threading.Event().wait()
+first._socket.shutdown(socket.SHUT_RDWR)
 threading.Event().wait(60)
 """
 

@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, stream, log=lambda line: None):
         self.now = 100.0
-        self.speaker = ProgressPrinter(stream, log, clock=lambda: self.now, ticking=False)
+        self.speaker = ProgressPrinter(stream, log, clock=lambda: self.now)
 
     def run(self, secs):
         for _ in range(round(2 * secs)):

@@ -39,9 +39,6 @@ from parallax.runtime.progress import waiting
 
 # JAX's own limits come after ours, which say more: they end a process only where ours could not.
 BEHIND_SECS = 15
-LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
-# JAX's own limits come after ours, which say more: they end a process only where ours could not.
-BEHIND_SECS = 15
 # What the runtime says where another process is gone, or does not come: Gloo, JAX's coordination service, NCCL.
 STATUSES = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED", "CANCELLED")  # of calls from one process to another
 OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
@@ -201,21 +198,23 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
 def log_to(log: Callable[[str], None]) -> None:
     """Where process 0 writes why it ended, besides stderr."""
     if _line is not None and is_first():
-        _line.log_with(log)
+        _line.log = log
 
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
     """Tell the others of an error in here, as it leaves; if it is one of them who caused it, that is said instead."""
     try:
-        with _naming_the_lost():
-            yield
+        yield
     except BaseException as error:
+        known = _as_lost(error)
         if _line is not None:
-            if not isinstance(error, ConfigError | KeyboardInterrupt):
+            if not isinstance(known, ConfigError | KeyboardInterrupt):
                 _line.wait_for_word()
-            _line.leave(getattr(error, "exit_status", 1), f"{type(error).__name__}: {error}")
-        raise
+            _line.leave(getattr(known, "exit_status", 1), f"{type(known).__name__}: {known}")
+        if known is error:
+            raise
+        raise known from error
 
 
 def leave(command: Callable[[], int]) -> int:
@@ -241,20 +240,18 @@ def leave(command: Callable[[], int]) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _naming_the_lost() -> Iterator[None]:
-    """Turn what the runtime says of a lost process into a LostError."""
-    try:
-        yield
-    except Exception as error:
-        said = lost_process(error) if jax.distributed.is_initialized() else None
-        if said is None or isinstance(error, LostError):
-            raise
-        where = f"; this process was at {_line.doing!r}" if _line is not None else ""
-        raise LostError(
-            f"another process is gone, or does not come: {said}{where}; "
-            "start the same command again to go on from the last checkpoint"
-        ) from error
+def _as_lost(error: BaseException) -> BaseException:
+    """A LostError where the runtime says that a process is lost, or else the error itself."""
+    if not isinstance(error, Exception) or isinstance(error, LostError) or not jax.distributed.is_initialized():
+        return error
+    said = lost_process(error)
+    if said is None:
+        return error
+    where = f"; this process was at {_line.doing!r}" if _line is not None else ""
+    return LostError(
+        f"another process is gone, or does not come: {said}{where}; "
+        "start the same command again to go on from the last checkpoint"
+    )
 
 
 # ---- meeting
@@ -262,17 +259,16 @@ def _naming_the_lost() -> Iterator[None]:
 
 def _meet_at(address: ProcessAddress, config: DistributedConfig) -> ControlLine:
     """Meet on the coordinator's own port, which is free again when JAX wants it."""
-    hub = None
+    listener = None
     if address.process == 0:
         try:
-            listener = listen("127.0.0.1" if address.is_loopback else "", address.port, address.processes)
+            listener = listen("127.0.0.1" if address.is_loopback else "", address.port)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on port {address.port} for distributed.coordinator={address.coordinator} "
                 f"({os.strerror(error.errno)}); choose a port of this host that no other program has"
             ) from None
-        hub = _hub(listener, address.processes, address.token, config)
-    return _connect(address, config, hub)
+    return _connect(address, config, listener)
 
 
 def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
@@ -282,33 +278,28 @@ def _meet_by_jax(config: DistributedConfig) -> ControlLine | None:
         processes = jax.process_count()
         if processes == 1:
             return None
-        token, host, port, hub = secrets.token_hex(16), _own_address(), 0, None
+        token, host, port, listener = secrets.token_hex(16), _own_address(), 0, None
         if is_first():
-            listener = listen("", 0, processes)
+            listener = listen("", 0)
             port = listener.getsockname()[1]
-            hub = _hub(listener, processes, token, config)
         text = f"{token} {host} {port}".ljust(128).encode("ascii")
         codes = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     token, host, port = np.asarray(codes).tobytes().decode("ascii").split()
-    return _connect(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, hub)
+    return _connect(ProcessAddress(host, int(port), processes, jax.process_index(), token), config, listener)
 
 
-def listen(host: str, port: int, processes: int) -> socket.socket:
-    """A socket that listens for so many; without a host, on every address."""
-    backlog = max(processes, LEAST_BACKLOG)
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; without a host, on every address."""
     if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    return socket.create_server((host, port), backlog=backlog)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, port))
 
 
-def _hub(listener: socket.socket, processes: int, token: str, config: DistributedConfig) -> Hub:
-    limits = {"start_secs": config.start_secs, "clock_secs": config.clock_secs}
-    return Hub(listener, processes, token, silence_secs=config.heartbeat_secs, **limits)
-
-
-def _connect(address: ProcessAddress, config: DistributedConfig, hub: Hub | None) -> ControlLine:
+def _connect(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> ControlLine:
+    """Connect to process 0, which is this one where it has the `listener`."""
     hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
     limits = {"start_secs": config.start_secs, "silence_secs": config.heartbeat_secs}
+    hub = Hub(listener, address.processes, address.token, clock_secs=config.clock_secs, **limits) if listener else None
     return ControlLine((address.host, address.port), hello, hub=hub, **limits)
 
 
@@ -380,28 +371,22 @@ def _started_too_late(secs: float) -> None:
 # ---- what the runtime and the environment say
 
 
-def lost_process(error: BaseException) -> str | None:
+def lost_process(error: BaseException | None) -> str | None:
     """What the runtime says of a lost process, in an error or in what that came of; None where it does not.
 
     >>> lost_process(JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234"))
     'UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.0.0.2]:1234'
     """
-    for each in _with_causes(error):
-        if not isinstance(each, JaxRuntimeError):
-            continue
-        said = (str(each).splitlines() or [""])[0]
-        if said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS)):
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        said = first_line(error)
+        if isinstance(error, JaxRuntimeError) and (
+            said.startswith(STATUSES) or (SAYINGS.search(said) and not said.startswith(OF_THIS_PROCESS))
+        ):
             return said
+        error = error.__cause__ or error.__context__
     return None
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    return iter(chain)
 
 
 def started_by_scheduler(environment: Mapping[str, str]) -> int:
