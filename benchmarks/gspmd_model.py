@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.model.batch import IGNORED
 from parallax.model.kernels import causal_attention
 from parallax.model.remat import REMAT_POLICIES
-from parallax.model.rope import rope_of, rotate
+from parallax.model.rope import Rope, rotate
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.layout import Layout
@@ -58,7 +58,7 @@ class Annotated(ShardedModel):
         ends = {name: self.gathered(params[name], self.shardings[name]) for name in ("embedding", "head")}
         table_VD = ends["embedding"]["table"]
         x_BSD = self.cut(table_VD[batch["tokens"]], self.residual)
-        rope = rope_of(self.model).tables(batch["positions"])
+        rope = Rope(self.model).tables(batch["positions"])
         one = jax.tree.map(lambda stored: NamedSharding(self.mesh, P(*stored.spec[1:])), self.shardings["blocks"])
 
         def layer(x_BSD: Array, weights: Any):
@@ -89,7 +89,7 @@ class Annotated(ShardedModel):
 
     def attend(self, q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, segments_BS: Array) -> Array:
         """Causal softmax attention in each document. XLA cannot cut a kernel: each device runs it on its own heads."""
-        scale = rope_of(self.model).temperature() * self.model.d_head**-0.5
+        scale = Rope(self.model).temperature() * self.model.d_head**-0.5
         if self.model.kernel == "splash":
             run = partial(causal_attention, scale=scale)
             run = jax.shard_map(run, mesh=self.mesh, in_specs=(HEADS, HEADS, HEADS, P("dp")), out_specs=HEADS)

@@ -13,7 +13,7 @@ from parallax.model.embedding import EMBEDDINGS, Embedding, Head, logits
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
 
@@ -26,7 +26,7 @@ def attention_layer(kind, residual, family, *, kv="kv_heads/tp", **changes):
     """An attention of the tiny model."""
     model = model_config(attention=kind, **changes)
     shared = dict(residual=residual, family=family, sizes=model.sizes, dtype=model.dtype, kernel=model.kernel)
-    shared |= dict(bias=model.qkv_bias, temperature=rope_of(model).temperature(), out_scale=0.5)
+    shared |= dict(bias=model.qkv_bias, temperature=Rope(model).temperature(), out_scale=0.5)
     shared |= dict(norm_eps=model.norm_eps)
     return MLA(**shared) if kind == "mla" else GQA(kv=kv, qk_norm=model.qk_norm, **shared)
 

@@ -5,7 +5,7 @@ from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
-from parallax.interop.export import as_json, make_run
+from parallax.interop.export import json_text, make_run
 
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
@@ -40,5 +40,5 @@ def own_run(folder, settings, tokenizer=None):
     folder.mkdir()
     tokenizer.save(folder)
     texts = {path.name: path.read_text() for path in folder.iterdir()}
-    make_run(folder, settings, tokenizer, {"config.json": as_json(settings), **texts}, write)
+    make_run(folder, settings, tokenizer, {"config.json": json_text(settings.to_dict()), **texts}, write)
     return made

@@ -11,7 +11,7 @@ from parallax.model.batch import IGNORED
 from parallax.model.context import Context, causal_mask
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.sharding.activations import ROWS, activation
 
@@ -26,7 +26,7 @@ def plain_parts(model):
 def plain_logits(model, params, batch):
     """Logits of a batch [B, S] in float32."""
     parts, rows = plain_parts(model), jnp.arange(len(batch["tokens"]))
-    context = Context(rope_of(model).tables(batch["positions"]), causal_mask(batch["segments"]), rows, None)
+    context = Context(Rope(model).tables(batch["positions"]), causal_mask(batch["segments"]), rows, None)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
     x, _ = jax.lax.scan(lambda x, w: (parts.block.apply({"params": w}, x, context), None), x, params["blocks"])
     hidden = parts.head.apply({"params": params["head"]}, x)

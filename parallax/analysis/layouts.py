@@ -9,7 +9,7 @@ from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
-from parallax.model.kernels import KERNELS
+from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
 from parallax.schedules import SCHEDULES
@@ -109,7 +109,7 @@ def build_if_legal(settings: Settings, topology: Topology) -> ShardedModel | Non
 def check_kernel_priced(model: ModelConfig, topology: Topology) -> None:
     """Raise ConfigError where the topology's chips do not have the attention kernel, or run it at no known speed."""
     check_kernel_on(model, topology.chip.platform, topology.chip.name)
-    if topology.chip.platform in KERNELS[model.kernel].interpreted:
+    if topology.chip.platform in ATTENTION_KERNELS[model.kernel].interpreted:
         raise ConfigError(
             f"model.kernel={model.kernel!r} is interpreted on {topology.chip.platform.upper()}s, at a speed that no "
             f"plan knows; use kernel='xla', or --topology for chips that have it."

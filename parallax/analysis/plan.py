@@ -14,7 +14,7 @@ from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
-from parallax.model.kernels import KERNELS
+from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 
@@ -196,7 +196,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     own = Choice.of(settings)
     for choice in _layouts(own):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
-    for kernel, runs in KERNELS.items():
+    for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:

@@ -28,9 +28,9 @@ with loading(__name__, sys.stderr):
     from parallax.data import Reader, open_reader
     from parallax.data.shards import MANIFEST_FILE
     from parallax.data.sources import SUFFIXES
-    from parallax.data.tokenizer import TOKENIZER_FILE, Bytes
+    from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
-    from parallax.inference.run import LoadedStep, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import Run, load_trained, mesh_config, sizes_of
     from parallax.runtime import files
     from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
@@ -145,9 +145,9 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
     )
 
 
-def open_text(trained: LoadedStep, config: DataConfig, data: str | None, folder: Path) -> Reader:
+def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
-    file, sizes = trained.folder / TOKENIZER_FILE, trained.model.axis_sizes
+    file, sizes = trained.tokenizer_file, trained.model.axis_sizes
     pieces = sizes["dp"] * sizes["pp"]
     # As many windows in a batch as in training, or the next number that the mesh can cut.
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)

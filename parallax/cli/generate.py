@@ -53,14 +53,14 @@ def run(flags: argparse.Namespace) -> str:
     sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_KEYS))
     mesh = mesh_config(settings.mesh, _given(flags, MESH_KEYS))
     choose = ", ".join(map(_flag, MESH_KEYS))
-    step, _, model, params, tokenizer = load_trained(flags.workdir, settings, mesh, flags.step, choose)
-    length, seq = len(encode(tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
-    _say(f"step {step} of {flags.workdir} on {sizes_of(model)}")
+    trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
+    length, seq = len(encode(trained.tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
+    _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
     if length > seq:
         _say(f"note: {length} tokens are more than the {seq} of the windows that the model has seen (data.seq)")
     start = time.perf_counter()
     with waiting(f"compiling, and writing up to {sample.tokens} tokens"):
-        text = complete(model, params, tokenizer, sample)
+        text = complete(trained.model, trained.params, trained.tokenizer, sample)
     secs = time.perf_counter() - start
     _say(f"up to {sample.tokens} tokens in {secs:.1f} s, {sample.tokens / secs:.1f} tokens/s, compilation included")
     return text

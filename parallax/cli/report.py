@@ -29,7 +29,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
-    from parallax.model.kernels import KERNELS
+    from parallax.model.kernels import ATTENTION_KERNELS
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
@@ -92,7 +92,7 @@ def report_trace(arguments: Sequence[str]) -> None:
 
 def choose_mesh(settings: Settings, *, compiled: bool) -> tuple[Mesh | AbstractMesh, str]:
     """The mesh of a config; an abstract one, and why, where nothing is compiled."""
-    config, runs_on_cpu = settings.mesh, "cpu" in KERNELS[settings.model.kernel].platforms
+    config, runs_on_cpu = settings.mesh, "cpu" in ATTENTION_KERNELS[settings.model.kernel].platforms
     inferred = INFERRED in config.sizes.values()
     if compiled and config.simulate:
         simulate_devices(config.simulate)

@@ -10,14 +10,14 @@ from parallax.runtime.errors import ConfigError, check_choice
 # What says today the same as a key that is no more: a function of its value and of all sections, which gives keys as
 # "section.key" with their values, and raises ConfigError for a value that the old key did not take.
 RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
-    "pipeline.gather": lambda value, sections: _policy(value),
+    "pipeline.gather": lambda value, sections: _policy_of_gather(value),
     "mesh.across_slices": lambda value, sections: _across_slices(value),
     "pipeline.branches": lambda value, sections: _branches(value),
 }
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}
 
 
-def _policy(gather: Any) -> dict[str, str]:
+def _policy_of_gather(gather: Any) -> dict[str, str]:
     check_choice("pipeline.gather", gather, GATHER)
     policy, exceptions = GATHER[gather]
     return {"data_parallel.policy": policy, "data_parallel.exceptions": exceptions}

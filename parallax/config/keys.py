@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from parallax.runtime.errors import LARGEST_INT32, ConfigError, check_local, nearest, quoted
 
 LARGEST_FLOAT32 = 3.4028234e38
-SMALLEST = math.ulp(0.0)  # the next number above 0
+ABOVE_ZERO = math.ulp(0.0)  # the next number above 0
 # Of POSIX's file systems; where a name is longer, asking whether there is such a file is an error.
 PATH_BYTES, NAME_BYTES = 4095, 255
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "True or False"}

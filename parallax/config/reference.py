@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
 
-from parallax.config.keys import SMALLEST, Section
+from parallax.config.keys import ABOVE_ZERO, Section
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # that come with the repository
-WIDTH = 120
-SHOWN = 10_000  # a larger limit is far from what anybody writes
+LINE_WIDTH = 120
+LARGEST_SHOWN = 10_000  # a larger limit is far from what anybody writes
 
 
 def about(section: type[Section]) -> str:
@@ -31,10 +31,10 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
         key = field.metadata["key"]
         comment = f"{values_of(field)}: {key.meaning}" if key.choices else key.meaning
         line = f"{prefix}.{section.section}.{field.name} = {default_of(field)}"
-        if len(line) + len(f"  # {comment}") <= WIDTH:
+        if len(line) + len(f"  # {comment}") <= LINE_WIDTH:
             yield f"{line}  # {comment}"
         else:
-            yield from textwrap.wrap(comment, WIDTH, initial_indent=indent, subsequent_indent=indent)
+            yield from textwrap.wrap(comment, LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
             yield line
 
 
@@ -48,9 +48,9 @@ def values_of(field: Field) -> str:
     key = field.metadata["key"]
     if field.type in (str, bool):
         return " | ".join([*(f'"{choice}"' for choice in key.choices), *filter(None, [key.other])])
-    least = "above 0" if key.least == SMALLEST else f"{key.least:.7g}"
+    least = "above 0" if key.least == ABOVE_ZERO else f"{key.least:.7g}"
     upper = "or more" if key.below == math.inf else f"to below {key.below:g}"
-    if key.most is not None and key.most < SHOWN:
+    if key.most is not None and key.most < LARGEST_SHOWN:
         upper = f"to {key.most:g}"
     return f"{least} {upper}" + f", or {key.also}" * (key.also is not None)
 

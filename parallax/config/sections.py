@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallax.config.keys import SMALLEST, Section, key
+from parallax.config.keys import ABOVE_ZERO, Section, key
 from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
 from parallax.schedules import SCHEDULES, check_schedule
 
@@ -15,7 +15,7 @@ from parallax.schedules import SCHEDULES, check_schedule
 ALL_AXES = ("pp", "replica", "dp", "tp")
 AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
 INFERRED = -1
-RESIDUALS = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
+RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
 PARTS = ("embedding", "blocks", "head")  # of a model
 POLICIES = ("ddp", "zero1", "zero2", "lean", "zero3")
@@ -160,19 +160,21 @@ class ModelConfig(Section, most=2**24):
 class LayoutConfig(Section):
     """Strings that say where arrays are cut."""
 
-    residual: str = key(RESIDUALS[0], f'or "{RESIDUALS[1]}"')
+    residual: str = key(RESIDUAL_VALUES[0], f'or "{RESIDUAL_VALUES[1]}"')
     tensor_parallel: str = key("column_row", "how kernels are cut over tp", choices=("column_row", "scatter"))
     embedding: str = key("vocab_parallel", "how tables are cut over tp", choices=("vocab_parallel", "all_to_all"))
 
     def check(self) -> None:
-        if " ".join(self.residual.split()) not in RESIDUALS:
+        if " ".join(self.residual.split()) not in RESIDUAL_VALUES:
             unknown = next((axis for axis in re.findall(r"[/+]([^\s/+]*)", self.residual) if axis not in AXES), None)
             wrong = (
                 f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
                 if unknown is not None
                 else (" is no layout of the residual stream; use")
             )
-            raise ConfigError(f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUALS))}.")
+            raise ConfigError(
+                f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUAL_VALUES))}."
+            )
 
 
 @dataclass(frozen=True)
@@ -450,7 +452,7 @@ class SampleConfig(Section, says=TOO_SMALL):
         says=f"must be 0 (greedy) or {LEAST_TEMPERATURE} or more; 0.8 is usual",
     )
     top_k: int = key(0, "0 is off")
-    top_p: float = key(0.95, "1 is off", least=SMALLEST, most=1, says="must be above 0 and at most 1 (off)")
+    top_p: float = key(0.95, "1 is off", least=ABOVE_ZERO, most=1, says="must be above 0 and at most 1 (off)")
     seed: int = key(0, "of the draw", most=2**32 - 1)  # JAX keys forget the bits above
 
 

@@ -7,48 +7,33 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from parallax.config import sections
 from parallax.config.earlier import of_today, renamed
-from parallax.config.sections import (
-    SECTIONS,
-    CheckpointConfig,
-    DataConfig,
-    DataParallelConfig,
-    DistributedConfig,
-    FsdpConfig,
-    GuardConfig,
-    LayoutConfig,
-    LossConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    SampleConfig,
-    TrainConfig,
-)
+from parallax.config.sections import SECTIONS
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import read_object
 
-WIDTH = 100  # of what a run prints of its settings
+PRINTED_WIDTH = 100  # of what a run prints of its settings
 
 
 @dataclass(frozen=True, repr=False)
 class Settings:
     """All sections of a config; it prints as a section a line."""
 
-    mesh: MeshConfig
-    model: ModelConfig
-    layout: LayoutConfig
-    pipeline: PipelineConfig
-    data_parallel: DataParallelConfig
-    fsdp: FsdpConfig
-    loss: LossConfig
-    optimizer: OptimizerConfig
-    guard: GuardConfig
-    data: DataConfig
-    train: TrainConfig
-    checkpoint: CheckpointConfig
-    distributed: DistributedConfig
-    sample: SampleConfig
+    mesh: sections.MeshConfig
+    model: sections.ModelConfig
+    layout: sections.LayoutConfig
+    pipeline: sections.PipelineConfig
+    data_parallel: sections.DataParallelConfig
+    fsdp: sections.FsdpConfig
+    loss: sections.LossConfig
+    optimizer: sections.OptimizerConfig
+    guard: sections.GuardConfig
+    data: sections.DataConfig
+    train: sections.TrainConfig
+    checkpoint: sections.CheckpointConfig
+    distributed: sections.DistributedConfig
+    sample: sections.SampleConfig
 
     def __post_init__(self):
         if self.checkpoint.keep_best and not self.train.eval_batches:
@@ -63,16 +48,14 @@ class Settings:
 
     def __repr__(self) -> str:
         width = max(map(len, SECTIONS))
-        sections = self.to_dict().items()
-        return "\n".join(
-            f"{name:{width}}  {'  '.join(f'{k}={v!r}' for k, v in keys.items())}" for name, keys in sections
-        )
+        lines = ((name, "  ".join(f"{k}={v!r}" for k, v in keys.items())) for name, keys in self.to_dict().items())
+        return "\n".join(f"{name:{width}}  {keys}" for name, keys in lines)
 
     def _repr_html_(self) -> str:
         key = '<span style="white-space:nowrap">{}=<b>{}</b></span>'
         row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
-        sections = self.to_dict().items()
-        cells = ((name, [key.format(k, escape(repr(v))) for k, v in keys.items()]) for name, keys in sections)
+        written = self.to_dict().items()
+        cells = ((name, [key.format(k, escape(repr(v))) for k, v in keys.items()]) for name, keys in written)
         return f"<table>{''.join(row.format(name, ' &ensp; '.join(keys)) for name, keys in cells)}</table>"
 
 
@@ -95,15 +78,15 @@ def read_settings(config: Any, **changes: Mapping[str, Any]) -> Settings:
         if not hasattr(config, "to_dict"):
             raise ConfigError(f"{quoted(config)} is no config; start from get_config() of configs/base.py")
         config = config.to_dict()
-    sections = dict(config)
+    written = dict(config)
     for name, keys in changes.items():
-        there = sections.get(name)
-        sections[name] = {**there, **keys} if isinstance(there, Mapping) and isinstance(keys, Mapping) else keys
-    sections, said = renamed(sections)
+        there = written.get(name)
+        written[name] = {**there, **keys} if isinstance(there, Mapping) and isinstance(keys, Mapping) else keys
+    written, said = renamed(written)
     for text in said:
         tell(f"warning: {text}", sys.stderr)
-    _check_names("", sections, SECTIONS)
-    return Settings(**{name: _read_section(name, sections[name]) for name in SECTIONS})
+    _check_names("", written, SECTIONS)
+    return Settings(**{name: _read_section(name, written[name]) for name in SECTIONS})
 
 
 def load_settings(run: Path) -> Settings:
@@ -143,10 +126,10 @@ def differences(settings: Settings) -> list[str]:
 
 
 def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
-    """The words behind the head, in lines of at most WIDTH columns, where no single word is longer."""
+    """The words behind the head, in lines of at most PRINTED_WIDTH columns, where no single word is longer."""
     line = head
     for word in words:
-        if line != head and len(line) + 2 + len(word) > WIDTH:
+        if line != head and len(line) + 2 + len(word) > PRINTED_WIDTH:
             yield line
             line = head = " " * len(head)
         line += f"  {word}"

@@ -13,19 +13,17 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
+from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
 from parallax.model.checks import check_window
 from parallax.model.context import training_context
-from parallax.model.embedding import EMBEDDINGS, logits
-from parallax.model.families import FAMILIES
-from parallax.model.loss import token_losses
-from parallax.model.rope import rope_of
+from parallax.model.embedding import logits
+from parallax.model.loss import cross_entropy
+from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import ROWS, activation
-
-FORM = EMBEDDINGS["vocab_parallel"]
 
 
 class Activations(NamedTuple):
@@ -86,12 +84,11 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
 
 
 def _run(model: ModelConfig):
-    family = FAMILIES["column_row"]
-    parts = Parts.build(model, activation("d_model/tp"), family, FORM, model.kv(1), ROWS)
+    parts = Parts.build(model, activation("d_model/tp"), FAMILY, FORM, model.kv(1), ROWS)
 
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
-        context = training_context(rope_of(model), batch["positions"], batch["segments"], rows, None)
+        context = training_context(Rope(model), batch["positions"], batch["segments"], rows, None)
         x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
         def layer(x: Array, weights: Any) -> tuple[Array, dict]:
@@ -102,7 +99,7 @@ def _run(model: ModelConfig):
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
-        losses, _ = token_losses(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
+        losses, _ = cross_entropy(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Activations(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)
 
     return jax.jit(run)

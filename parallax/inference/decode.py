@@ -23,7 +23,7 @@ from parallax.config.sections import ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
@@ -34,8 +34,6 @@ from parallax.sharding.plan import DATA_AXES
 
 RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
-
-Pick = Callable[[Array, Array, Array], Array]  # (logits [B, V], rows [B], positions [B]) -> token ids [B]
 
 
 class Prompts(NamedTuple):
@@ -158,7 +156,7 @@ class Decoder:
         filled_BT = slot_T[None, :] >= new.empty_B[:, None]
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables = rope_of(self.model).tables(positions_BS)
+        tables = Rope(self.model).tables(positions_BS)
         return Context(tables, mask_BST[:, None], jnp.arange(len(new.ids_BS)), None, cursor=cursor)
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:

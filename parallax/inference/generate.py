@@ -64,7 +64,7 @@ def generate(
     end = NO_END if end is None else end
     batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in BATCH_AXES))
     key = jax.random.key(config.seed)
-    written = np.asarray(_write(params, batch, key, model=model, config=how, end=end, vocab=vocab))
+    written = np.asarray(_write_ids(params, batch, key, model=model, config=how, end=end, vocab=vocab))
     return [_before_end(ids, end) for ids in written[: len(prompts)]]
 
 
@@ -89,7 +89,7 @@ def left_padded(prompts: Sequence[Sequence[int]], *, multiple: int) -> Prompts:
 
 
 @partial(jax.jit, static_argnames=("model", "config", "end", "vocab"))
-def _write(
+def _write_ids(
     params: Any, prompts: Prompts, key: Array, *, model: ShardedModel, config: SampleConfig, end: int, vocab: int | None
 ) -> Array:
     def pick(key: Array, logits_BV: Array, rows_B: Array, positions_B: Array) -> Array:

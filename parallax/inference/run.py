@@ -6,7 +6,7 @@ import sys
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from parallax.checkpoint.steps import complete_steps
 from parallax.config.sections import AXES, INFERRED, MeshConfig, PipelineConfig
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
-from parallax.data.tokenizer import Tokenizer, load_tokenizer
+from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.inference.generate import complete, encode
 from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
@@ -32,12 +32,11 @@ from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
-LARGEST_DRAWN = 1e99  # a loss beyond it, or that is not finite, has no place in a curve
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Run:
-    """A run at one of its checkpoints; `model` and `params` lie on the mesh that `load` was asked for."""
+    """A run at one of its checkpoints; `model` and `params` lie on the mesh that was asked for."""
 
     path: Path
     step: int
@@ -45,6 +44,11 @@ class Run:
     model: ShardedModel
     params: Any
     tokenizer: Tokenizer
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer of its checkpoint, which has the checksum that was saved."""
+        return self.path / "checkpoints" / str(self.step) / TOKENIZER_FILE
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -98,7 +102,7 @@ class Run:
     def _repr_html_(self) -> str:
         left = 'style="text-align:left"'
         rows = (f"<tr><th {left}>{name}</th><td {left}>{escape(value)}</td></tr>" for name, value in self._facts())
-        return f"<table>{''.join(rows)}</table>{self._line()}"
+        return f"<table>{''.join(rows)}</table>"
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
@@ -115,20 +119,6 @@ class Run:
             *((label, f"{name} {_number(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
         ]
 
-    def _line(self) -> str:
-        """The training loss as a small curve."""
-        if "train/loss" not in self.numbers:
-            return ""
-        _, losses = self.curve("train/loss")
-        losses = losses[np.abs(losses) < LARGEST_DRAWN]
-        if not len(losses):
-            return ""
-        span = max(np.ptp(losses), 1e-9)
-        at = np.linspace(2, 318, len(losses)), 58 - 54 * (losses - losses.min()) / span
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(*at))
-        line = f'<polyline points="{points}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
-        return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
-
 
 def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, tp: int = 1) -> Run:
     """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of pp * dp * tp.
@@ -142,22 +132,11 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     if step is not None and saved and step not in saved:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(saved)))}")
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
-    step, _, model, params, tokenizer = load_trained(path, settings, mesh, step, "pp, dp and tp")
-    return Run(path, step, settings, model, params, tokenizer)
+    return load_trained(path, settings, mesh, step, "pp, dp and tp")
 
 
-class LoadedStep(NamedTuple):
-    """A step of a run on a mesh; `folder` is the step's, whose tokenizer has the checksum that was saved."""
-
-    step: int
-    folder: Path
-    model: ShardedModel
-    params: Any
-    tokenizer: Tokenizer
-
-
-def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> LoadedStep:
-    """A run's step, the newest that is whole where it is None; `choose` says with which flags a mesh is chosen.
+def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:
+    """A run at a step, the newest that is whole where it is None; `choose` says with which flags a mesh is chosen.
 
     Raises:
         ConfigError: the mesh does not fit the devices or the model.
@@ -178,7 +157,7 @@ def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int 
             f"the tokenizer in {folder} has {tokenizer.vocab} entries, but model.vocab={vocab}; "
             "import the model with its own tokenizer.json"
         )
-    return LoadedStep(step, folder, model, params, tokenizer)
+    return Run(workdir, step, settings, model, params, tokenizer)
 
 
 def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:

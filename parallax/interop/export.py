@@ -96,13 +96,12 @@ def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: 
         raise CheckpointError(f"{source} has not the parameters of its config.json: {first_few(sorted(differences))}")
 
 
-def write_rows(array: ArrayWriter, index: tuple[int, ...], pieces: Iterator[np.ndarray]) -> int:
-    """Write pieces of rows that follow one another into an array, or into a layer of it; returns how many rows."""
+def write_rows(array: ArrayWriter, index: tuple[int, ...], pieces: Iterator[np.ndarray]) -> None:
+    """Write pieces of rows that follow one another into an array, or into a layer of it."""
     row = 0
     for piece in pieces:
         array.write((*index, slice(row, row + len(piece))) if piece.ndim else index, piece)
         row += len(piece) if piece.ndim else 0
-    return row
 
 
 # ---- names
@@ -241,9 +240,9 @@ def make_run(
     write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
 
 
-def as_json(settings: Settings) -> str:
-    """The text of a run's config.json."""
-    return json.dumps(settings.to_dict(), indent=2) + "\n"
+def json_text(content: Mapping[str, Any]) -> str:
+    """An object as config.json and the files beside it hold it."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def param_shapes(settings: Settings) -> dict[str, Any]:

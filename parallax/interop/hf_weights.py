@@ -21,7 +21,7 @@ from parallax.interop.hf_config import ScaleBlock
 from parallax.interop.safetensors import Tensor, read_pieces, read_tensor
 
 LAYER = "model.layers.{layer}."
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
@@ -69,27 +69,27 @@ def weight_views(model: ModelConfig, *, interleaved: bool) -> dict[str, WeightVi
     table = model.vocab, d_model
     found = {
         "embedding.table": WeightView(TABLE, table),
-        "blocks.attention_norm.scale": _scale(f"{LAYER}input_layernorm", d_model),
-        "blocks.mlp_norm.scale": _scale(f"{LAYER}post_attention_layernorm", d_model),
-        "blocks.mlp.gate.kernel": _kernel("mlp.gate_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
-        "blocks.mlp.up.kernel": _kernel("mlp.up_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
-        "blocks.mlp.down.kernel": _kernel("mlp.down_proj", "d_model d_ff -> d_ff d_model", d_model, d_ff),
-        "blocks.attention.out.kernel": _kernel(
+        "blocks.attention_norm.scale": _scale_view(f"{LAYER}input_layernorm", d_model),
+        "blocks.mlp_norm.scale": _scale_view(f"{LAYER}post_attention_layernorm", d_model),
+        "blocks.mlp.gate.kernel": _kernel_view("mlp.gate_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
+        "blocks.mlp.up.kernel": _kernel_view("mlp.up_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
+        "blocks.mlp.down.kernel": _kernel_view("mlp.down_proj", "d_model d_ff -> d_ff d_model", d_model, d_ff),
+        "blocks.attention.out.kernel": _kernel_view(
             "self_attn.o_proj", "d_model (heads d_head) -> heads d_head d_model", d_model, heads * width, heads=heads
         ),
-        "head.norm.scale": _scale("model.norm", d_model),
+        "head.norm.scale": _scale_view("model.norm", d_model),
     }
     if not model.tied:
-        found["head.table"] = WeightView(HEAD, table)
+        found["head.table"] = WeightView(LM_HEAD, table)
     of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
     return found | {f"blocks.attention.{name}": view for name, view in of_attention.items()}
 
 
-def _scale(name: str, size: int) -> WeightView:
+def _scale_view(name: str, size: int) -> WeightView:
     return WeightView(f"{name}.weight", (size,))
 
 
-def _kernel(name: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int) -> WeightView:
+def _kernel_view(name: str, pattern: str, *shape: int, order: np.ndarray | None = None, **sizes: int) -> WeightView:
     """A kernel whose tensor has a shape and becomes ours by a pattern of einops."""
     return WeightView(f"{LAYER}{name}.weight", shape, partial(rearrange, pattern=pattern, **sizes), order)
 
@@ -101,12 +101,12 @@ def _gqa(model: ModelConfig) -> dict[str, WeightView]:
     found = {}
     for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
         theirs, out = f"self_attn.{name}_proj", heads * model.d_head
-        found[f"{name}.kernel"] = _kernel(theirs, HEADS, out, model.d_model, heads=heads)
+        found[f"{name}.kernel"] = _kernel_view(theirs, HEADS, out, model.d_model, heads=heads)
         if model.qkv_bias:
             view = partial(rearrange, pattern="(heads d_head) -> heads d_head", heads=heads)
             found[f"{name}.bias"] = WeightView(f"{LAYER}{theirs}.bias", (out,), view)
         if model.qk_norm and name != "v":
-            found[f"{name}_norm.scale"] = _scale(f"{LAYER}self_attn.{name}_norm", model.d_head)
+            found[f"{name}_norm.scale"] = _scale_view(f"{LAYER}self_attn.{name}_norm", model.d_head)
     return found
 
 
@@ -121,18 +121,18 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     found = {
         "down.kernel": WeightView(*down, lambda tensor: tensor[:latent].T),
         "k_rope.kernel": WeightView(*down, lambda tensor: tensor[latent:].T, pairs),
-        "norm.scale": _scale(f"{LAYER}self_attn.kv_a_layernorm", latent),
+        "norm.scale": _scale_view(f"{LAYER}self_attn.kv_a_layernorm", latent),
         "up_k.kernel": WeightView(*up, lambda tensor: halves(tensor)[0]),
         "up_v.kernel": WeightView(*up, lambda tensor: halves(tensor)[1]),
     }
     order = np.concatenate([np.arange(width), width + pairs])
-    queries = lambda name, d_in: _kernel(name, HEADS, heads * len(order), d_in, order=order, heads=heads)  # noqa: E731
+    queries = lambda name, d_in: _kernel_view(name, HEADS, heads * len(order), d_in, order=order, heads=heads)  # noqa: E731
     if not model.d_latent_q:
         return found | {"queries_0.kernel": queries("self_attn.q_proj", model.d_model)}
     narrow = model.d_latent_q
     return found | {
-        "queries_0.kernel": _kernel("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
-        "queries_1.scale": _scale(f"{LAYER}self_attn.q_a_layernorm", narrow),
+        "queries_0.kernel": _kernel_view("self_attn.q_a_proj", "d_out d_in -> d_in d_out", narrow, model.d_model),
+        "queries_1.scale": _scale_view(f"{LAYER}self_attn.q_a_layernorm", narrow),
         "queries_3.kernel": queries("self_attn.q_b_proj", narrow),
     }
 

@@ -1,5 +1,6 @@
 """Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +14,9 @@ from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.interop import export, hf_config
-from parallax.interop.export import SavedParams, SavedStep
+from parallax.interop.export import SavedParams, SavedStep, json_text
 from parallax.interop.hf_config import HfConfig
-from parallax.interop.hf_weights import HEAD, LAYER, TABLE, StoredTensor, WeightView, weight_views, with_scales
+from parallax.interop.hf_weights import LAYER, LM_HEAD, TABLE, StoredTensor, WeightView, weight_views, with_scales
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.runtime import files
@@ -81,16 +82,16 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
 
     def write(arrays: Mapping[str, ArrayWriter]) -> None:
         for here in export.plain_names(arrays).values():
-            view, array = views[here.name], arrays[here.name]
-            row = export.write_rows(array, here.index, _our_rows(view, tensors[view.name(here.index)]))
-            # Rows that pad the vocab.
-            zeros = np.broadcast_to(np.float32(0), (here.shape[0] - row, *here.shape[1:]))
-            for piece in in_pieces(zeros, PIECE_BYTES):
-                array.write((slice(row, row + len(piece)),), np.ascontiguousarray(piece))
-                row += len(piece)
+            view = views[here.name]
+            rows = _our_rows(view, tensors[view.name(here.index)], here.shape)
+            export.write_rows(arrays[here.name], here.index, rows)
 
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if files.is_file(source / name)]
-    carried = {CONFIG: export.as_json(settings), RECORD: json.dumps(record), **{name: source / name for name in copied}}
+    carried = {
+        CONFIG: json_text(settings.to_dict()),
+        RECORD: json.dumps(record),
+        **{name: source / name for name in copied},
+    }
     with export.new_folder(workdir) as unfinished:
         export.make_run(unfinished, settings, tokenizer, carried, write)
     if model.padded_vocab == model.vocab:
@@ -102,10 +103,14 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     return config._replace(notes=(*config.notes, note))
 
 
-def _our_rows(view: WeightView, found: StoredTensor) -> Iterator[np.ndarray]:
+def _our_rows(view: WeightView, found: StoredTensor, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Rows of an array in float32: from the file where they are the tensor's rows, else from the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
-    pieces = found.pieces(limit) if view.view is None else in_pieces(view.ours(found.whole()), limit)
+    if view.view:
+        pieces = in_pieces(view.ours(found.whole()), limit)
+    else:
+        padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
+        pieces = itertools.chain(found.pieces(limit), in_pieces(padding, limit))
     return (np.ascontiguousarray(view.read(piece), np.float32) for piece in pieces)
 
 
@@ -132,9 +137,9 @@ def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], confi
     }
     if config.block:
         tensors = with_scales(tensors, config.block)
-    head, table = tensors.get(HEAD), tensors.get(TABLE)
-    if head and table and HEAD not in shapes and head.equals(table, PIECE_BYTES):
-        del tensors[HEAD]  # a tied table that is stored twice
+    head, table = tensors.get(LM_HEAD), tensors.get(TABLE)
+    if head and table and LM_HEAD not in shapes and head.equals(table, PIECE_BYTES):
+        del tensors[LM_HEAD]  # a tied table that is stored twice
     differences = []
     for name in shapes.keys() & tensors.keys():
         tensor, scales = tensors[name].tensor, tensors[name].scales
@@ -187,26 +192,20 @@ def to_hf(
     model, tokenizer = settings.model, load_tokenizer(source.folder)
     record = _record_of(like, tokenizer) if like else read_record(source)
     trained = like is not None or source.number > 0
-    differing = _differing(record, model)
+    differing = hf_config.differing_keys(hf_config.read_config(record["config"]), model) if record else ""
     if differing and like:
         raise ConfigError(f"the model is not the one that was imported: {differing}")
     if record is None or differing:
-        record = {"files": {}}
-        content = (
-            hf_config.write_config(model, settings.data.seq)
-            | _special_ids(tokenizer)
-            | {"torch_dtype": dtype or "float32"}
-        )
+        record = {"files": {}, "dtypes": {}}
+        content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer)
+        dtype = dtype or "float32"
         config = hf_config.read_config(content)
-        dtypes = dict.fromkeys(_hf_shapes(model, weight_views(model, interleaved=False)), dtype or "float32")
     else:
         config = hf_config.read_config(record["config"])
         content = hf_config.with_window(record["config"], config, model)
         content = _extended(content, config, model, settings.data.seq) if trained else content
-        dtypes = record["dtypes"]
-        if dtype:
-            dtypes = dict.fromkeys(dtypes, dtype)
-            content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
+    if dtype:
+        content = {key: value for key, value in content.items() if key != "dtype"} | {"torch_dtype": dtype}
     # The tokenizer config of a run that knows no import, but reads with somebody's tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
@@ -217,7 +216,7 @@ def to_hf(
         for here in export.plain_names(params.stored).values():
             view = views[here.name]
             name = view.name(here.index)
-            tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtypes[name]], []))
+            tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype or record["dtypes"][name]], []))
             tensors[name].arrays.append((here.name, here.index, view))
         write_model(unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes)
         params.check()
@@ -284,15 +283,6 @@ def _record_of(like: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return record
 
 
-def _differing(record: dict[str, Any] | None, model: ModelConfig) -> str:
-    """In which keys a model is not the one that was imported, in words."""
-    if record is None:
-        return ""
-    config = hf_config.read_config(record["config"])
-    keys = hf_config.differing_keys(config, model)
-    return ", ".join(f"model.{key}={config.model[key]!r} there, {getattr(model, key)!r} here" for key in keys)
-
-
 def _extended(content: dict[str, Any], config: HfConfig, model: ModelConfig, seq: int) -> dict[str, Any]:
     """An imported config.json with the context extension of the model, and no shorter than its windows of `seq`."""
     known = config.context
@@ -345,11 +335,6 @@ def _texts_beside(
         if end not in ids:
             texts[GENERATION] = json_text(generation | {"eos_token_id": [*ids, end] if ids else end})
     return texts
-
-
-def json_text(content: Mapping[str, Any]) -> str:
-    """An object as these files hold it."""
-    return json.dumps(content, indent=2) + "\n"
 
 
 def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:

@@ -25,8 +25,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from parallax.config.keys import NAME_BYTES
 from parallax.runtime.errors import CheckpointError, quoted, shown
-from parallax.runtime.files import exists, is_file, is_link, new_file, open_file, read_object, size_bytes, write_whole
+from parallax.runtime.files import exists, is_file, is_link, new_file, object_of, open_file, read_object, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -53,8 +54,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-INDEX_LIMIT_BYTES = HEADER_LIMIT_BYTES
-NAME_BYTES = 255  # of a file, in POSIX's file systems
 
 
 class Tensor(NamedTuple):
@@ -76,23 +75,17 @@ def read_header(path: Path) -> dict[str, Tensor]:
         with open_file(path) as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if length > HEADER_LIMIT_BYTES:
-                raise _bad(path, f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
+                raise ValueError(f"its header has {length} bytes by its own account; {HEADER_LIMIT_BYTES} are read")
             text = file.read(length)
-        with safe_open(path, framework="numpy", backend="pread") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            found = {name: (about.get_dtype(), tuple(about.get_shape())) for name, about in slices.items()}
-    except SafetensorError as error:
+        with safe_open(path, framework="numpy", backend="pread"):
+            header = object_of(text)  # once the library has found no fault with it
+    except (SafetensorError, ValueError) as error:
         raise _bad(path, str(error).removeprefix("Error while deserializing header: ")) from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    tensors, at = {}, LENGTH_BYTES + length
-    for name, (dtype, shape) in found.items():
-        tensors[name] = _check_tensor(path, name, dtype, shape, at)
-        at = tensors[name].end
-    if at != size_bytes(path):  # there are no holes
-        raise _bad(path, f"its tensors end at byte {at}; it was written to meanwhile")
-    _check_once(path, text)
-    return tensors
+    header.pop(METADATA, None)
+    tensors = {name: _read_entry(path, name, about, LENGTH_BYTES + length) for name, about in header.items()}
+    return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
 def read_pieces(path: Path, tensor: Tensor, limit_bytes: int) -> Iterator[np.ndarray]:
@@ -131,8 +124,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str]
     header, at = {}, 0
     for name, about in tensors.items():
         end = at + nbytes(about)
-        if np.dtype(about.dtype) not in DTYPE_NAMES:
-            raise CheckpointError(f"{quoted(name)} is of {about.dtype}, for which safetensors has no name")
         dtype = DTYPE_NAMES[np.dtype(about.dtype)]
         header[name] = {"dtype": dtype, "shape": list(about.shape), "data_offsets": [at, end]}
         at = end
@@ -152,31 +143,18 @@ def nbytes(about: Any) -> int:
     return math.prod(about.shape) * np.dtype(about.dtype).itemsize
 
 
-def _check_tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...], start: int) -> Tensor:
+def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> Tensor:
+    """A tensor's entry in a header, whose data begin at a byte."""
+    if set(about) != {"dtype", "shape", "data_offsets"}:
+        raise _bad(path, f"tensor {quoted(name)} has not dtype, shape and data_offsets alone")
+    dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     if dtype not in DTYPES:
         raise _bad(path, f"tensor {quoted(name)} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if len(shape) > MOST_DIMS:
         raise _bad(path, f"tensor {quoted(name)} has {len(shape)} dims; an array has at most {MOST_DIMS}")
     if math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > MOST_BYTES:
         raise _bad(path, f"tensor {quoted(name)} has the shape {quoted(list(shape))}, which no array has")
-    tensor = Tensor(DTYPES[dtype], shape, start, start)
-    return tensor._replace(end=start + nbytes(tensor))
-
-
-def _check_once(path: Path, text: bytes) -> None:
-    """Refuse a repeated name and further keys, which the library accepts and readers understand differently."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _bad(path, f"{quoted(name)} is there twice")
-            seen.add(name)
-        return dict(pairs)
-
-    for name, about in json.loads(text, object_pairs_hook=once).items():
-        if name != METADATA and set(about) != {"dtype", "shape", "data_offsets"}:
-            raise _bad(path, f"tensor {quoted(name)} has not dtype, shape and data_offsets alone")
+    return Tensor(DTYPES[dtype], shape, begin + start, begin + end)
 
 
 def _bad(path: Path, how: str) -> CheckpointError:
@@ -229,7 +207,9 @@ def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
     Raises:
         CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
     """
-    if not exists(folder / INDEX) and is_file(folder / SINGLE):
+    if not exists(folder / INDEX):
+        if not is_file(folder / SINGLE):
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?")
         path = _checked_file(folder, SINGLE)
         return {name: (path, tensor) for name, tensor in read_header(path).items()}
     homes = _read_index(folder)
@@ -250,23 +230,13 @@ def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
-        if size_bytes(path) > INDEX_LIMIT_BYTES:
-            raise CheckpointError(f"{path} has {size_bytes(path)} bytes, more than {INDEX_LIMIT_BYTES}")
-        homes = read_object(path)["weight_map"]
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?"
-        ) from None
+        homes = read_object(path).get("weight_map")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    except KeyError as error:
-        raise CheckpointError(f"{path} is damaged: it has no weight_map") from error
-    except CheckpointError:
-        raise
+        raise _unreadable(path, error) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(homes, dict) or not all(isinstance(home, str) for home in homes.values()):
-        raise CheckpointError(f"{path} is damaged: its weight_map does not lead from names to files")
+        raise CheckpointError(f"{path} is damaged: it has no weight_map that leads from names to files")
     return homes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.config.sections import ModelConfig
-from parallax.model.kernels import KERNELS, LANES, widest_head
+from parallax.model.kernels import ATTENTION_KERNELS, LANES, widest_head
 from parallax.runtime.errors import ConfigError, divisors, listed
 from parallax.schedules import Schedule
 from parallax.sharding.layout import named_leaves
@@ -70,17 +70,17 @@ def check_kernel(model: ModelConfig, mesh: Any) -> None:
     if device is not None:
         check_kernel_on(model, device.platform, device.device_kind)
     else:
-        check_kernel_on(model, KERNELS[model.kernel].native[0], "")
+        check_kernel_on(model, ATTENTION_KERNELS[model.kernel].native[0], "")
 
 
 def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     """Raise ConfigError where devices of this kind do not have the attention kernel, or not for heads so wide. Of an
     unknown kind, "", the most is taken."""
-    runs = KERNELS[model.kernel]
+    runs = ATTENTION_KERNELS[model.kernel]
     if platform not in runs.platforms:
         needs = " or ".join(f"{name.upper()}s" for name in runs.native)
         tried = "".join(f", or {name.upper()}s to try it on" for name in runs.interpreted)
-        fit = ", ".join(repr(name) for name, other in KERNELS.items() if platform in other.native)
+        fit = ", ".join(repr(name) for name, other in ATTENTION_KERNELS.items() if platform in other.native)
         raise ConfigError(
             f"model.kernel={model.kernel!r} needs {needs}{tried}, and these are {platform.upper()}s ({kind}); "
             f"use kernel in {{{fit}}}."

@@ -36,7 +36,7 @@ class Runs(NamedTuple):
 
 
 # What model.kernel may be, and the only place that says where each of them runs.
-KERNELS = {
+ATTENTION_KERNELS = {
     "xla": Runs(("cpu", "gpu", "tpu")),
     "cudnn": Runs(("gpu",)),
     "splash": Runs(("tpu",), interpreted=("cpu",)),
@@ -156,17 +156,17 @@ _attention.defvjp(_forward, _backward)
 
 def _kernel_of(q: Array, k: Array, v: Array, segments: Array) -> Callable:
     """The kernel for these shapes and segments, of q [B, H, S, J], k [B, G, S, J] and v [B, G, S, K]."""
-    kernel = _kernel(*q.shape[1:3], _interpreted())
+    kernel = _splash_kernel(*q.shape[1:3], _interpreted())
     row = lambda q, k, v, segments: kernel(q, k, v, splash.SegmentIds(segments, segments))  # noqa: E731
     return lambda q, k, v: jax.vmap(row)(q, k, v, segments)
 
 
 def _tables(q: Array) -> list[Array]:
-    return jax.tree.leaves(_kernel(*q.shape[1:3], _interpreted()))
+    return jax.tree.leaves(_splash_kernel(*q.shape[1:3], _interpreted()))
 
 
 @functools.cache
-def _kernel(heads: int, seq: int, interpreted: bool) -> Callable:
+def _splash_kernel(heads: int, seq: int, interpreted: bool) -> Callable:
     size = block_tokens(seq)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.

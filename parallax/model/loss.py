@@ -17,27 +17,15 @@ from parallax.sharding.layout import Layout
 def cross_entropy(
     logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
 ) -> Array:
-    """Sums over tokens of `-log p(label)` and of `z_coefficient * logsumexp^2`, [2]; ignored labels count nothing.
+    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is IGNORED.
 
-    `table` says how the vocab is cut; each rank gives its columns, and all get the same sum. Columns behind the first
-    `entries` of the vocab, its padding, have no share.
+    Where it is no id of the vocab either, both are NaN, and so are their gradients. `table` says how the vocab is cut;
+    each rank gives its columns, and all get the same losses. Columns behind the first `entries` of the vocab, its
+    padding, have no share.
 
     Communication:
         forward   all_reduce of the largest logit, the sum and the label's logit over tp if the vocab is cut over tp
         backward  nothing
-    """
-    return token_losses(logits_CV, labels_C, table, z_coefficient, entries).sum(axis=1)
-
-
-def token_losses(
-    logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
-) -> Array:
-    """Of each token `-log p(label)` and `z_coefficient * logsumexp^2`, [2, C]; 0 where the label is IGNORED.
-
-    Where it is no id of the vocab either, both are NaN, and so are their gradients. `entries` are those of the vocab,
-    where columns behind them are padding.
-
-    Its communication is that of `cross_entropy`, which adds these up.
     """
     axes = table.cut_of("vocab")
     if entries is not None:
@@ -64,7 +52,7 @@ def chunked_loss(
     *,
     entries: int | None = None,
 ) -> Array:
-    """The sums [2] of `cross_entropy` over N tokens, forward only."""
+    """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
     loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient, entries=entries)
     _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))
     return losses.sum(axis=0)
@@ -104,7 +92,7 @@ def chunked_loss_and_grads(
 
 def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float, entries: int | None) -> Array:
     logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
-    return cross_entropy(logits_CV, labels_C, layout, z_coefficient, entries)
+    return cross_entropy(logits_CV, labels_C, layout, z_coefficient, entries).sum(axis=1)
 
 
 def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:

@@ -20,7 +20,7 @@ from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.einsum import einsum
 
-WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
+UP_WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
 
 class MLA(nn.Module):
@@ -159,12 +159,12 @@ class Up(Dense):
     def absorb_query(self, q: Array) -> Array:
         """Queries of the heads turned into queries of the latent, [B, S, H, R]."""
         heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
-        return einsum(f"{heads}, {WHOLE} -> {latents}", q, self._own_heads())
+        return einsum(f"{heads}, {UP_WHOLE} -> {latents}", q, self._own_heads())
 
     def expand(self, seen: Array) -> Array:
         """What each head saw of the latents, [B, S, H, R], turned into its values, [B, S, H, K]."""
         heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
-        return einsum(f"{latents}, {WHOLE} -> {heads}", seen, self._own_heads())
+        return einsum(f"{latents}, {UP_WHOLE} -> {heads}", seen, self._own_heads())
 
     def _own_heads(self) -> Array:
-        return reshard(f"{self.weight} -> {WHOLE}", self.kernel.astype(self.dtype))
+        return reshard(f"{self.weight} -> {UP_WHOLE}", self.kernel.astype(self.dtype))

@@ -18,7 +18,7 @@ from parallax.model.families import Family
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.norm import RMSNorm
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
 
@@ -68,7 +68,7 @@ class Block(nn.Module):
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
-        shared |= {"temperature": rope_of(m).temperature(), "out_scale": self._out_scale}
+        shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps}
         return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
 
@@ -93,7 +93,7 @@ class Parts(NamedTuple):
         embedding, blocks, head = jax.random.split(key, 3)
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
-        context = training_context(rope_of(model), ids, ids, ids[0], None)
+        context = training_context(Rope(model), ids, ids, ids[0], None)
         block = self.block.clone(model=dataclasses.replace(model, kernel="xla"))  # one token is too few for others
         stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(jax.random.split(blocks, model.layers))
         return {

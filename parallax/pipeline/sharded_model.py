@@ -32,7 +32,7 @@ from parallax.model.checks import (
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
 from parallax.pipeline.buffers import index
@@ -291,7 +291,7 @@ class ShardedModel:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
         masked = self.model.kernel != "splash"
-        return training_context(rope_of(self.model), positions, segments, rows, tokens.key, masked=masked)
+        return training_context(Rope(self.model), positions, segments, rows, tokens.key, masked=masked)
 
     def _stage(self, kind: type[Stage]) -> Stage:
         loop = LayerLoop(

@@ -15,7 +15,7 @@ from parallax.runtime import files
 from parallax.runtime.errors import tell
 from parallax.runtime.multihost.job import agree, is_first, is_shared
 
-AUTO, OFF = "auto", "off"
+AUTO_FOLDER, OFF = "auto", "off"
 
 _ours: str | None = None  # the folder that we told JAX; another one is of the user's program or environment
 
@@ -53,23 +53,23 @@ def _may_keep(setting: str) -> bool:
     """Whether to cache programs of these devices: on CPU, cached programs with collectives have hung."""
     if jax.default_backend() != "cpu":
         return True
-    if setting != AUTO and jax.device_count() > 1:
+    if setting != AUTO_FOLDER and jax.device_count() > 1:
         _complain("those of several CPU devices can hang when they are loaded again (train.compile_cache)")
         return False
-    return setting != AUTO
+    return setting != AUTO_FOLDER
 
 
 def _made(setting: str) -> str:
     """Make the folder and check that it is writable; "" and a message if not."""
     try:
-        folder = users_folder(os.environ) if setting == AUTO else Path(setting).expanduser().absolute()
+        folder = users_folder(os.environ) if setting == AUTO_FOLDER else Path(setting).expanduser().absolute()
         for path in (folder.parent, folder):
-            files.make_folder(path, mode=0o700 if setting == AUTO else 0o777)
+            files.make_folder(path, mode=0o700 if setting == AUTO_FOLDER else 0o777)
         files.try_writing(folder)
     except (OSError, RuntimeError) as error:  # the latter where the user has no home
         _complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return ""
-    if setting == AUTO and not files.is_ours_alone(folder):
+    if setting == AUTO_FOLDER and not files.is_ours_alone(folder):
         _complain(f"others than this user can write in {folder}; chmod go-w, or name a folder in train.compile_cache")
         return ""
     return str(folder)

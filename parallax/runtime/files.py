@@ -4,6 +4,7 @@ Files are local. Only regular files are opened: no link is followed for writing,
 Functions raise OSError unless they say otherwise.
 """
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -325,8 +326,7 @@ def _is_deep(content: dict[str, Any]) -> bool:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice[:SHOWN]!r} is there twice")
     return content
 

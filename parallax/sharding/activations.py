@@ -3,8 +3,7 @@
 Strings name every axis that may cut a batch. One that a mesh does not have is not bound: it cuts and sends nothing.
 """
 
-from parallax.config.sections import RESIDUALS as RESIDUAL_VALUES
-from parallax.config.sections import LayoutConfig
+from parallax.config.sections import RESIDUAL_VALUES, LayoutConfig
 from parallax.sharding.layout import Layout
 
 BATCH_AXES = ("replica", "dp")

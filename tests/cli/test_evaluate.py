@@ -21,7 +21,7 @@ from parallax.data import open_reader
 from parallax.data.reader import documents_of_split
 from parallax.data.tokenizer import Bytes, load_tokenizer
 from parallax.data.vocabulary import with_tokenizer, with_vocab_of_source
-from parallax.inference.run import LoadedStep, load_trained
+from parallax.inference.run import Run, load_trained
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
@@ -257,6 +257,6 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_refused(corpus, tmp_path
     config = read_settings(tiny_config(corpus, **{"data.tokenizer": "bytes"})).data
     sizes, every_row = SimpleNamespace(vocab=384), NamedSharding(jax.make_mesh((1,), "dp"), PartitionSpec())
     model = SimpleNamespace(model=sizes, axis_sizes={"pp": 1, "dp": 1}, batch_sharding=every_row)
-    trained = LoadedStep(8, tmp_path, model, None, SimpleNamespace(fingerprint="of another corpus"))
+    trained = Run(tmp_path, 8, None, model, None, SimpleNamespace(fingerprint="of another corpus"))
     with pytest.raises(DataError, match="read with another tokenizer than that of step 8: data.tokenizer='bytes'"):
         open_text(trained, config, None, tmp_path)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, RESIDUALS, SECTIONS, MeshConfig
+from parallax.config.sections import AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
 from parallax.config.settings import read_settings
 from parallax.model.checks import check_divides, check_layouts
 from parallax.runtime.errors import ConfigError
@@ -124,7 +124,7 @@ SIZES = dict(vocab=48, layers=4, d_model=48, d_ff=48, heads=48, kv_heads=48, d_h
 FORMS = [
     {"model": {"attention": attention}, "layout": {"residual": residual, "tensor_parallel": family, "embedding": table}}
     for attention in ("mla", "gqa")
-    for residual in RESIDUALS
+    for residual in RESIDUAL_VALUES
     for family in ("column_row", "scatter")
     for table in ("vocab_parallel", "all_to_all")
 ]

@@ -12,7 +12,7 @@ from tiny import build, make_batch, params_of
 import parallax as px
 from parallax.model.batch import IGNORED
 from parallax.model.context import training_context
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 
 ROWS, SEQ = 8, 16
 CASES = {"mla": {}, "mla_latent_queries": {"d_latent_q": 16}, "gqa": {"attention": "gqa"}, "yarn": {}}
@@ -44,7 +44,7 @@ def test_the_maps_and_the_cache_make_what_the_layer_makes(case):
     """The first layer's output, from its attention map and what it caches alone."""
     model, params, batch, inside = seen(case)
     block, parts = jax.tree.map(lambda leaf: leaf[0], params["blocks"]), plain_parts(model.model)
-    context = training_context(rope_of(model.model), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
+    context = training_context(Rope(model.model), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
     x = params["embedding"]["table"][batch["tokens"]]
     x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + model.model.norm_eps) * block["attention_norm"]["scale"]
     layer = parts.block.bind({"params": block}).attention.clone(parent=None)

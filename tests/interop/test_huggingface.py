@@ -25,7 +25,7 @@ from parallax.data.tokenizer import train_bpe
 from parallax.interop.export import RECORD, SavedStep
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.runtime.errors import CheckpointError, ConfigError
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -354,9 +354,11 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
     assert {name: x.shape for name, x in read_folder(tmp_path / "out").items()} == shapes_of(config)
     assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
     same_bytes(made, params_of(tmp_path / "back", 0))
-    there, here = rope_of(settings.model), rope_of(load_settings(tmp_path / "back").model)
+    there, here = Rope(settings.model), Rope(load_settings(tmp_path / "back").model)
     np.testing.assert_array_equal(there.frequencies(), here.frequencies())
-    np.testing.assert_allclose((there.temperature(), there.magnitude), (here.temperature(), here.magnitude), rtol=1e-12)
+    np.testing.assert_allclose(
+        (there.temperature(), there.model.rope_magnitude), (here.temperature(), here.model.rope_magnitude), rtol=1e-12
+    )
 
 
 NOWHERE = {

@@ -16,7 +16,7 @@ from parallax.cli.convert import main
 from parallax.cli.evaluate import evaluate
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.tokenizer import Bytes, load_tokenizer, train_bpe
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 
 BOS = "<s>"
 BPE = train_bpe(["It is a truth that a small text is enough."] * 4, vocab=270)
@@ -244,7 +244,7 @@ def test_an_imported_context_grows_to_the_windows_and_rotates_as_before(tmp_path
     assert found["max_position_embeddings"] == context
     assert found == config if context == config["max_position_embeddings"] else found != config
     assert main(["from-hf", str(tmp_path / "out"), "--workdir", str(tmp_path / "back")]) == 0
-    there, here = (rope_of(load_settings(tmp_path / name).model).frequencies() for name in ("run", "back"))
+    there, here = (Rope(load_settings(tmp_path / name).model).frequencies() for name in ("run", "back"))
     np.testing.assert_array_equal(there, here)
 
 

@@ -13,7 +13,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, mesh_of, model_config
 from parallax.model.attention import attend
 from parallax.model.context import Context
 from parallax.model.families import FAMILIES
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.sharding.collectives import as_varying, bound_axis_sizes
 from parallax.sharding.layout import Layout
 
@@ -36,7 +36,7 @@ def build(name, residual=HIDDEN_CUT, family="column_row", kv="kv_heads/tp"):
 @functools.cache
 def subject(name):
     """(params, the layer as a compiled function of x, ids, positions and segments)."""
-    rope = rope_of(model_config(**KINDS[name]))
+    rope = Rope(model_config(**KINDS[name]))
     _, params = declared(build(name), rope)
     return params, jax.jit(call(build(name), rope))
 
@@ -141,7 +141,7 @@ def one_document():
 def test_decoding_with_a_cache_equals_the_call(name, prefill):
     params, run = subject(name)
     expected = run(params, *one_document())
-    decoded = jax.jit(decode_all(build(name), rope_of(model_config(**KINDS[name])), prefill))(params, *one_document())
+    decoded = jax.jit(decode_all(build(name), Rope(model_config(**KINDS[name])), prefill))(params, *one_document())
     np.testing.assert_allclose(decoded, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -165,7 +165,7 @@ def test_decoding_on_more_ranks_than_key_heads(family):
 def check_decode(name, family, mesh, residual, *, prefill, kv=None):
     params, run = subject(name)
     kv = kv or ("kv_heads" if name == "mqa" else "kv_heads/tp")
-    layer, rope = build(name, residual, family, kv), rope_of(model_config(**KINDS[name]))
+    layer, rope = build(name, residual, family, kv), Rope(model_config(**KINDS[name]))
     layouts, _ = declared(layer, rope)
     specs = jax.tree.map(Layout.spec, layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
     cut = Layout.parse(residual).spec()

@@ -24,7 +24,7 @@ from parallax.model.attention import attend
 from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context, causal_mask
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
 
@@ -203,7 +203,7 @@ def layer_alone(kind, seq=SEQ):
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))
-    context = Context(rope_of(model.model).tables(positions), None, jnp.arange(2), None, segments_BS=segments)
+    context = Context(Rope(model.model).tables(positions), None, jnp.arange(2), None, segments_BS=segments)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
     return SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context)), weights, x, context
 

@@ -10,7 +10,7 @@ from tiny import HIDDEN_CUT, model_config
 
 from parallax.model.context import causal_mask
 from parallax.model.families import FAMILIES
-from parallax.model.rope import Rope, rope_of, rotate
+from parallax.model.rope import Rope, rotate
 
 EPS = 1e-6
 # float32 against float64: outputs of size 1 to 100, sums of up to 64 terms.
@@ -49,8 +49,9 @@ def test_the_gated_mlp_is_swiglu():
 
 
 def rope(**changes):
-    plain = dict(width=8, theta=100.0, scaling="none", factor=1.0, original_seq=64)
-    return Rope(**(plain | dict(fast_turns=32.0, slow_turns=1.0, sharpness=0.0, magnitude=1.0) | changes))
+    """Positions of heads of 8 dims."""
+    width, keys = changes.pop("width", 8), dict(theta=100.0, original_seq=64) | changes
+    return Rope(model_config(attention="gqa", d_head=width, **{f"rope_{key}": value for key, value in keys.items()}))
 
 
 def test_rope_turns_pairs_by_position_times_frequency():
@@ -99,7 +100,9 @@ def test_llama3_goes_from_kept_to_stretched_by_turns(width, theta, original_seq)
 
 
 def test_a_temperature_that_is_given_is_taken_and_a_magnitude_multiplies_what_is_rotated():
-    assert rope(scaling="yarn", factor=4.0, sharpness=1.25).temperature() == rope(sharpness=1.25).temperature() == 1.25
+    assert (
+        rope(scaling="yarn", factor=4.0, temperature=1.25).temperature() == rope(temperature=1.25).temperature() == 1.25
+    )
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
     turned = [rotate(x, rope(magnitude=m).tables(jnp.arange(10).reshape(2, 5))) for m in (1.0, 1.5)]
     np.testing.assert_allclose(turned[1], 1.5 * turned[0], **CLOSE)
@@ -130,12 +133,12 @@ def test_every_head_gets_the_same_angles():
 def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
     model = model_config(attention="gqa", kv_heads=kv_heads, **changes)
     gqa = attention_layer("gqa", HIDDEN_CUT, FAMILIES["column_row"], kv_heads=kv_heads, **changes)
-    _, params = declared(gqa, rope_of(model))
+    _, params = declared(gqa, Rope(model))
     x, ids, positions, segments = windows()
-    angles = rope_of(model).frequencies()
-    expected = oracles.gqa(double(params), double(x), positions, segments, angles, rope_of(model).temperature())
+    angles = Rope(model).frequencies()
+    expected = oracles.gqa(double(params), double(x), positions, segments, angles, Rope(model).temperature())
     np.testing.assert_allclose(
-        call(gqa, rope_of(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        call(gqa, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -144,12 +147,12 @@ def test_gqa_is_softmax_attention_of_groups(kv_heads, changes):
 def test_mla_is_what_the_paper_writes_out(d_latent_q, changes):
     model = model_config(attention="mla", d_latent_q=d_latent_q, **changes)
     mla = attention_layer("mla", HIDDEN_CUT, FAMILIES["column_row"], d_latent_q=d_latent_q, **changes)
-    _, params = declared(mla, rope_of(model))
+    _, params = declared(mla, Rope(model))
     x, ids, positions, segments = windows()
-    temperature, angles = rope_of(model).temperature(), rope_of(model).frequencies()
+    temperature, angles = Rope(model).temperature(), Rope(model).frequencies()
     expected = oracles.mla(double(params), double(x), positions, segments, angles, EPS, temperature)
     np.testing.assert_allclose(
-        call(mla, rope_of(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
+        call(mla, Rope(model))(params, x, ids, positions, segments), expected, rtol=1e-4, atol=1e-4
     )
 
 

@@ -10,7 +10,7 @@ from tiny import HIDDEN_CUT, SEQ_CUT, model_config
 
 from parallax.model.dense import Dense
 from parallax.model.families import FAMILIES
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 
 # Sums over 4 to 64 float32 terms in another order.
@@ -23,7 +23,7 @@ LAYERS = [(name, family) for name in IN_FAMILIES for family in FAMILIES] + [(nam
 
 def rope_for(name):
     model = model_config(attention="gqa" if "gqa" in name else "mla")
-    return rope_of(model)
+    return Rope(model)
 
 
 def check_equal(actual, expected):

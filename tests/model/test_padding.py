@@ -25,7 +25,7 @@ from parallax.data.vocabulary import with_vocab, with_vocab_of_source
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding
-from parallax.model.loss import token_losses
+from parallax.model.loss import cross_entropy
 from parallax.runtime.errors import ConfigError, DataError
 from parallax.sharding.layout import Layout
 from parallax.training.optimizer import make_optimizer
@@ -186,7 +186,7 @@ def test_an_id_of_the_padding_is_no_id():
     )
     rows = embedding.apply({"params": {"table": jnp.ones((PADDED, 2))}}, jnp.array([[VOCAB - 1, VOCAB]]), [0], None)
     assert np.isfinite(rows[0, 0]).all() and np.isnan(rows[0, 1]).all()
-    losses = token_losses(
+    losses = cross_entropy(
         jnp.zeros((2, PADDED)), jnp.array([VOCAB - 1, VOCAB]), Layout.parse("vocab d_model"), 0.0, VOCAB
     )
     np.testing.assert_allclose(losses[0], [np.log(VOCAB), np.nan], rtol=1e-6)

@@ -21,7 +21,7 @@ from parallax.config.sections import (
     REMAT,
 )
 from parallax.model.context import training_context
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
@@ -56,7 +56,7 @@ def layer_alone():
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(4, 16, model.d_model)), jnp.float32) for _ in range(2))
     ids = jnp.zeros((4, 16), jnp.int32)
-    context = training_context(rope_of(model), ids, ids, jnp.arange(4), None)
+    context = training_context(Rope(model), ids, ids, jnp.arange(4), None)
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
     vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))

@@ -24,7 +24,7 @@ from parallax.model.dropout import Dropout
 from parallax.model.families import FAMILIES
 from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
-from parallax.model.rope import rope_of
+from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
 from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
@@ -80,7 +80,7 @@ LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in 
 def test_a_layer_sends_what_it_says(name, family, residual):
     name, _, kv = name.partition(" ")
     layer = residual_layers(residual, FAMILIES[family], kv=kv or "kv_heads/tp")[name]
-    rope = rope_of(model_config(attention="gqa" if "gqa" in name else "mla"))
+    rope = Rope(model_config(attention="gqa" if "gqa" in name else "mla"))
     layouts, params = declared(layer, rope)
     facts = {
         "it is cut over seq": residual == SEQ_CUT,
@@ -102,12 +102,12 @@ def test_a_block_sends_what_its_parts_send():
     parts = residual_layers(residual, family)
 
     def run(params, x, ids, positions, segments):
-        context = training_context(rope_of(model), positions, segments, np.arange(len(ids)), None)
+        context = training_context(Rope(model), positions, segments, np.arange(len(ids)), None)
         return block.apply({"params": params}, x, context)
 
     layouts, params = {}, {}
     for name, part in {"attention_norm": "norm", "attention": "gqa", "mlp_norm": "norm", "mlp": "mlp"}.items():
-        layouts[name], params[name] = declared(parts[part], rope_of(model))
+        layouts[name], params[name] = declared(parts[part], Rope(model))
     found = sent(run, (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
     facts = {"the last dim is cut over tp": True}
     whole = [promised(type(parts[part]), name, facts) for part, name in (("gqa", "column_row"), ("mlp", "column_row"))]
