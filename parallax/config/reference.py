@@ -10,7 +10,7 @@ from pathlib import Path
 from parallax.config.keys import ABOVE_ZERO, Section
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # that come with the repository
-LINE_WIDTH = 120
+FILE_WIDTH = 120
 LARGEST_SHOWN = 10_000  # a larger limit is far from what anybody writes
 
 
@@ -31,10 +31,10 @@ def key_lines(section: type[Section], prefix: str) -> Iterator[str]:
         key = field.metadata["key"]
         comment = f"{values_of(field)}: {key.meaning}" if key.choices else key.meaning
         line = f"{prefix}.{section.section}.{field.name} = {default_of(field)}"
-        if len(line) + len(f"  # {comment}") <= LINE_WIDTH:
+        if len(line) + len(f"  # {comment}") <= FILE_WIDTH:
             yield f"{line}  # {comment}"
         else:
-            yield from textwrap.wrap(comment, LINE_WIDTH, initial_indent=indent, subsequent_indent=indent)
+            yield from textwrap.wrap(comment, FILE_WIDTH, initial_indent=indent, subsequent_indent=indent)
             yield line
 
 
