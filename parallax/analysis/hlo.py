@@ -209,6 +209,12 @@ def _numbers(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
+def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and dims of an array, or of all arrays of a tuple."""
+    found = ARRAY.findall(shape)
+    return [(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found]
+
+
 @functools.cache
 def shape_bytes(shape: str) -> int:
     """Bytes of an array or of all arrays of a tuple, without what a layout pads.
@@ -217,10 +223,10 @@ def shape_bytes(shape: str) -> int:
     20
     """
     bits = 0
-    for dtype, dims in ARRAY.findall(shape):
+    for dtype, dims in arrays_of(shape):
         size = re.search(r"\d+", dtype)
         width = 8 if dtype == "pred" else int(size[0]) if size else 0  # tokens have no width
-        bits += width * math.prod(int(dim.strip("<=")) for dim in dims.split(",") if dim)
+        bits += width * math.prod(dims)
     return -(-bits // 8)
 
 
@@ -230,8 +236,7 @@ def float_dims(shape: str) -> list[tuple[int, ...]]:
     >>> float_dims("(bf16[2,3]{1,0}, s32[4])")
     [(2, 3)]
     """
-    floats = (dims for dtype, dims in ARRAY.findall(shape) if re.match(r"b?f\d", dtype))
-    return [tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim) for dims in floats]
+    return [dims for dtype, dims in arrays_of(shape) if re.match(r"b?f\d", dtype)]
 
 
 Groups = list[tuple[int, ...]]

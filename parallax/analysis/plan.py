@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies
 from parallax.analysis.render import stacked_bar, text_table, time_table
-from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
+from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
@@ -286,19 +286,19 @@ def largest_line(found: Estimate) -> str:
     return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
-def compiled_lines(made: Outcome, topology: Topology) -> Iterator[str]:
+def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     """What the compiler says of a step."""
     if made.refused:
         yield f"does not fit: the compiler says {made.refused}"
         return
     yield verdict(made.peak_bytes, topology, "compiled")
     yield f"arguments {in_bytes(made.arguments)}, temporaries {in_bytes(made.temporaries)}"
-    if made.secs is None:
+    if made.time is None:
         yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
         return
-    yield f"MFU {percent(made.mfu)} (compiled; bubble {percent(made.bubble)})"
+    yield f"MFU {percent(made.time.mfu)} (compiled; bubble {percent(made.time.bubble)})"
     yield ""
-    yield from time_table(compiled_parts(made.compute_secs, made.pallas_secs, made.exposed_secs), made.secs)
+    yield from time_table(compiled_parts(made.time), made.time.total_secs)
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:
@@ -308,7 +308,7 @@ def changes_table(found: Sequence[Change]) -> Iterator[str]:
 
 
 def sweep_table(
-    rows: Iterable[PricedLayout], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
+    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
     head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
@@ -331,20 +331,19 @@ def _policy(choice: Choice) -> str:
     return choice.policy + exceptions + ", ahead" * choice.prefetch
 
 
-def _figures(made: Outcome) -> tuple[str, str, str, str]:
-    if made.secs is None:
-        return f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", "", "", ""
-    return f"{made.peak_bytes / 2**30:.2f}", f"{made.secs:.3f}", percent(made.mfu), percent(made.bubble)
+def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
+    held, time = f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", made.time
+    return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
 
 
-def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
+def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[str]:
     """The fastest of the compiled layouts, and the flags that turn the config into it."""
-    timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
+    timed = {choice: made.time for choice, made in compiled.items() if made.time is not None}
     if not timed:
         return
-    best = min(timed, key=lambda choice: timed[choice].secs)
+    best = min(timed, key=lambda choice: timed[choice].total_secs)
     flags = shlex.join(own.flags_to(best)) or "the config as it is"
-    yield f"fastest as compiled: {timed[best].secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    yield f"fastest as compiled: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
 def passed_over_line(search: Sweep) -> str:

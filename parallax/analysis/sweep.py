@@ -21,8 +21,8 @@ from parallax.analysis.layouts import Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
 from parallax.analysis.step_time import (
+    CompiledStep,
     Estimate,
-    Outcome,
     compile_step,
     estimate,
     hidden_secs,
@@ -286,12 +286,12 @@ class Sweep:
         own = [row for row in self.rows[self.keep :] if row.choice == self.own]
         return self.rows[: self.keep] + own
 
-    def compiled(self, choice: Choice, devices: list[Any]) -> Outcome:
+    def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
         key = digest(["compiled", key_of(settings, self.topology, self._versions)])
         if (found := self.cache.get(key)) is not None:
-            return Outcome(*found)
+            return CompiledStep(*found)
         made = compile_step(settings, self.topology, devices)
         self.cache.put(key, made)
         return made

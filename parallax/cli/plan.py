@@ -37,7 +37,7 @@ with loading(__name__, sys.stderr):
         verdict,
     )
     from parallax.analysis.render import time_table
-    from parallax.analysis.step_time import Outcome, compile_step, predict_of
+    from parallax.analysis.step_time import CompiledStep, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.command import Flag, read_command, run_command, written
@@ -131,7 +131,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
     search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
     print(heading(name, settings, topology), flush=True)
-    compiled: dict[Any, Outcome] = {}
+    compiled: dict[Any, CompiledStep] = {}
     try:
         with waiting("pricing layouts") as show:
             search.run(show)
@@ -149,7 +149,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
             write(values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 
 
-def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
+def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, CompiledStep]) -> None:
     """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
     devices = compiler_devices(topology, values)
     if not devices:

@@ -23,7 +23,7 @@ from parallax.analysis.devices import local_topology
 from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
-from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, traced_work
+from parallax.analysis.step_time import CompiledStep, StepTime, by_axes, hidden_secs, messages, predict, traced_work
 from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
@@ -572,8 +572,8 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
         asked.append(choice)
         secs = {0: 0.3, 2: 0.2, 3: 0.1}.get(len(asked) - 1)  # the config's own is asked for first
         if secs is None:
-            return Outcome("Used 20G of 15.8G HBM", 0, 0, 0, None, None, {}, None, None, None)
-        return Outcome("", 1 << 28, 1 << 28, 1 << 29, secs, 0.0, {}, secs, 0.0, 0.01 / secs)
+            return CompiledStep("Used 20G of 15.8G HBM")
+        return CompiledStep("", 1 << 28, 1 << 28, 1 << 29, StepTime(secs, {}, 0.0, secs, 0.0, 0.01 / secs))
 
     monkeypatch.setattr(Sweep, "compiled", compiled)
     monkeypatch.setattr(command, "why_not", lambda topology: "")
