@@ -46,18 +46,18 @@ class Share(NamedTuple):
 Shares = dict[str, Share]
 
 
-def costs_of(model: ShardedModel) -> Costs:
+def costs_of(shapes: Any, remat: str) -> Costs:
     """Times of a model's passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention
-    alone costs its share of the parameters."""
-    counts = parameters_by_component(model.shapes)
+    alone costs its share of the parameters, whose global shapes these are."""
+    counts = parameters_by_component(shapes)
     attention = counts["attention"] / (counts["attention"] + counts["mlp"])
-    again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(model.pipeline.remat, 1.0)
+    again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel) -> Shares:
     """Branch shares of a model's step; its remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model))
+    return shares_of(model.schedule, costs_of(model.shapes, model.pipeline.remat))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies
+from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies, with_changes
 from parallax.analysis.render import stacked_bar, text_table, time_table
 from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
@@ -63,29 +63,20 @@ class Plan:
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [
-                *self._heading(),
-                "",
-                *memory_table(self.estimate),
-                "",
-                *time_table(self.parts, self.secs),
-                largest_line(self.estimate),
-            ]
-        )
+        title = heading(self.name, self.settings, self.topology)
+        return "\n".join([title, *estimate_lines(self.estimate, self.topology)])
 
     def _repr_html_(self) -> str:
         held = {name.replace("_", " "): size for name, size in sorted(self.memory.items(), key=lambda item: -item[1])}
-        lines = "<br>".join(map(escape, self._heading()))
+        lines = "<br>".join(
+            [
+                *map(escape, heading(self.name, self.settings, self.topology).splitlines()),
+                escape(verdict(self.peak_bytes, self.topology, "predicted")),
+                f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
+            ]
+        )
         time = stacked_bar("a step", self.parts, "{:.3f} s".format)
         return f"<p>{lines}</p>{stacked_bar('memory of a chip', held, in_bytes)}{time}"
-
-    def _heading(self) -> list[str]:
-        return [
-            *heading(self.name, self.settings, self.topology).splitlines(),
-            verdict(self.peak_bytes, self.topology, "predicted"),
-            f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
-        ]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -198,12 +189,12 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
-            yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
+            yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
-        yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
+        yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
-        yield f"--config.loss.chunk_tokens={chunk}", _with(settings, "loss", chunk_tokens=chunk)
+        yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
 
 
 def _layouts(own: Choice) -> Iterator[Choice]:
@@ -223,10 +214,6 @@ def _layouts(own: Choice) -> Iterator[Choice]:
         for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
             if (schedule, virtual) != (own.schedule, own.virtual):
                 yield own._replace(schedule=schedule, virtual=virtual)
-
-
-def _with(settings: Settings, section: str, **changes: object) -> Settings:
-    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
 
 
 JAX_TAKES = 0.75  # of a GPU's memory
@@ -261,11 +248,20 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def memory_table(found: Estimate) -> Iterator[str]:
-    """Bytes by component, the largest first."""
+def estimate_lines(found: Estimate, topology: Topology) -> Iterator[str]:
+    """A predicted step: whether it fits, its memory by component, the largest first, and its time by parts."""
+    yield ""
+    yield verdict(found.peak_bytes, topology, "predicted")
+    yield f"MFU {percent(found.mfu)} (analytic)"
+    yield ""
     parts = sorted(found.components.items(), key=lambda item: -item[1])
     rows = [[name.replace("_", " "), in_bytes(size), percent(size / found.peak_bytes)] for name, size in parts if size]
     yield from text_table(["memory of a chip", "predicted", "of the peak"], rows, left=1)
+    yield ""
+    yield from time_table(analytic_parts(found), found.secs)
+    name, size = parts[0]
+    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
+    yield f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
 def analytic_parts(found: Estimate) -> dict[str, float]:
@@ -277,13 +273,6 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
         "bubble of the pipeline": found.bubble_secs,
         "update": found.update_secs,
     }
-
-
-def largest_line(found: Estimate) -> str:
-    """The largest component, and the messages that hide."""
-    name, size = max(found.components.items(), key=lambda item: item[1])
-    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
-    return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
 def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:

@@ -140,7 +140,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=count) for product, count in found.items()],
         program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model)).lockstep_bubble,
+        figures(model.schedule, costs_of(model.shapes, model.pipeline.remat)).lockstep_bubble,
     )
 
 
@@ -176,8 +176,11 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
     for one in sent:
         if not one.bytes:
             continue
-        bandwidth = topology.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
-        spread = topology.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
+        links = topology.route(sizes, one.axes)
+        spread = links.spread if one.kind == "all-to-all" else 1
+        # A message to the next stage takes one link of a torus.
+        to_one = one.kind == "permute" and topology.is_tpu
+        bandwidth = topology.chip.ici_bandwidth if to_one else links.bandwidth
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)

@@ -24,19 +24,15 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import build, placed
     from parallax.analysis.plan import (
-        analytic_parts,
         changes_table,
         compiled_lines,
+        estimate_lines,
         fastest_line,
         heading,
         helpful_changes,
-        largest_line,
-        memory_table,
         passed_over_line,
         sweep_table,
-        verdict,
     )
-    from parallax.analysis.render import time_table
     from parallax.analysis.step_time import CompiledStep, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
@@ -45,7 +41,6 @@ with loading(__name__, sys.stderr):
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
-    from parallax.runtime.units import percent
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
@@ -111,9 +106,7 @@ def plan(name: str, settings: Settings, topology: Topology, values: dict[str, An
     print(heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
-    print("", verdict(now.peak_bytes, topology, "predicted"), f"MFU {percent(now.mfu)} (analytic)", sep="\n")
-    print("", *memory_table(now), "", *time_table(analytic_parts(now), now.secs), sep="\n")
-    print(largest_line(now), flush=True)
+    print(*estimate_lines(now, topology), sep="\n", flush=True)
     with waiting("pricing what would change it") as show:
         changes = helpful_changes(settings, topology, now, show)
     if changes:
