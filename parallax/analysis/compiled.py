@@ -105,14 +105,10 @@ def name_of(op_name: str) -> str:
     if not parts or parts[-1] != "cond" or "body" not in parts:
         return ""
     scopes = [at for at, part in enumerate(parts) if re.fullmatch(f"[{PASSES}]", part)]
-    within = list(_conds(parts[scopes[0] :] if scopes else parts))
+    outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
     if not scopes:
-        return "exit" if len(within) == 1 else ""
-    return parts[scopes[0]] + ("" if len(within) == 1 else "/end")
-
-
-def _conds(parts: list[str]) -> Iterator[int]:
-    return (at for at, part in enumerate(parts) if part == "cond")
+        return "exit" if outermost else ""
+    return parts[scopes[0]] + ("" if outermost else "/end")
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -266,7 +262,7 @@ class TimelineReader:
             dearest = max(range(len(sides)), key=lambda at: weight(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
-        return BranchEvent(_two(share.own), _two(share.lockstep), sides)
+        return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
@@ -394,10 +390,6 @@ def _with_cycles_between(event: Any, after: list) -> Any:
         return event
     last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
     return event._replace(cycles_between=weight(after[:last])[0])
-
-
-def _two(share: float) -> tuple[float, float]:
-    return 1 - share, share
 
 
 def _operand_in_chain(home: Computation, one: Instruction) -> Instruction:

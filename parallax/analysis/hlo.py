@@ -35,7 +35,10 @@ class Instruction(NamedTuple):
 
     def attribute(self, name: str) -> str:
         """The computation or word that `name=` gives, "" where there is none."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return self._note(rf"\b{name}=%?([\w.\-]+)")
+
+    def _note(self, pattern: str) -> str:
+        found = re.search(pattern, self.rest)
         return found[1] if found else ""
 
     @property
@@ -50,26 +53,23 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int | None:
         """The TPU compiler's estimate for this instruction; collectives, loops and kernels have none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        found = self._note(r'"estimated_cycles":"(\d+)"')
+        return int(found) if found else None
 
     @property
     def op_name(self) -> str:
         """Where the traced program asked for it: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'op_name="([^"]*)"')
 
     @property
     def chain(self) -> str:
         """Of a collective in pieces, the number that its pieces share."""
-        found = re.search(r'chain_id="(\d+)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'chain_id="(\d+)"')
 
     @property
     def target(self) -> str:
         """What a custom call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'custom_call_target="([^"]*)"')
 
 
 class Computation(NamedTuple):
@@ -123,8 +123,7 @@ class Module(NamedTuple):
 
     def lines(self, one: Instruction) -> list[tuple[str, int]]:
         """File and line of the source that asked for it, innermost first."""
-        found = re.search(r"stack_frame_id=(\d+)", one.rest)
-        frame, lines = int(found[1]) if found else 0, []
+        frame, lines = int(one.attribute("stack_frame_id") or 0), []
         while frame in self.tables["StackFrames"] and len(lines) < 200:
             numbers = _numbers(self.tables["StackFrames"][frame])
             place = _numbers(self.tables["FileLocations"].get(numbers["file_location_id"], ""))

@@ -253,12 +253,10 @@ class Sweep:
 
     def _look_at(self, choice: Choice) -> None:
         found = priced(choice.applied(self.settings), self.topology, self.cache, self._versions)
-        if found is None:
-            self.passed["not legal"] += 1
-        elif found["estimate"] is None:
-            self.passed["too large"] += 1
+        if isinstance(found, str):
+            self.passed[found] += 1
         else:
-            self.rows.append(PricedLayout(choice, Estimate(*found["estimate"])))
+            self.rows.append(PricedLayout(choice, found))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
     def shown(self) -> list[PricedLayout]:
@@ -292,23 +290,20 @@ def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -
     return topology
 
 
-def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
-    """`{"peak_bytes", "estimate"}` of a layout, from the cache or traced; None where it is not legal.
+def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> Estimate | str:
+    """The estimate of a layout, from the cache or traced; "not legal" or "too large" where there is none.
 
-    Without an estimate where it is too large. `known` are the versions that the cache is kept for.
+    `known` are the versions that the cache is kept for.
     """
     key = key_of(settings, topology, known)
-    if (found := cache.get(key)) is not None:
-        return found or None
-    model = build_if_legal(settings, topology)
-    if model is None:
-        cache.put(key, {})
-        return None
-    held = predicted_memory(model, settings)
-    fits = held.peak <= topology.chip.usable_bytes
-    made = estimate(settings, topology, held, traced_work(model, settings)) if fits else None
-    cache.put(key, {"peak_bytes": held.peak, "estimate": made})
-    return {"peak_bytes": held.peak, "estimate": made}
+    if (found := cache.get(key)) is None:
+        found, model = "not legal", build_if_legal(settings, topology)
+        if model is not None:
+            held = predicted_memory(model, settings)
+            fits = held.peak <= topology.chip.usable_bytes
+            found = estimate(settings, topology, held, traced_work(model, settings)) if fits else "too large"
+        cache.put(key, found)
+    return found if isinstance(found, str) else Estimate(*found)
 
 
 def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:

@@ -36,7 +36,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.step_time import CompiledStep, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
-    from parallax.cli.command import Flag, read_command, run_command, written
+    from parallax.cli.command import Flag, read_command, run_command, write_output, written
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
@@ -82,8 +82,6 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
     for flag in ("svg", "cache"):
         if values[flag] == "":
             raise ConfigError(f"--{flag}='' names nothing; write a path.")
-    if values["topology"] == "":
-        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
@@ -139,7 +137,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
         print(*fastest_line(compiled, search.own), sep="\n", end="")
         if values["svg"] is not None:
-            write(values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
+            write_output("svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 
 
 def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, CompiledStep]) -> None:
@@ -164,14 +162,6 @@ def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
         print(f"\nnot compiled: {reason}")
         return []
     return devices_of(topology)
-
-
-def write(path: str, picture: str) -> None:
-    """Write the picture; ConfigError where that cannot be."""
-    try:
-        Path(path).write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import collectives
 from parallax.analysis.devices import local_topology
-from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
+from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices, policies
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
 from parallax.analysis.step_time import CompiledStep, StepTime, by_axes, hidden_secs, messages, predict, traced_work
@@ -279,24 +279,20 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     settings = tiny(data_global_batch=2)
     brute = set()
     halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    rest = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT, ("microbatch", "layers", "step"), (0, 1))
-    for mesh, others in itertools.product(halves, list(rest)):
-        choice = Choice(*mesh, *others)
-        if (choice.schedule == "interleaved") != (choice.virtual > 1):
+    stages = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT)
+    for mesh, others in itertools.product(halves, list(stages)):
+        if (others[1] == "interleaved") != (others[2] > 1):
             continue  # one stage on each rank is 1F1B
-        if choice.pp == 1 and (choice.schedule, choice.virtual) != ("gpipe", 1):
+        if mesh[0] == 1 and others[1:3] != ("gpipe", 1):
             continue  # the same as gpipe
-        if choice.dp == 1 and (choice.policy, choice.prefetch) != ("zero3", 0):
-            continue  # nothing is gathered
-        if choice.pp == 1 and choice.exceptions:
-            continue  # tables are cut like all else
-        try:
-            s = choice.applied(settings)
-            mesh = AbstractMesh(choice[:3], AXES, axis_types=(AxisType.Auto,) * 3)
-            model_of(s, mesh).check_batch(2, 16)
-        except ParallaxError:
-            continue
-        brute.add(choice)
+        for policy in policies(*mesh[:2]):
+            choice = Choice(*mesh, *others, *policy)
+            try:
+                chips = AbstractMesh(mesh, AXES, axis_types=(AxisType.Auto,) * 3)
+                model_of(choice.applied(settings), chips).check_batch(2, 16)
+            except ParallaxError:
+                continue
+            brute.add(choice)
     legal = {choice for choice in choices(settings, 2) if build_if_legal(choice.applied(settings), PAIR) is not None}
     assert legal == brute
     assert any(choice.schedule == "interleaved" for choice in choices(settings, 2))
