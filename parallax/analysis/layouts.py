@@ -21,20 +21,10 @@ SHARDED_TABLES = "embedding=zero3 head=zero3"
 VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
-
-
-SECTION_OF = {
-    "pp": "mesh",
-    "dp": "mesh",
-    "tp": "mesh",
-    "microbatches": "pipeline",
-    "schedule": "pipeline",
-    "virtual": "pipeline",
-    "remat": "pipeline",
-    "policy": "data_parallel",
-    "exceptions": "data_parallel",
-    "prefetch": "fsdp",
-}
+# Of the settings that a sweep varies, the section of the config.
+SECTION_OF = dict.fromkeys(("pp", "dp", "tp"), "mesh") | {"prefetch": "fsdp"}
+SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
+SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 
 
 class Choice(NamedTuple):

@@ -121,16 +121,12 @@ def without_chips(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-class StandIn(NamedTuple):
-    """A chip that need not be there, by its place on a torus; of chips on switches, `process_index` is the switch."""
-
-    coords: tuple[int, ...]
-    process_index: int
-
-
 @functools.lru_cache
 def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any:
-    """A mesh of chips that fill a torus of this shape; the last axis is laid out first, along few dims."""
+    """A mesh of stand-ins for chips that fill a torus of this shape; the last axis is laid out first, along few dims.
+
+    Of chips on switches, those of one switch have the same process index.
+    """
     lengths = [n for _, n in sizes]
     index = np.indices(lengths)
     places = np.zeros((*lengths, len(shape)), int)
@@ -144,7 +140,7 @@ def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any
             left[dim], stride[dim] = left[dim] // part, stride[dim] * part
     devices = np.empty(lengths, object)
     for number, at in enumerate(np.ndindex(*lengths)):
-        devices[at] = StandIn(tuple(places[at]), number // shape[-1])
+        devices[at] = SimpleNamespace(coords=tuple(places[at]), process_index=number // shape[-1])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
 
