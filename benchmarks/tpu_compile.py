@@ -114,12 +114,12 @@ def row(step: Step) -> str:
 
 def messages(events: list) -> list[bool]:
     """For each message between stages, whether there is a branch or a loop between its start and its done."""
-    from parallax.analysis.compiled import Begin, BranchEvent, End, LoopEvent
+    from parallax.analysis.compiled import BranchEvent, CompiledCollective, End, LoopEvent
 
     found = []
     for at, event in enumerate(events):
-        if isinstance(event, Begin) and event.call.kind == "permute" and event.call.axes == ("pp",):
-            done = events.index(End(event.call.op), at)
+        if isinstance(event, CompiledCollective) and event.kind == "permute" and event.axes == ("pp",):
+            done = events.index(End(event.op), at)
             found.append(any(isinstance(other, BranchEvent | LoopEvent) for other in events[at:done]))
         for inner in (
             event.sides if isinstance(event, BranchEvent) else [event.body] if isinstance(event, LoopEvent) else []

@@ -128,11 +128,9 @@ def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: M
     operand = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
     groups = equation.params.get("axis_index_groups")  # a step of a gather in two
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
-    if kind == "permute":
-        moves = any(source == at[axes[0]] != target for source, target in equation.params["perm"])
-        size = operand if moves else 0
-    else:
-        size = _bytes(kind, operand, count)
+    size = sent_bytes(kind, operand, count)
+    if kind == "permute" and not any(source == at[axes[0]] != target for source, target in equation.params["perm"]):
+        size = 0
     return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
 
 
@@ -142,7 +140,14 @@ def _axes(equation: JaxprEqn) -> tuple[str, ...]:
     return tuple(sorted(named, key=ALL_AXES.index))
 
 
-def _bytes(kind: str, operand: int, devices: int) -> int:
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """Bytes that a device sends in one collective among so many devices, from those of its operands.
+
+    >>> sent_bytes("all-gather", 100, 4), sent_bytes("all-reduce", 100, 4), sent_bytes("permute", 100, 2)
+    (300, 150, 100)
+    """
+    if kind == "permute":
+        return operand
     if kind == "all-gather":
         return (devices - 1) * operand
     share = -(-(devices - 1) * operand // devices)

@@ -3,19 +3,21 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from parallax.analysis.collectives import sent_bytes
 from parallax.analysis.flops import parameters_by_component
 from parallax.analysis.hlo import (
     COLLECTIVES,
     Computation,
     Instruction,
     Module,
+    arrays_of,
     axes_of,
     float_dims,
     groups_of,
@@ -44,22 +46,18 @@ class Share(NamedTuple):
 Shares = dict[str, Share]
 
 
-def attention_share(shapes: Any) -> float:
-    """Attention's share of a layer's parameters."""
+def costs_of(shapes: Any, remat: str) -> Costs:
+    """Times of a model's passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention
+    alone costs its share of the parameters, whose global shapes these are."""
     counts = parameters_by_component(shapes)
-    return counts["attention"] / (counts["attention"] + counts["mlp"])
-
-
-def costs_of(remat: str, attention: float) -> Costs:
-    """Times of passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention alone costs
-    its share of the parameters."""
+    attention = counts["attention"] / (counts["attention"] + counts["mlp"])
     again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel) -> Shares:
     """Branch shares of a model's step; its remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model.pipeline.remat, attention_share(model.shapes)))
+    return shares_of(model.schedule, costs_of(model.shapes, model.pipeline.remat))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
@@ -107,14 +105,10 @@ def name_of(op_name: str) -> str:
     if not parts or parts[-1] != "cond" or "body" not in parts:
         return ""
     scopes = [at for at, part in enumerate(parts) if re.fullmatch(f"[{PASSES}]", part)]
-    within = list(_conds(parts[scopes[0] :] if scopes else parts))
+    outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
     if not scopes:
-        return "exit" if len(within) == 1 else ""
-    return parts[scopes[0]] + ("" if len(within) == 1 else "/end")
-
-
-def _conds(parts: list[str]) -> Iterator[int]:
-    return (at for at, part in enumerate(parts) if part == "cond")
+        return "exit" if outermost else ""
+    return parts[scopes[0]] + ("" if outermost else "/end")
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -122,24 +116,30 @@ KINDS = dict(zip(COLLECTIVES, (*COLLECTIVES[:-1], "permute"), strict=True))
 PROJECT = "parallax/"
 
 
-class CollectiveCall(NamedTuple):
-    """A collective of the compiled program; `bytes` are what a device sends in one call of it.
+class CompiledCollective(NamedTuple):
+    """A collective of the compiled program; in a timeline, its start.
 
-    `pairs` are a permutation's senders and receivers, none for other collectives; `group` are the devices of one group
-    of the others, where they are not all along `axes`.
-    `merged` are the arrays that it moves together. `source` is the operation's name in the traced program, and where
-    the compiler dropped that, its operand's; `line` is the innermost of this project's.
+    `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
+    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
+    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
+    `source` is its name in the traced program, and where the compiler dropped that, its operand's; `line` this
+    project's line that asked, "" where the compiler lost it. `pairs` are a permutation's senders and receivers, none
+    for other collectives; `group` are the devices of one group of the others, where they are not all along `axes`.
     """
 
-    op: str
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
     axes: tuple[str, ...]
     bytes: int
+    count: float
+    lockstep_count: float
+    asynchronous: bool
+    cycles_between: float
+    op: str
+    source: str
+    line: str
     merged: int
     pairs: tuple[tuple[int, ...], ...]
     group: tuple[int, ...]
-    source: str
-    line: str
 
     @property
     def shift(self) -> int:
@@ -155,9 +155,11 @@ class Compute(NamedTuple):
     product: bool
 
 
-class Begin(NamedTuple):
-    call: CollectiveCall
-    asynchronous: bool
+class Matmul(NamedTuple):
+    """FLOPs of a matrix product, of the update of the parameters or of the passes."""
+
+    flops: int
+    update: bool
 
 
 class End(NamedTuple):
@@ -208,7 +210,7 @@ class TimelineReader:
                 if isinstance(event, Compute) and events and event[1:] == events[-1][1:]:
                     event = event._replace(cycles=events.pop().cycles + event.cycles)
                 events.append(event)
-            self._read[name] = events
+            self._read[name] = [_with_cycles_between(event, events[at + 1 :]) for at, event in enumerate(events)]
         return self._read[name]
 
     def _events(self, computation: Computation) -> Iterator:
@@ -230,8 +232,16 @@ class TimelineReader:
                 yield from self._collective(one, computation, one, computation)
             elif one.kind == "custom-call" and one.target in KERNELS:
                 yield self._kernel(one, computation)
-            elif one.cycles:
-                yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+            else:
+                yield from self._compute(one, [(computation, one)])
+
+    def _compute(self, one: Instruction, parts: Iterable[tuple[Computation, Instruction]]) -> Iterator:
+        """The products of an instruction and its cycles; a part without a name belongs to the instruction."""
+        for home, part in parts:
+            if flops := instruction_flops(part, home):
+                yield Matmul(flops, of_update(part.op_name or one.op_name))
+        if one.cycles:
+            yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
@@ -252,7 +262,7 @@ class TimelineReader:
             dearest = max(range(len(sides)), key=lambda at: weight(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
-        return BranchEvent(_two(share.own), _two(share.lockstep), sides)
+        return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
@@ -263,11 +273,10 @@ class TimelineReader:
         for home, inner in inside:
             if inner.target == "AsyncCollectiveStart":
                 piece = _operand_in_chain(home, inner)
-                yield Begin(self._call(piece, home, one, computation)._replace(op=_chained(piece)), True)
+                yield self._call(piece, home, one, computation, True)._replace(op=_chained(piece))
             elif inner.kind in COLLECTIVES and not inner.chain:
                 yield from self._collective(inner, home, one, computation)
-        if one.cycles:
-            yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+        yield from self._compute(one, inside)
 
     def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
         """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
@@ -279,9 +288,9 @@ class TimelineReader:
             return
         pieces = [(home, inner) for home, inner in self._inside(start) if inner.kind in COLLECTIVES]
         for home, piece in pieces:
-            call = self._call(piece, home, start, caller)
+            call = self._call(piece, home, start, caller, True)
             if call.axes:
-                yield Begin(call, True)
+                yield call
         if not pieces:  # it reads what it writes, and says no cycles
             result = shape_bytes(self._result(start, caller))
             yield Kernel(start.name, start.op_name, result, result, 0)
@@ -301,29 +310,36 @@ class TimelineReader:
 
     def _collective(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Iterator:
         """A collective of the computation `home`; `outer` is what stands for it in the schedule, in `caller`."""
-        apart = outer.kind.endswith("-start")
-        call = self._call(piece, home, outer, caller)
+        call = self._call(piece, home, outer, caller, outer.kind.endswith("-start"))
         if call.axes:
-            yield Begin(call, apart)
-            if not apart:
+            yield call
+            if not call.asynchronous:
                 yield End(call.op)
 
-    def _call(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> CollectiveCall:
+    def _call(
+        self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation, asynchronous: bool
+    ) -> CompiledCollective:
         kind = piece.kind.removesuffix("-start")
         groups = groups_of(piece.rest, self.mesh.size)
         axes, members = axes_of(groups, self.sizes), len(groups[0])
         operand = sum(shape_bytes(_shape(home, name)) for name in piece.operands)
         if kind == "all-reduce" and "all-reduce-scatter" in home.name:
             kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
-        return CollectiveCall(
-            outer.name,
-            KINDS[kind],
-            axes,
-            sent_bytes(KINDS[kind], operand, members),
-            len(piece.operands) if kind != "all-to-all" else 1,
-            tuple(groups) if kind == "collective-permute" else (),
-            groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
-            *self._origin(piece, outer, caller),
+        source, line = self._origin(piece, outer, caller)
+        return CompiledCollective(
+            kind=KINDS[kind],
+            axes=axes,
+            bytes=sent_bytes(KINDS[kind], operand, members),
+            count=0,
+            lockstep_count=0,
+            asynchronous=asynchronous,
+            cycles_between=0,
+            op=outer.name,
+            source=source,
+            line=line,
+            merged=len(piece.operands) if kind != "all-to-all" else 1,
+            pairs=tuple(groups) if kind == "collective-permute" else (),
+            group=groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
         )
 
     def _origin(self, piece: Instruction, outer: Instruction, computation: Computation) -> tuple[str, str]:
@@ -338,44 +354,42 @@ class TimelineReader:
         return one.op_name, ""
 
     def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
-        shapes = [_shape(computation, name) for name in one.operands]
-        flops = kernel_flops(one.name, [dims for shape in shapes for dims in float_dims(shape)]) or 0
-        return Kernel(one.name, one.op_name, sum(map(shape_bytes, shapes)), shape_bytes(one.shape), flops)
+        operands = sum(shape_bytes(_shape(computation, name)) for name in one.operands)
+        return Kernel(one.name, one.op_name, operands, shape_bytes(one.shape), _kernel_flops(one, computation))
 
 
-def sent_bytes(kind: str, operand: int, members: int) -> int:
-    """Bytes that a device sends in one collective among `members`, from those of its operands.
-
-    >>> sent_bytes("all-gather", 100, 4), sent_bytes("all-reduce", 100, 4), sent_bytes("permute", 100, 0)
-    (300, 150, 100)
-    """
-    if kind == "permute":
-        return operand
-    if kind == "all-gather":
-        return operand * (members - 1)
-    return (1 + (kind == "all-reduce")) * operand * (members - 1) // members
-
-
-def weight(events: list) -> tuple[float, float]:
-    """What one pass through a timeline costs on the rank that the others wait for: cycles, and bytes sent."""
-    cycles, sent = 0.0, 0.0
+def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
+    """All events that are no loops and no branches, with how often an average rank executes each in a step, and how
+    often the one that the others wait for does."""
     for event in events:
-        if isinstance(event, Compute):
-            cycles += event.cycles
-        elif isinstance(event, Begin):
-            sent += event.call.bytes
-        elif isinstance(event, LoopEvent):
-            inner = weight(event.body)
-            cycles, sent = cycles + event.trips * inner[0], sent + event.trips * inner[1]
+        if isinstance(event, LoopEvent):
+            yield from executed(event.body, own * event.trips, lockstep * event.trips)
         elif isinstance(event, BranchEvent):
-            for share, side in zip(event.lockstep, event.sides, strict=True):
-                inner = weight(side)
-                cycles, sent = cycles + share * inner[0], sent + share * inner[1]
-    return cycles, sent
+            for side, *shares in zip(event.sides, event.own, event.lockstep, strict=True):
+                yield from executed(side, own * shares[0], lockstep * shares[1])
+        else:
+            yield event, own, lockstep
 
 
-def _two(share: float) -> tuple[float, float]:
-    return 1 - share, share
+def weight(events: list) -> tuple[float, float, float]:
+    """What one pass through a timeline costs on the rank that the others wait for: cycles, FLOPs, and bytes sent."""
+    cycles, flops, sent = 0.0, 0.0, 0.0
+    for event, _, count in executed(events):
+        if isinstance(event, Compute):
+            cycles += count * event.cycles
+        elif isinstance(event, Matmul):
+            flops += count * event.flops
+        elif isinstance(event, CompiledCollective):
+            sent += count * event.bytes
+    return cycles, flops, sent
+
+
+def _with_cycles_between(event: Any, after: list) -> Any:
+    """A collective with the cycles of compute until its end; any other event as it is."""
+    if not isinstance(event, CompiledCollective):
+        return event
+    last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
+    return event._replace(cycles_between=weight(after[:last])[0])
 
 
 def _operand_in_chain(home: Computation, one: Instruction) -> Instruction:
@@ -393,26 +407,13 @@ def _shape(computation: Computation, name: str) -> str:
     return one.shape if one is not None else ""
 
 
-class CompiledCollective(NamedTuple):
-    """A collective of the compiled program.
+class CompiledFlops(NamedTuple):
+    """FLOPs of matrix products that an average device executes in a step, 2 for each multiply-add: for loss and
+    gradients, which can be traced, and for the update of the parameters. What is multiplied by the zeros of a padded or
+    spread operand is not counted."""
 
-    `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
-    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
-    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
-    `source` is its name in the traced program, `line` this project's line that asked, "" where the compiler lost it.
-    """
-
-    kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
-    axes: tuple[str, ...]
-    bytes: int
-    count: float
-    lockstep_count: float
-    asynchronous: bool
-    cycles_between: float
-    op: str
-    source: str
-    line: str
-    merged: int
+    passes: float
+    update: float
 
 
 class Compiled(NamedTuple):
@@ -430,6 +431,7 @@ class Compiled(NamedTuple):
     peak: int
     collectives: list[CompiledCollective]
     cycles: float | None
+    flops: CompiledFlops
     pallas_calls: list[Kernel]
     unknown_loops: list[str]
     mesh: Mesh
@@ -463,55 +465,36 @@ def read_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Com
     """The same from the program's text alone, without sizes."""
     reader = TimelineReader(parse(text), mesh, branch_shares)
     timeline = reader.entry()
-    tally = Tally()
-    tally.add(timeline, 1.0, 1.0)
-    cycles, modules = sum(map(sum, tally.modules.values())) or None, dict(tally.modules)
-    return Compiled(0, 0, 0, 0, 0, tally.made(), cycles, tally.kernels, reader.unknown, mesh, timeline, text, modules)
-
-
-class Tally:
-    """Counts what a timeline holds, with how often it runs."""
-
-    def __init__(self):
-        self.kernels: list[Kernel] = []
-        self.modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._made: dict[str, list] = {}
-
-    def add(self, events: list, own: float, lockstep: float) -> None:
-        """Count these events, run so often on an average rank and on the one that others wait for."""
-        for at, event in enumerate(events):
-            if isinstance(event, Compute):
-                self.modules[event.module][not event.product] += event.cycles * lockstep
-            elif isinstance(event, LoopEvent):
-                self.add(event.body, own * event.trips, lockstep * event.trips)
-            elif isinstance(event, BranchEvent):
-                for side, *shares in zip(event.sides, event.own, event.lockstep, strict=True):
-                    self.add(side, own * shares[0], lockstep * shares[1])
-            elif isinstance(event, Kernel):
-                self.kernels.append(event)
-            elif isinstance(event, Begin):
-                self._add_call(event, _until_end(events[at + 1 :], event.call.op), own, lockstep)
-
-    def _add_call(self, event: Begin, between: float, own: float, lockstep: float) -> None:
-        call = event.call
-        counts = self._made.setdefault(call.op, [event, between, 0.0, 0.0])
-        counts[2] += own
-        counts[3] += lockstep
-
-    def made(self) -> list[CompiledCollective]:
-        """The collectives in program order."""
-        return [
-            CompiledCollective(
-                c.kind, c.axes, c.bytes, own, lock, e.asynchronous, between, c.op, c.source, c.line, c.merged
-            )
-            for e, between, own, lock in self._made.values()
-            for c in [e.call]
-        ]
-
-
-def _until_end(events: list, op: str) -> float:
-    last = next((at for at, event in enumerate(events) if isinstance(event, End) and event.op == op), len(events))
-    return weight(events[:last])[0]
+    collectives: dict[str, CompiledCollective] = {}
+    modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    flops, kernels = [0.0, 0.0], []
+    for event, own, lockstep in executed(timeline):
+        if isinstance(event, Compute):
+            modules[event.module][not event.product] += event.cycles * lockstep
+        elif isinstance(event, Matmul):
+            flops[event.update] += event.flops * own
+        elif isinstance(event, Kernel):
+            flops[of_update(event.source)] += event.flops * own
+            kernels.append(event)
+        elif isinstance(event, CompiledCollective):
+            one = collectives.get(event.op, event)
+            collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
+    return Compiled(
+        arguments=0,
+        temporaries=0,
+        outputs=0,
+        aliased=0,
+        peak=0,
+        collectives=list(collectives.values()),
+        cycles=sum(map(sum, modules.values())) or None,
+        flops=CompiledFlops(*flops),
+        pallas_calls=kernels,
+        unknown_loops=reader.unknown,
+        mesh=mesh,
+        timeline=timeline,
+        text=text,
+        modules=dict(modules),
+    )
 
 
 # Names that a stack has of how the program is run, and not of what it runs.
@@ -559,78 +542,28 @@ def module_of(op_name: str) -> str:
     return SLOTS if last in SLICES else ELSEWHERE
 
 
-CALLS = ("fusion", "call", "async-start")
-PRODUCTS = ("dot", "convolution", "custom-call")
-
-
-class CompiledFlops(NamedTuple):
-    """FLOPs of matrix products that an average device executes in a step: for loss and gradients, which can be traced,
-    and for the update of the parameters."""
-
-    passes: float
-    update: float
-
-
-def compiled_flops(text: str, shares: Shares | None = None) -> CompiledFlops:
-    """FLOPs that an average device executes, 2 for each multiply-add, of a program as text.
-
-    Loops turn as often as they say, once where that depends on data; branches are taken as `shares` say, and the
-    dearest where they do not. What is multiplied by the zeros of a padded or spread operand is not counted.
-    """
-    module = parse(text)
-    return CompiledFlops(
-        *(ProductFlops(module, shares or {}, update).of(module.entry, False) for update in (False, True))
-    )
-
-
-class ProductFlops:
-    """Adds FLOPs up, those of the update or the others, each computation once."""
-
-    def __init__(self, module: Module, shares: Shares, update: bool):
-        self.module, self.shares, self.update = module, shares, update
-        self._known: dict[tuple[str, bool], float] = {}
-
-    def of(self, name: str, within: bool) -> float:
-        """Those of one computation and all that it calls; `within` says whether the update calls it."""
-        if (name, within) not in self._known:
-            home = self.module.computations[name]
-            self._known[name, within] = sum(self._flops(one, home, within) for one in home.instructions)
-        return self._known[name, within]
-
-    def _flops(self, one: Instruction, home: Computation, within: bool) -> float:
-        # What the compiler made without a name belongs to what calls it.
-        within = of_update(one.op_name) if one.op_name else within
-        if one.kind in PRODUCTS and within != self.update:
-            return 0
-        if one.kind == "dot":
-            return _dot(one, home)
-        if one.kind == "convolution":
-            return _convolution(one, home)
-        if one.kind == "custom-call":
-            return _kernel(one, home)
-        if one.kind == "while":
-            return (self.module.trips(one, home) or 1) * self.of(one.attribute("body"), within)
-        sides = [self.of(name, within) for name in one.called] if one.kind in (*CALLS, "conditional") else []
-        return self._branch(one, sides) if one.kind == "conditional" else sum(sides)
-
-    def _branch(self, one: Instruction, sides: list[float]) -> float:
-        share = self.shares.get(name_of(one.op_name))
-        if share is None or len(sides) != 2:
-            return max(sides)
-        return (1 - share.own) * sides[0] + share.own * sides[1]
+def instruction_flops(one: Instruction, home: Computation) -> int:
+    """FLOPs of the matrix product that an instruction of this computation is; 0 for others."""
+    if one.kind == "dot":
+        return _dot(one, home)
+    if one.kind == "convolution":
+        return _convolution(one, home)
+    if one.kind == "custom-call":
+        return _kernel_flops(one, home)
+    return 0
 
 
 def _dot(one: Instruction, home: Computation) -> int:
     left = _dims(home, one.operands[0])
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
-    return 2 * math.prod(_array(one.shape)) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+    return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
 
 
 def _convolution(one: Instruction, home: Computation) -> int:
     """The TPU compiler writes products as convolutions; batch dims become spatial ones, with zeros between."""
     left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
     sizes = dict(zip(left, _dims(home, one.operands[0]))), dict(zip(right, _dims(home, one.operands[1])))
-    result = dict(zip(out, _array(one.shape)))
+    result = dict(zip(out, arrays_of(one.shape)[0][1]))
     pairs = (
         _pairs(sizes[0][dim], sizes[1][dim], result[dim], window)
         for dim, window in zip(sorted(filter(str.isdigit, out)), _windows(one.rest))
@@ -650,20 +583,12 @@ def _windows(rest: str) -> Iterator[dict[str, str]]:
     """The window's numbers, one dim after the other."""
     found = re.search(r"window=\{([^}]*)\}", rest)
     given = dict(part.split("=") for part in found[1].split()) if found else {}
-    yield from ({name: value.split("x")[at] for name, value in given.items()} for at in range(_rank(given)))
+    return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
 
 
-def _rank(window: dict[str, str]) -> int:
-    return len(window["size"].split("x")) if window else 0
+def _kernel_flops(one: Instruction, home: Computation) -> int:
+    return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 
 
-def _kernel(one: Instruction, home: Computation) -> int:
-    return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(home.find(name).shape)]) or 0
-
-
-def _dims(home: Computation, name: str) -> list[int]:
-    return _array(home.find(name).shape)
-
-
-def _array(shape: str) -> list[int]:
-    return [int(size) for size in re.search(r"\[([\d,]*)\]", shape)[1].split(",") if size]
+def _dims(home: Computation, name: str) -> tuple[int, ...]:
+    return arrays_of(home.find(name).shape)[0][1]

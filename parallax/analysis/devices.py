@@ -64,12 +64,17 @@ def measured(dtype: str) -> Chip:
 def _best_secs(mesh: Mesh, local: Callable[[Array], Array], x: Array) -> float:
     """The least time in which all devices have done this once, each with its piece of x."""
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=True))
+    return _least_secs(run, x)
+
+
+def _least_secs(run: Callable[[Array], Array], x: Array) -> float:
+    """The least time of a call, of as many as fit into half a second."""
     run(x).block_until_ready()
-    end, best = time.perf_counter() + MEASURED_SECS, float("inf")
+    end, least = time.perf_counter() + MEASURED_SECS, float("inf")
     while (begun := time.perf_counter()) < end:
         run(x).block_until_ready()
-        best = min(best, time.perf_counter() - begun)
-    return best
+        least = min(least, time.perf_counter() - begun)
+    return least
 
 
 def peak_flops(dtype: str) -> tuple[float | None, str]:
@@ -122,11 +127,4 @@ def check_fits(state: Any) -> None:
 def measure_matmul(dtype: str) -> float:
     """FLOPs a second of square matmuls on one device, the best of as many as fit into half a second."""
     x = jnp.ones((MACHINE_MATMUL, MACHINE_MATMUL), dtype)
-    multiply = jax.jit(jnp.matmul)
-    multiply(x, x).block_until_ready()
-    end = time.perf_counter() + MEASURED_SECS
-    best = float("inf")
-    while (begun := time.perf_counter()) < end:
-        multiply(x, x).block_until_ready()
-        best = min(best, time.perf_counter() - begun)
-    return 2 * MACHINE_MATMUL**3 / best
+    return 2 * MACHINE_MATMUL**3 / _least_secs(jax.jit(lambda x: x @ x), x)

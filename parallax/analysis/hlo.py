@@ -35,7 +35,10 @@ class Instruction(NamedTuple):
 
     def attribute(self, name: str) -> str:
         """The computation or word that `name=` gives, "" where there is none."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return self._note(rf"\b{name}=%?([\w.\-]+)")
+
+    def _note(self, pattern: str) -> str:
+        found = re.search(pattern, self.rest)
         return found[1] if found else ""
 
     @property
@@ -50,26 +53,23 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int | None:
         """The TPU compiler's estimate for this instruction; collectives, loops and kernels have none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        found = self._note(r'"estimated_cycles":"(\d+)"')
+        return int(found) if found else None
 
     @property
     def op_name(self) -> str:
         """Where the traced program asked for it: scopes and operation, as `jit(step)/while/body/Block/mlp/dot`."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'op_name="([^"]*)"')
 
     @property
     def chain(self) -> str:
         """Of a collective in pieces, the number that its pieces share."""
-        found = re.search(r'chain_id="(\d+)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'chain_id="(\d+)"')
 
     @property
     def target(self) -> str:
         """What a custom call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self._note(r'custom_call_target="([^"]*)"')
 
 
 class Computation(NamedTuple):
@@ -123,8 +123,7 @@ class Module(NamedTuple):
 
     def lines(self, one: Instruction) -> list[tuple[str, int]]:
         """File and line of the source that asked for it, innermost first."""
-        found = re.search(r"stack_frame_id=(\d+)", one.rest)
-        frame, lines = int(found[1]) if found else 0, []
+        frame, lines = int(one.attribute("stack_frame_id") or 0), []
         while frame in self.tables["StackFrames"] and len(lines) < 200:
             numbers = _numbers(self.tables["StackFrames"][frame])
             place = _numbers(self.tables["FileLocations"].get(numbers["file_location_id"], ""))
@@ -209,6 +208,12 @@ def _numbers(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
+def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and dims of an array, or of all arrays of a tuple."""
+    found = ARRAY.findall(shape)
+    return [(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found]
+
+
 @functools.cache
 def shape_bytes(shape: str) -> int:
     """Bytes of an array or of all arrays of a tuple, without what a layout pads.
@@ -217,10 +222,10 @@ def shape_bytes(shape: str) -> int:
     20
     """
     bits = 0
-    for dtype, dims in ARRAY.findall(shape):
+    for dtype, dims in arrays_of(shape):
         size = re.search(r"\d+", dtype)
         width = 8 if dtype == "pred" else int(size[0]) if size else 0  # tokens have no width
-        bits += width * math.prod(int(dim.strip("<=")) for dim in dims.split(",") if dim)
+        bits += width * math.prod(dims)
     return -(-bits // 8)
 
 
@@ -230,8 +235,7 @@ def float_dims(shape: str) -> list[tuple[int, ...]]:
     >>> float_dims("(bf16[2,3]{1,0}, s32[4])")
     [(2, 3)]
     """
-    floats = (dims for dtype, dims in ARRAY.findall(shape) if re.match(r"b?f\d", dtype))
-    return [tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim) for dims in floats]
+    return [dims for dtype, dims in arrays_of(shape) if re.match(r"b?f\d", dtype)]
 
 
 Groups = list[tuple[int, ...]]

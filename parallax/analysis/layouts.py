@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import AXES, POLICIES, REMAT, ModelConfig
+from parallax.config.sections import POLICIES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import ATTENTION_KERNELS
@@ -21,6 +21,10 @@ SHARDED_TABLES = "embedding=zero3 head=zero3"
 VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
+# Of the settings that a sweep varies, the section of the config.
+SECTION_OF = dict.fromkeys(("pp", "dp", "tp"), "mesh") | {"prefetch": "fsdp"}
+SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
+SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 
 
 class Choice(NamedTuple):
@@ -40,26 +44,24 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
         """The layout of settings whose mesh has no -1."""
-        mesh, pipeline, data = settings.mesh, settings.pipeline, settings.data_parallel
-        stages = pipeline.microbatches, pipeline.schedule, pipeline.virtual
-        policy = data.policy, data.exceptions, settings.fsdp.prefetch
-        return cls(mesh.pp, mesh.dp, mesh.tp, *stages, pipeline.remat, *policy)
+        return cls(*(getattr(getattr(settings, SECTION_OF[name]), name) for name in cls._fields))
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
-        names = ("microbatches", "schedule", "virtual", "remat")
-        pipeline = dataclasses.replace(settings.pipeline, **{name: getattr(self, name) for name in names})
-        mesh = dataclasses.replace(settings.mesh, pp=self.pp, dp=self.dp, tp=self.tp)
-        policy = dataclasses.replace(settings.data_parallel, policy=self.policy, exceptions=self.exceptions)
-        fsdp = dataclasses.replace(settings.fsdp, prefetch=self.prefetch)
-        return dataclasses.replace(settings, mesh=mesh, pipeline=pipeline, data_parallel=policy, fsdp=fsdp)
+        for section in set(SECTION_OF.values()):
+            values = {name: getattr(self, name) for name in self._fields if SECTION_OF[name] == section}
+            settings = with_changes(settings, section, **values)
+        return settings
 
     def flags_to(self, other: "Choice") -> list[str]:
         """What to add to this layout's command line for another one."""
-        sections = dict.fromkeys(self._fields, "pipeline") | dict.fromkeys(AXES, "mesh")
-        sections |= {"policy": "data_parallel", "exceptions": "data_parallel", "prefetch": "fsdp"}
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
-        return [f"--config.{sections[name]}.{name}={getattr(other, name)}" for name in changed]
+        return [f"--config.{SECTION_OF[name]}.{name}={getattr(other, name)}" for name in changed]
+
+
+def with_changes(settings: Settings, section: str, **changes: object) -> Settings:
+    """The settings with other values in one section."""
+    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
 
 
 def policies(pp: int, dp: int) -> list[tuple[str, str, int]]:
@@ -84,9 +86,7 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 def placed(settings: Settings, topology: Topology) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the topology's devices."""
     simulate = topology.devices if topology.shared else 0
-    sizes = sizes_on(settings.mesh, topology)
-    mesh = dataclasses.replace(settings.mesh, **sizes, simulate=simulate, replica=1)
-    return dataclasses.replace(settings, mesh=mesh)
+    return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate, replica=1)
 
 
 def build(settings: Settings, topology: Topology) -> ShardedModel:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies
+from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies, with_changes
 from parallax.analysis.render import stacked_bar, text_table, time_table
-from parallax.analysis.step_time import Estimate, Outcome, compiled_parts, predict, predict_of
+from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
@@ -63,29 +63,20 @@ class Plan:
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [
-                *self._heading(),
-                "",
-                *memory_table(self.estimate),
-                "",
-                *time_table(self.parts, self.secs),
-                largest_line(self.estimate),
-            ]
-        )
+        title = heading(self.name, self.settings, self.topology)
+        return "\n".join([title, *estimate_lines(self.estimate, self.topology)])
 
     def _repr_html_(self) -> str:
         held = {name.replace("_", " "): size for name, size in sorted(self.memory.items(), key=lambda item: -item[1])}
-        lines = "<br>".join(map(escape, self._heading()))
+        lines = "<br>".join(
+            [
+                *map(escape, heading(self.name, self.settings, self.topology).splitlines()),
+                escape(verdict(self.peak_bytes, self.topology, "predicted")),
+                f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
+            ]
+        )
         time = stacked_bar("a step", self.parts, "{:.3f} s".format)
         return f"<p>{lines}</p>{stacked_bar('memory of a chip', held, in_bytes)}{time}"
-
-    def _heading(self) -> list[str]:
-        return [
-            *heading(self.name, self.settings, self.topology).splitlines(),
-            verdict(self.peak_bytes, self.topology, "predicted"),
-            f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
-        ]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -198,12 +189,12 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
-            yield f"--config.model.kernel={kernel}", _with(settings, "model", kernel=kernel)
+            yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
-        yield "--config.fsdp.reduce=compute", _with(settings, "fsdp", reduce="compute")
+        yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
-        yield f"--config.loss.chunk_tokens={chunk}", _with(settings, "loss", chunk_tokens=chunk)
+        yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
 
 
 def _layouts(own: Choice) -> Iterator[Choice]:
@@ -223,10 +214,6 @@ def _layouts(own: Choice) -> Iterator[Choice]:
         for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
             if (schedule, virtual) != (own.schedule, own.virtual):
                 yield own._replace(schedule=schedule, virtual=virtual)
-
-
-def _with(settings: Settings, section: str, **changes: object) -> Settings:
-    return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
 
 
 JAX_TAKES = 0.75  # of a GPU's memory
@@ -261,11 +248,20 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def memory_table(found: Estimate) -> Iterator[str]:
-    """Bytes by component, the largest first."""
+def estimate_lines(found: Estimate, topology: Topology) -> Iterator[str]:
+    """A predicted step: whether it fits, its memory by component, the largest first, and its time by parts."""
+    yield ""
+    yield verdict(found.peak_bytes, topology, "predicted")
+    yield f"MFU {percent(found.mfu)} (analytic)"
+    yield ""
     parts = sorted(found.components.items(), key=lambda item: -item[1])
     rows = [[name.replace("_", " "), in_bytes(size), percent(size / found.peak_bytes)] for name, size in parts if size]
     yield from text_table(["memory of a chip", "predicted", "of the peak"], rows, left=1)
+    yield ""
+    yield from time_table(analytic_parts(found), found.secs)
+    name, size = parts[0]
+    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
+    yield f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
 
 
 def analytic_parts(found: Estimate) -> dict[str, float]:
@@ -279,26 +275,19 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
     }
 
 
-def largest_line(found: Estimate) -> str:
-    """The largest component, and the messages that hide."""
-    name, size = max(found.components.items(), key=lambda item: item[1])
-    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
-    return f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
-
-
-def compiled_lines(made: Outcome, topology: Topology) -> Iterator[str]:
+def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     """What the compiler says of a step."""
     if made.refused:
         yield f"does not fit: the compiler says {made.refused}"
         return
     yield verdict(made.peak_bytes, topology, "compiled")
     yield f"arguments {in_bytes(made.arguments)}, temporaries {in_bytes(made.temporaries)}"
-    if made.secs is None:
+    if made.time is None:
         yield "the compiler of this backend estimates no cycles: the step's time is the analytic one"
         return
-    yield f"MFU {percent(made.mfu)} (compiled; bubble {percent(made.bubble)})"
+    yield f"MFU {percent(made.time.mfu)} (compiled; bubble {percent(made.time.bubble)})"
     yield ""
-    yield from time_table(compiled_parts(made.compute_secs, made.pallas_secs, made.exposed_secs), made.secs)
+    yield from time_table(compiled_parts(made.time), made.time.total_secs)
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:
@@ -308,7 +297,7 @@ def changes_table(found: Sequence[Change]) -> Iterator[str]:
 
 
 def sweep_table(
-    rows: Iterable[PricedLayout], compiled: dict[Choice, Outcome], front: Sequence[Choice], own: Choice
+    rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
     head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
@@ -331,20 +320,19 @@ def _policy(choice: Choice) -> str:
     return choice.policy + exceptions + ", ahead" * choice.prefetch
 
 
-def _figures(made: Outcome) -> tuple[str, str, str, str]:
-    if made.secs is None:
-        return f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", "", "", ""
-    return f"{made.peak_bytes / 2**30:.2f}", f"{made.secs:.3f}", percent(made.mfu), percent(made.bubble)
+def _figures(made: CompiledStep) -> tuple[str, str, str, str]:
+    held, time = f"{made.peak_bytes / 2**30:.2f}" if made.peak_bytes else "no fit", made.time
+    return (held, f"{time.total_secs:.3f}", percent(time.mfu), percent(time.bubble)) if time else (held, "", "", "")
 
 
-def fastest_line(compiled: dict[Choice, Outcome], own: Choice) -> Iterator[str]:
+def fastest_line(compiled: dict[Choice, CompiledStep], own: Choice) -> Iterator[str]:
     """The fastest of the compiled layouts, and the flags that turn the config into it."""
-    timed = {choice: made for choice, made in compiled.items() if made.secs is not None}
+    timed = {choice: made.time for choice, made in compiled.items() if made.time is not None}
     if not timed:
         return
-    best = min(timed, key=lambda choice: timed[choice].secs)
+    best = min(timed, key=lambda choice: timed[choice].total_secs)
     flags = shlex.join(own.flags_to(best)) or "the config as it is"
-    yield f"fastest as compiled: {timed[best].secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
+    yield f"fastest as compiled: {timed[best].total_secs:.3f} s a step, MFU {percent(timed[best].mfu)}: {flags}\n"
 
 
 def passed_over_line(search: Sweep) -> str:

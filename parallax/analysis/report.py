@@ -17,7 +17,6 @@ from parallax.analysis.compiled import (
     CompiledFlops,
     ModuleSecs,
     branch_shares,
-    compiled_flops,
     read_compiled,
     secs_by_module,
 )
@@ -36,7 +35,7 @@ from parallax.runtime.units import in_bytes, in_flops, percent
 from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "text", "modules")  # of what the compiler made: not for JSON
+LEFT_OUT = ("mesh", "timeline", "text", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,7 +95,10 @@ class Report:
         if self.compiled is not None:
             plain["compiled_flops"] = self.compiled_flops._asdict()
             found = self.compiled._asdict()
-            found["collectives"] = [one._asdict() for one in self.compiled.collectives]
+            found["collectives"] = [
+                {key: value for key, value in one._asdict().items() if key not in LEFT_OUT}
+                for one in self.compiled.collectives
+            ]
             found["pallas_calls"] = [one._asdict() for one in self.compiled.pallas_calls]
             plain["compiled"] = {key: value for key, value in found.items() if key not in LEFT_OUT}
         return plain
@@ -167,7 +169,7 @@ def report(
         memory=dict(planned._asdict()),
         compiled=made,
         compiled_for=made_for,
-        compiled_flops=made and compiled_flops(made.text, shares),
+        compiled_flops=made and made.flops,
         time=time,
         computed=computed,
     )
@@ -455,7 +457,7 @@ def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
 def time_section(report: Report) -> Section:
     """Where the time of a step goes, by the compiler's cycles."""
     time, total = report.time, report.time.total_secs
-    parts = time_parts(compiled_parts(time.compute_secs, time.pallas_secs, time.exposed_secs), total)
+    parts = time_parts(compiled_parts(time), total)
     computed = [
         [one.module, f"{one.products:.3f} s", f"{one.others:.3f} s", percent(one.total / total)]
         for one in report.computed

@@ -18,24 +18,22 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh
 
 from parallax.analysis.collectives import Sent, program_collectives
 from parallax.analysis.compiled import (
-    Begin,
     BranchEvent,
-    CollectiveCall,
     Compiled,
+    CompiledCollective,
     Compute,
     End,
     Kernel,
     LoopEvent,
-    attention_share,
     branch_shares,
     costs_of,
     read_compiled,
@@ -44,16 +42,15 @@ from parallax.analysis.flops import flops_per_token, product_flops
 from parallax.analysis.layouts import build, placed
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
-from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import MeshConfig
+from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.settings import Settings
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
-from parallax.schedules import Costs, by_name, figures
+from parallax.schedules import figures
 from parallax.sharding.mesh import make_mesh
 from parallax.sharding.plan import stay_of
-from parallax.training.step import model_of, step_of
+from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
@@ -81,6 +78,7 @@ class TracedWork(NamedTuple):
     products: list[OpCost]
     sent: list[Sent]
     model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
+    bubble: float  # share of the ticks in which the average rank has nothing to do
 
 
 class Message(NamedTuple):
@@ -142,6 +140,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=count) for product, count in found.items()],
         program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
+        figures(model.schedule, costs_of(model.shapes, model.pipeline.remat)).lockstep_bubble,
     )
 
 
@@ -153,7 +152,7 @@ def estimate(settings: Settings, topology: Topology, held: Memory, traced: Trace
     sent = messages(traced.sent, topology, settings)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
     exposed = exposed_parts(sent, hidden)
-    bubble = 0.0 if topology.shared else lockstep_bubble(settings)
+    bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
     update = (3 * held.parameters + 2 * held.optimizer) / topology.chip.hbm_bandwidth
     secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
@@ -177,8 +176,11 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
     for one in sent:
         if not one.bytes:
             continue
-        bandwidth = topology.bandwidth(sizes, one.axes, neighbours=one.kind == "permute")
-        spread = topology.spread(sizes, one.axes) if one.kind == "all-to-all" else 1
+        links = topology.route(sizes, one.axes)
+        spread = links.spread if one.kind == "all-to-all" else 1
+        # A message to the next stage takes one link of a torus.
+        to_one = one.kind == "permute" and topology.is_tpu
+        bandwidth = topology.chip.ici_bandwidth if to_one else links.bandwidth
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)
@@ -230,29 +232,6 @@ def by_axes(sent: Iterable[Message]) -> dict[str, float]:
     return found
 
 
-def schedule_costs(settings: Settings) -> Costs:
-    """Times of passes over that of a forward one."""
-    alone = dataclasses.replace(settings, mesh=MeshConfig(pp=1, dp=1, tp=1, simulate=0))
-    return costs_of(settings.pipeline.remat, _attention_share(alone) if settings.pipeline.remat == "attention" else 0.0)
-
-
-@cache
-def _attention_share(settings: Settings) -> float:
-    return attention_share(model_of(settings, abstract_mesh(settings.mesh.sizes)).shapes)
-
-
-def lockstep_bubble(settings: Settings) -> float:
-    """Share of the ticks in which the average rank has nothing to do."""
-    pipeline = settings.pipeline
-    sizes = pipeline.schedule, settings.mesh.pp, pipeline.microbatches, pipeline.virtual
-    return _bubble(*sizes, schedule_costs(settings))
-
-
-@cache
-def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
-    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
-
-
 def _product(equation: JaxprEqn, origin: Origin) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
@@ -288,22 +267,20 @@ def step_time(
     model_flops: float,
     *,
     dtype: str = "bfloat16",
-    kernel_secs: Callable[[Kernel], float] | None = None,
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 
     Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
     A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
     axes follow each other, but messages in two directions travel at once. What compute between its start and its end
-    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take `kernel_secs(kernel)`: by
-    default the longer of their FLOPs at peak and of reading operands and writing results once, which no kernel beats;
-    `lambda kernel: 0.0` leaves them out. Raises ConfigError where the program has no cycles, as on backends other than
-    TPU.
+    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
+    peak and of reading operands and writing results once, which no kernel beats. Raises ConfigError where the program
+    has no cycles, as on backends other than TPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
-    price = kernel_secs or (lambda kernel: roofline_secs(kernel, chip, dtype))
-    critical, own = (Clock(compiled, chip, price, lockstep).run(compiled.timeline) for lockstep in (True, False))
+    mesh, events = compiled.mesh, compiled.timeline
+    critical, own = (Clock(mesh, chip, dtype, lockstep).run(events) for lockstep in (True, False))
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
     mfu = model_flops / (chip.peak(dtype) * total)
@@ -318,17 +295,11 @@ def step_time(
     )
 
 
-def roofline_secs(kernel: Kernel, chip: Chip, dtype: str) -> float:
-    """The least time of a kernel: FLOPs at peak, or operands and results once through memory."""
-    moved = kernel.operand_bytes + kernel.result_bytes
-    return max(kernel.flops / chip.peak(dtype), moved / chip.hbm_bandwidth)
-
-
 class Clock:
     """Simulates a timeline, and adds up where its time goes."""
 
-    def __init__(self, compiled: Compiled, chip: Chip, kernel_secs: Callable[[Kernel], float], lockstep: bool):
-        self.mesh, self.chip, self.kernel_secs, self.lockstep = compiled.mesh, chip, kernel_secs, lockstep
+    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool):
+        self.mesh, self.chip, self.dtype, self.lockstep = mesh, chip, dtype, lockstep
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
@@ -338,10 +309,10 @@ class Clock:
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
         for event in events:
             now = sum(spent.values())
-            if isinstance(event, Begin):
-                links = event.call.axes, event.call.shift
-                free[links] = max(now, free.get(links, 0.0)) + self._secs(event.call)
-                ready[event.call.op] = free[links], "+".join(event.call.axes)
+            if isinstance(event, CompiledCollective):
+                links = event.axes, event.shift
+                free[links] = max(now, free.get(links, 0.0)) + self._collective_secs(event)
+                ready[event.op] = free[links], "+".join(event.axes)
             elif isinstance(event, End) and event.op in ready:
                 done, axes = ready.pop(event.op)
                 spent[axes] += max(0.0, done - now)
@@ -353,7 +324,7 @@ class Clock:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
-            return {"pallas": self.kernel_secs(event)}
+            return {"pallas": self._kernel_secs(event)}
         if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
         if isinstance(event, BranchEvent):
@@ -363,7 +334,12 @@ class Clock:
             return spent
         return {}
 
-    def _secs(self, call: CollectiveCall) -> float:
+    def _kernel_secs(self, kernel: Kernel) -> float:
+        """FLOPs at peak, or operands and results once through memory."""
+        moved = kernel.operand_bytes + kernel.result_bytes
+        return max(kernel.flops / self.chip.peak(self.dtype), moved / self.chip.hbm_bandwidth)
+
+    def _collective_secs(self, call: CompiledCollective) -> float:
         """How long one call takes with the links to itself."""
         if call.pairs:
             return call.bytes / one_way(self.mesh, call.pairs, self.chip)
@@ -374,25 +350,20 @@ class Clock:
         return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
 
 
-class Outcome(NamedTuple):
-    """What the compiler says of a step: bytes of a device, seconds where it estimates cycles.
+class CompiledStep(NamedTuple):
+    """What the compiler says of a step: bytes of a device, and the time where it estimates cycles.
 
     `refused` is its own word where the step does not fit, and then there is nothing else.
     """
 
     refused: str
-    arguments: int
-    temporaries: int
-    peak_bytes: int
-    compute_secs: float | None
-    pallas_secs: float | None
-    exposed_secs: dict[str, float]
-    secs: float | None
-    bubble: float | None
-    mfu: float | None
+    arguments: int = 0
+    temporaries: int = 0
+    peak_bytes: int = 0
+    time: StepTime | None = None
 
 
-def compile_step(settings: Settings, topology: Topology, devices: list[Any]) -> Outcome:
+def compile_step(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
     """Compile the training step of these settings and read the result."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
@@ -402,29 +373,17 @@ def compile_step(settings: Settings, topology: Topology, devices: list[Any]) -> 
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _refused(str(error))
+        used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
+        return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
     found = read_compiled(program, mesh, branch_shares(model))
     if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
-        return Outcome("", found.arguments, found.temporaries, found.together, None, None, {}, None, None, None)
-    sizes = found.arguments, found.temporaries, found.peak
+        return CompiledStep("", found.arguments, found.temporaries, found.together)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
     time = step_time(found, topology.chip, flops, dtype=settings.model.dtype)
-    seconds = time.compute_secs, time.pallas_secs, time.exposed_secs, time.total_secs
-    return Outcome("", *sizes, *seconds, time.bubble, time.mfu)
+    return CompiledStep("", found.arguments, found.temporaries, found.peak, time)
 
 
-def _refused(message: str) -> Outcome:
-    used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", message)
-    short = used[0].replace("hbm", "HBM") if used else _first_line(message)
-    return Outcome(short, 0, 0, 0, None, None, {}, None, None, None)
-
-
-def _first_line(error: Any) -> str:
-    return str(error).splitlines()[0]
-
-
-def compiled_parts(compute: float, pallas: float, exposed: dict[str, float]) -> dict[str, float]:
+def compiled_parts(time: StepTime) -> dict[str, float]:
     """Seconds of a compiled step, with their names."""
-    return {"compute": compute, "attention kernel": pallas} | {
-        f"exposed over {axes}": secs for axes, secs in exposed.items()
-    }
+    exposed = {f"exposed over {axes}": secs for axes, secs in time.exposed_secs.items()}
+    return {"compute": time.compute_secs, "attention kernel": time.pallas_secs} | exposed

@@ -1,14 +1,15 @@
 """The search for the fastest layouts. Lower bounds are cheap, so layouts that cannot be among the best are not traced.
 
-A bound is never above the estimate of step_time.py, as a test holds, and often far below it.
+A bound is the estimate of step_time.py for the least that a layout can compute, send and hold: never above the estimate
+of its traced step, as a test holds, and often far below it.
 """
 
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,17 +17,21 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from parallax.analysis.collectives import Sent
+from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
 from parallax.analysis.layouts import Choice, build, build_if_legal, choices
-from parallax.analysis.memory import predicted_memory
+from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
 from parallax.analysis.step_time import (
+    LAYER_PARTS,
+    CompiledStep,
     Estimate,
-    Outcome,
+    OpCost,
+    StepTime,
+    TracedWork,
     compile_step,
     estimate,
-    hidden_secs,
-    lockstep_bubble,
     traced_work,
 )
 from parallax.analysis.topology import Topology
@@ -34,9 +39,9 @@ from parallax.config.settings import Settings
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
-from parallax.runtime.files import read_object
+from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.units import in_bytes, percent
-from parallax.schedules import by_name, figures
+from parallax.schedules import Costs, Figures, by_name, figures
 from parallax.sharding.plan import stay_of
 
 PARAMETER_BYTES = 4  # float32
@@ -44,49 +49,35 @@ SCORES_MOVED = 6  # of the six products of attention, forward and backward, each
 DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
 
 
-class Bound(NamedTuple):
-    """Lower bounds of a layout's time and memory."""
-
-    secs: float
-    peak_bytes: float
-
-
-class Bounds:
-    """Bounds of one model on one topology."""
+class LeastWork:
+    """The least that a step of one model computes, sends and holds, in each layout; a lower bound follows from it."""
 
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` is the model on any mesh: its global shapes are the same on all."""
-        self.settings, self.topology = settings, topology
+        self.settings, self.topology, self.shapes = settings, topology, model.shapes
         self.tokens = settings.data.global_batch * settings.data.seq
         self.parameters = parameters_by_component(model.shapes)
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
-    def of(self, choice: Choice) -> Bound:
-        """The bound of a layout, legal or not."""
-        return Bound(self._secs(choice), self._bytes(choice))
+    def bound(self, choice: Choice) -> Estimate:
+        """The estimate of a layout's least work, never above the layout's own; the layout need not be legal."""
+        sizes = choice.pp, choice.microbatches, choice.virtual
+        priced = _figures(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, priced.lockstep_bubble)
+        held = self._memory(choice, max(priced.activations))
+        return estimate(choice.applied(self.settings), self.topology, held, traced)
 
-    def _secs(self, choice: Choice) -> float:
-        settings = choice.applied(self.settings)
-        bubble = 0.0 if self.topology.shared else lockstep_bubble(settings)
-        work = self._work_secs(choice)
-        return work / (1 - bubble) + self._exposed_secs(choice, work) + self._residual_secs(settings)
-
-    def _work_secs(self, choice: Choice) -> float:
-        model, tokens = self.settings.model, self.tokens / self.topology.devices
-        rate, bandwidth = self.topology.matmul_rate(model.dtype), self.topology.chip.hbm_bandwidth
-        flops = self.flops - self._attention_flops + 2 * self._made_again(choice)
-        scores = SCORES_MOVED * self._itemsize * model.layers * model.heads * self.settings.data.seq
-        attention = self._attention_flops / rate
+    def _products(self, choice: Choice) -> list[OpCost]:
+        """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
+        model, size = self.settings.model, self._itemsize * self.settings.model.layers
+        attention = self.flops - FLOPS_PER_WEIGHT * (self._layers + model.vocab * model.d_model)
+        scores = 0
+        weights = self.flops - attention + 2 * self._made_again(choice)
         if model.kernel == "xla":  # all scores are computed, and pass through memory
-            attention = max(2 * attention, scores / bandwidth)
-        kept = 2 * self._width_kept(choice.remat) * model.layers * self._itemsize / bandwidth
-        return tokens * (flops / rate + attention + kept)
-
-    @property
-    def _attention_flops(self) -> int:
-        """Of the model's for each token, those of attention's two products, forward and backward."""
-        kernels = self._layers + self.settings.model.vocab * self.settings.model.d_model
-        return self.flops - FLOPS_PER_WEIGHT * kernels
+            attention, scores = 2 * attention, SCORES_MOVED * size * model.heads * self.settings.data.seq
+        kept = 2 * self._width_kept(choice.remat) * size
+        costs = (weights, 0), (attention, scores), (0, kept)
+        return [OpCost(flops, moved, "forward", self.tokens / self.topology.devices) for flops, moved in costs]
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that remat runs once more for each token."""
@@ -95,54 +86,41 @@ class Bounds:
             return 0.0
         return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
 
-    def _exposed_secs(self, choice: Choice, work: float) -> float:
-        """Of the layers' gathers over dp and sums of gradients, in the compute dtype or wider, what at least shows:
-        all of what is sent once a step, else what does not hide behind the work."""
-        sizes = {"pp": choice.pp, "dp": choice.dp, "tp": choice.tp}
-        share = (choice.dp - 1) / choice.dp * self._layers / (choice.pp * choice.tp)
-        once = share * self._itemsize / self.topology.bandwidth(sizes, ["dp"])
+    def _sent(self, choice: Choice) -> list[Sent]:
+        """Over dp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns then
+        rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back."""
+        model, layers = self.settings.model, self._layers / (choice.pp * choice.tp)
         stay = stay_of(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
-        hides = 2 * choice.microbatches * once if per_use else 0.0
-        shows = 0.0 if per_use or whole else once
-        sums = choice.microbatches * once if per_gradient else once * (1 + whole)
-        if per_gradient and (choice.prefetch or self.settings.fsdp.reduce == "compute"):
-            hides += sums
-        else:
-            shows += sums
-        return hides - hidden_secs(work, hides) + shows
+        gathers = 2 * choice.microbatches if per_use else 1 - whole
+        sums = choice.microbatches if per_gradient else 1 + whole
+        exchange = per_gradient and self.settings.fsdp.reduce == "compute"
+        rows = self.tokens / choice.dp / choice.microbatches * model.layers / choice.pp
+        calls = [
+            ("all-gather", "dp", layers, gathers),
+            ("all-to-all" if exchange else "reduce-scatter", "dp", layers, sums),
+        ]
+        if self.settings.layout.tensor_parallel == "column_row":
+            calls.append(("all-gather", "tp", rows * model.d_model, 8 * choice.microbatches))
+        shares = {axis: 1 - 1 / getattr(choice, axis) for axis in ("dp", "tp")}
+        return [
+            Sent(kind, (axis,), shares[axis] * entries * self._itemsize, count, "forward", LAYER_PARTS[0], "")
+            for kind, axis, entries, count in calls
+        ]
 
-    def _residual_secs(self, settings: Settings) -> float:
-        """Columns then rows: a layer's two branches gather their inputs and scatter their outputs, forward and back."""
-        sizes, model = settings.mesh.sizes, settings.model
-        if sizes["tp"] == 1 or settings.layout.tensor_parallel != "column_row":
-            return 0.0
-        share = (sizes["tp"] - 1) / sizes["tp"]
-        tokens = self.tokens / sizes["dp"] * model.layers / sizes["pp"]
-        sent = 8 * share * tokens * model.d_model * self._itemsize
-        return sent / self.topology.bandwidth(sizes, ["tp"])
-
-    def _bytes(self, choice: Choice) -> float:
-        """Parameters and gradients, cut as far as can be; layers that are whole all step; what no pass makes again."""
+    def _memory(self, choice: Choice, held: float) -> Memory:
+        """Parameters and gradients, cut as far as can be; layers that are whole all step; and, without recomputation,
+        what a layer's products read, in each of the `held` microbatches that a rank holds at once."""
         stay = stay_of(choice.policy)
         weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
-        whole = self._itemsize * weights + PARAMETER_BYTES * gradients
-        gathered = self._layers / (choice.pp * choice.tp) * whole
-        state = 2 * PARAMETER_BYTES * self._layers / self.topology.devices
-        return max(state, state / 2 + gathered) + self._kept_bytes(choice)
-
-    def _kept_bytes(self, choice: Choice) -> float:
-        """Without recomputation, what a layer's products read, in each microbatch that a rank holds at once."""
-        if choice.remat != "none":
-            return 0.0
-        tokens = self.tokens / choice.dp / choice.microbatches
-        held = 1.0
-        if choice.pp > 1:
-            schedule = by_name(choice.schedule, choice.pp, choice.microbatches, choice.virtual)
-            held = max(figures(schedule).activations)
-        layers = self.settings.model.layers / choice.pp
-        return held * tokens * self._width_kept("none") / choice.tp * layers * self._itemsize
+        whole = self._layers / (choice.pp * choice.tp) * (self._itemsize * weights + PARAMETER_BYTES * gradients)
+        state, kept = PARAMETER_BYTES * self._layers / self.topology.devices, 0.0
+        if choice.remat == "none":
+            tokens = self.tokens / choice.dp / choice.microbatches * self.settings.model.layers / choice.pp
+            kept = held * tokens * self._width_kept("none") / choice.tp * self._itemsize
+        none = dict.fromkeys(Memory._fields, 0.0)
+        return Memory(**none | {"parameters": state, "gradients": max(state, whole), "saved_activations": kept})
 
     def _width_kept(self, remat: str) -> int:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
@@ -169,6 +147,11 @@ class Bounds:
         return jnp.dtype(self.settings.model.dtype).itemsize
 
 
+@cache
+def _figures(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> Figures:
+    return figures(by_name(name, ranks, microbatches, virtual), costs)
+
+
 PACKAGES = ("jax", "jaxlib", "libtpu")
 SOURCES = Path(__file__).parents[1]
 
@@ -193,10 +176,7 @@ class Cache:
 
     def put(self, key: str, value: Any) -> None:
         """Store a value that JSON can hold."""
-        # Written aside and renamed: whoever reads, and whoever is interrupted, leaves whole files alone.
-        aside = self._path(key).with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps({"digest": digest(value), "value": value}))
-        aside.replace(self._path(key))
+        write_whole(self._path(key), json.dumps({"digest": digest(value), "value": value}))
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
@@ -248,14 +228,14 @@ class Sweep:
         self.passed: Counter[str] = Counter()
         self._versions = versions()
         self.topology = as_measured_first(topology, cache, self._versions)
-        self.bounds = Bounds(settings, self.topology, build(settings, self.topology))
+        self.least = LeastWork(settings, self.topology, build(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts, those first whose bound is least, until no other can be among the best.
 
         `progress` is told how many of how many are done. What was done before an interruption is kept.
         """
-        bound_of = {choice: self.bounds.of(choice) for choice in choices(self.settings, self.topology.devices)}
+        bound_of = {choice: self.least.bound(choice) for choice in choices(self.settings, self.topology.devices)}
         waiting = sorted(bound_of, key=lambda choice: bound_of[choice].secs)
         self._look_at(self.own)
         for done, choice in enumerate(waiting):
@@ -273,12 +253,10 @@ class Sweep:
 
     def _look_at(self, choice: Choice) -> None:
         found = priced(choice.applied(self.settings), self.topology, self.cache, self._versions)
-        if found is None:
-            self.passed["not legal"] += 1
-        elif found["estimate"] is None:
-            self.passed["too large"] += 1
+        if isinstance(found, str):
+            self.passed[found] += 1
         else:
-            self.rows.append(PricedLayout(choice, Estimate(*found["estimate"])))
+            self.rows.append(PricedLayout(choice, found))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
     def shown(self) -> list[PricedLayout]:
@@ -286,12 +264,13 @@ class Sweep:
         own = [row for row in self.rows[self.keep :] if row.choice == self.own]
         return self.rows[: self.keep] + own
 
-    def compiled(self, choice: Choice, devices: list[Any]) -> Outcome:
+    def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
         key = digest(["compiled", key_of(settings, self.topology, self._versions)])
         if (found := self.cache.get(key)) is not None:
-            return Outcome(*found)
+            *sizes, time = found
+            return CompiledStep(*sizes, time and StepTime(*time))
         made = compile_step(settings, self.topology, devices)
         self.cache.put(key, made)
         return made
@@ -311,23 +290,20 @@ def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -
     return topology
 
 
-def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> dict[str, Any] | None:
-    """`{"peak_bytes", "estimate"}` of a layout, from the cache or traced; None where it is not legal.
+def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> Estimate | str:
+    """The estimate of a layout, from the cache or traced; "not legal" or "too large" where there is none.
 
-    Without an estimate where it is too large. `known` are the versions that the cache is kept for.
+    `known` are the versions that the cache is kept for.
     """
     key = key_of(settings, topology, known)
-    if (found := cache.get(key)) is not None:
-        return found or None
-    model = build_if_legal(settings, topology)
-    if model is None:
-        cache.put(key, {})
-        return None
-    held = predicted_memory(model, settings)
-    fits = held.peak <= topology.chip.usable_bytes
-    made = estimate(settings, topology, held, traced_work(model, settings)) if fits else None
-    cache.put(key, {"peak_bytes": held.peak, "estimate": made})
-    return {"peak_bytes": held.peak, "estimate": made}
+    if (found := cache.get(key)) is None:
+        found, model = "not legal", build_if_legal(settings, topology)
+        if model is not None:
+            held = predicted_memory(model, settings)
+            fits = held.peak <= topology.chip.usable_bytes
+            found = estimate(settings, topology, held, traced_work(model, settings)) if fits else "too large"
+        cache.put(key, found)
+    return found if isinstance(found, str) else Estimate(*found)
 
 
 def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:

@@ -1,11 +1,13 @@
 """Where a step would run: chips of one kind, the links between them, and the compiler's devices of TPU slices."""
 
+import functools
 import importlib.util
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -49,51 +51,16 @@ class Topology(NamedTuple):
         """FLOP/s that matrix products reach; what was measured is not reduced."""
         return self.chip.peak(dtype) * (1 if self.shared else MATMUL_EFFICIENCY)
 
-    def bandwidth(self, sizes: Mapping[str, int], axes: Sequence[str], *, neighbours: bool = False) -> float:
-        """Bytes a second, one way, at which a device sends to the others along these axes of a mesh of these sizes.
-
-        A torus dim that is a ring can be sent along both ways, another one way; several dims at once. `neighbours`:
-        all is for one of them, so that there is one link to take.
-        """
-        if not self.is_tpu:
-            inside = math.prod(n for axis, n in _up_to_last(sizes, axes)) <= self.shape[-1]
-            return self.chip.ici_links * self.chip.ici_bandwidth if inside else self.chip.dcn_bandwidth
-        links = 1 if neighbours else sum(self._links(sizes)[axis] for axis in axes)
-        return links * self.chip.ici_bandwidth
-
-    def spread(self, sizes: Mapping[str, int], axes: Sequence[str]) -> float:
-        """How much more an all-to-all along these axes loads links than a gather: see `route`."""
-        if not self.is_tpu:
-            return 1.0
-        laid, members = self._laid(sizes), math.prod(sizes[axis] for axis in axes)
-        hops = sum(part for axis in axes for part, _ in laid[axis]) / 4
-        return max(1.0, hops * members / (members - 1))
-
-    def _links(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """How many links a chip can send on along each axis."""
-        laid = self._laid(sizes)
-        return {axis: max(1, sum(2 if ring else 1 for _, ring in parts)) for axis, parts in laid.items()}
-
-    def _laid(self, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
-        """Of each axis, its chips along each dim and whether they are a ring; the last axis is laid out first, along
-        few dims."""
-        left, laid = list(self.shape), {}
-        for axis in reversed(sizes):
-            n, laid[axis] = sizes[axis], []
-            for dim in sorted(range(len(left)), key=lambda dim: (left[dim] != n, -left[dim])):
-                part = math.gcd(n, left[dim])
-                if part > 1:
-                    ring = part == self.shape[dim] and closes(self.chip, list(self.shape), part)
-                    laid[axis].append((part, ring))
-                    left[dim], n = left[dim] // part, n // part
-        return laid
+    def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
+        """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
+        return route(_laid_out(self.shape, tuple(sizes.items())), tuple(axes), self.chip)
 
 
 def read_topology(text: str) -> Topology:
     """The topology "v5p:4x4x4"; ConfigError where the chip is unknown or the sizes are no shape of a slice of it.
 
     >>> topology = read_topology("v5p:4x4x4")
-    >>> topology.devices, topology.bandwidth({"pp": 1, "dp": 16, "tp": 4}, ["dp"]) / 1e9
+    >>> topology.devices, topology.route({"pp": 1, "dp": 16, "tp": 4}, ["dp"]).bandwidth / 1e9
     (64, 400.0)
     """
     if not TOPOLOGY.fullmatch(text):
@@ -154,10 +121,27 @@ def without_chips(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _up_to_last(sizes: Mapping[str, int], axes: Sequence[str]) -> list[tuple[str, int]]:
-    """The axes whose steps a message along `axes` spans: these, and all that vary faster."""
-    names = list(sizes)
-    return [(name, sizes[name]) for name in names[min(map(names.index, axes)) :]]
+@functools.lru_cache
+def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any:
+    """A mesh of stand-ins for chips that fill a torus of this shape; the last axis is laid out first, along few dims.
+
+    Of chips on switches, those of one switch have the same process index.
+    """
+    lengths = [n for _, n in sizes]
+    index = np.indices(lengths)
+    places = np.zeros((*lengths, len(shape)), int)
+    left, stride = list(shape), [1] * len(shape)
+    for axis in reversed(range(len(sizes))):
+        n, at = lengths[axis], index[axis]
+        for dim in sorted(range(len(shape)), key=lambda dim: (left[dim] != n, -left[dim])):
+            part = math.gcd(n, left[dim])
+            places[..., dim] += at % part * stride[dim]
+            n, at = n // part, at // part
+            left[dim], stride[dim] = left[dim] // part, stride[dim] * part
+    devices = np.empty(lengths, object)
+    for number, at in enumerate(np.ndindex(*lengths)):
+        devices[at] = SimpleNamespace(coords=tuple(places[at]), process_index=number // shape[-1])
+    return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
 
 class Route(NamedTuple):

@@ -167,6 +167,14 @@ def written(argv: Sequence[str], flag: str) -> str | None:
     return None
 
 
+def write_output(flag: str, path: str, text: str) -> None:
+    """Write the file that a flag names; ConfigError where that cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
+
+
 def read_secs(flag: str, text: str) -> float:
     """A time such as 3h, 90m, 1h30m, 45s or a number of seconds.
 

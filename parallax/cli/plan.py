@@ -24,28 +24,23 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import build, placed
     from parallax.analysis.plan import (
-        analytic_parts,
         changes_table,
         compiled_lines,
+        estimate_lines,
         fastest_line,
         heading,
         helpful_changes,
-        largest_line,
-        memory_table,
         passed_over_line,
         sweep_table,
-        verdict,
     )
-    from parallax.analysis.render import time_table
-    from parallax.analysis.step_time import Outcome, compile_step, predict_of
+    from parallax.analysis.step_time import CompiledStep, compile_step, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
-    from parallax.cli.command import Flag, read_command, run_command, written
+    from parallax.cli.command import Flag, read_command, run_command, write_output, written
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError
-    from parallax.runtime.units import percent
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
@@ -87,8 +82,6 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
     for flag in ("svg", "cache"):
         if values[flag] == "":
             raise ConfigError(f"--{flag}='' names nothing; write a path.")
-    if values["topology"] == "":
-        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
@@ -111,9 +104,7 @@ def plan(name: str, settings: Settings, topology: Topology, values: dict[str, An
     print(heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
-    print("", verdict(now.peak_bytes, topology, "predicted"), f"MFU {percent(now.mfu)} (analytic)", sep="\n")
-    print("", *memory_table(now), "", *time_table(analytic_parts(now), now.secs), sep="\n")
-    print(largest_line(now), flush=True)
+    print(*estimate_lines(now, topology), sep="\n", flush=True)
     with waiting("pricing what would change it") as show:
         changes = helpful_changes(settings, topology, now, show)
     if changes:
@@ -131,7 +122,7 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
     search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
     print(heading(name, settings, topology), flush=True)
-    compiled: dict[Any, Outcome] = {}
+    compiled: dict[Any, CompiledStep] = {}
     try:
         with waiting("pricing layouts") as show:
             search.run(show)
@@ -146,10 +137,10 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
         print(*fastest_line(compiled, search.own), sep="\n", end="")
         if values["svg"] is not None:
-            write(values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
+            write_output("svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 
 
-def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, Outcome]) -> None:
+def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], compiled: dict[Any, CompiledStep]) -> None:
     """Compile the fastest layouts, until as many as asked for fit, and the config's own."""
     devices = compiler_devices(topology, values)
     if not devices:
@@ -171,14 +162,6 @@ def compiler_devices(topology: Topology, values: dict[str, Any]) -> list[Any]:
         print(f"\nnot compiled: {reason}")
         return []
     return devices_of(topology)
-
-
-def write(path: str, picture: str) -> None:
-    """Write the picture; ConfigError where that cannot be."""
-    try:
-        Path(path).write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.topology import Topology, devices_of, read_topology, sizes_on, why_not, without_chips
     from parallax.analysis.trace import abstract_mesh
     from parallax.cli.arguments import Parser, local_path
-    from parallax.cli.command import Flag, read_command, run_command, written
+    from parallax.cli.command import Flag, read_command, run_command, write_output, written
     from parallax.config.sections import MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on
@@ -75,7 +75,7 @@ def act(argv: Sequence[str]) -> None:
     if found.compiled is None:
         found = dataclasses.replace(found, compiled_for=why_abstract)
     if values["html"] is not None:
-        write(values["html"], found.to_html())
+        write_output("html", values["html"], found.to_html())
     print(found.to_json() if values["json"] else found)
 
 
@@ -117,14 +117,6 @@ def slice_mesh(config: MeshConfig, topology: Topology, *, compiled: bool) -> tup
     if reason := why_not(topology):
         return abstract_mesh(sizes), f"Nothing was compiled: {reason}"
     return make_mesh(config, devices_of(topology)), ""
-
-
-def write(path: str, page: str) -> None:
-    """Write the page; ConfigError where that cannot be."""
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

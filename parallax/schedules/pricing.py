@@ -60,7 +60,8 @@ def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
     papers count, a rank waits only for what it needs.
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
-    lockstep, free = lockstep_time(schedule, costs), asynchronous_time(schedule, costs)
+    lockstep, time_of = lockstep_time(schedule, costs), costs.of(schedule)
+    free = max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
@@ -110,12 +111,6 @@ def asynchronous_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action
         starts[action] = max(free[rank], *arrivals, 0.0)
         free[rank] = starts[action] + time_of[action.kind]
     return starts
-
-
-def asynchronous_time(schedule: Schedule, costs: Costs = USUAL) -> float:
-    """When the last action ends if ranks wait only for what they need."""
-    time_of = costs.of(schedule)
-    return max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
 
 
 def activations(schedule: Schedule) -> np.ndarray:

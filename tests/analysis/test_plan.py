@@ -20,11 +20,11 @@ from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import collectives
 from parallax.analysis.devices import local_topology
-from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices
+from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices, policies
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
-from parallax.analysis.step_time import Outcome, by_axes, hidden_secs, messages, predict, traced_work
-from parallax.analysis.sweep import Bound, Bounds, Cache, Sweep, draw, front
+from parallax.analysis.step_time import CompiledStep, StepTime, by_axes, hidden_secs, messages, predict, traced_work
+from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
@@ -186,11 +186,11 @@ def test_the_more_is_sent_the_less_of_it_hides():
 
 def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
     topology = read_topology("v5e:4x4")
-    assert topology.spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == pytest.approx(
+    assert topology.route({"pp": 1, "dp": 16, "tp": 1}, ["dp"]).spread == pytest.approx(
         2 * 16 / 15
     )  # two dims, a quarter each
-    assert topology.spread({"pp": 1, "dp": 8, "tp": 2}, ["tp"]) == 1
-    assert read_topology("H100:2x8").spread({"pp": 1, "dp": 16, "tp": 1}, ["dp"]) == 1
+    assert topology.route({"pp": 1, "dp": 8, "tp": 2}, ["tp"]).spread == 1
+    assert read_topology("H100:2x8").route({"pp": 1, "dp": 16, "tp": 1}, ["dp"]).spread == 1
 
 
 @pytest.mark.parametrize(
@@ -201,20 +201,20 @@ def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
         ("v5p:2x2x4", (1, 16, 1), "dp", 3),  # no cube of rings: three lines
         ("v5e:4x4", (1, 16, 1), "dp", 2),  # lines, for only 16 close to a ring
         ("v5e:16x16", (1, 16, 16), "tp", 2),
-        ("v5e:4x4", (2, 8, 1), "pp", 1),
+        ("v5e:4x4", (2, 8, 1), "pp", 1 / 2),  # chips two apart share each link with those between
     ],
 )
 def test_an_axis_sends_over_the_links_of_the_dims_that_it_fills(topology, sizes, axis, links):
     topology = read_topology(topology)
-    bandwidth = topology.bandwidth(dict(zip(AXES, sizes)), [axis])
+    bandwidth = topology.route(dict(zip(AXES, sizes)), [axis]).bandwidth
     assert bandwidth == links * topology.chip.ici_bandwidth
 
 
 def test_gpus_of_one_host_use_the_switch_and_others_the_network():
     topology = read_topology("H100:2x8")
-    inside = topology.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["tp"])
+    inside = topology.route({"pp": 1, "dp": 2, "tp": 8}, ["tp"]).bandwidth
     assert inside == 18 * 25e9
-    assert topology.bandwidth({"pp": 1, "dp": 2, "tp": 8}, ["dp"]) == topology.chip.dcn_bandwidth
+    assert topology.route({"pp": 1, "dp": 2, "tp": 8}, ["dp"]).bandwidth == topology.chip.dcn_bandwidth
 
 
 # ---- what the chips can run
@@ -279,24 +279,20 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     settings = tiny(data_global_batch=2)
     brute = set()
     halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    rest = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT, ("microbatch", "layers", "step"), (0, 1))
-    for mesh, others in itertools.product(halves, list(rest)):
-        choice = Choice(*mesh, *others)
-        if (choice.schedule == "interleaved") != (choice.virtual > 1):
+    stages = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT)
+    for mesh, others in itertools.product(halves, list(stages)):
+        if (others[1] == "interleaved") != (others[2] > 1):
             continue  # one stage on each rank is 1F1B
-        if choice.pp == 1 and (choice.schedule, choice.virtual) != ("gpipe", 1):
+        if mesh[0] == 1 and others[1:3] != ("gpipe", 1):
             continue  # the same as gpipe
-        if choice.dp == 1 and (choice.policy, choice.prefetch) != ("zero3", 0):
-            continue  # nothing is gathered
-        if choice.pp == 1 and choice.exceptions:
-            continue  # tables are cut like all else
-        try:
-            s = choice.applied(settings)
-            mesh = AbstractMesh(choice[:3], AXES, axis_types=(AxisType.Auto,) * 3)
-            model_of(s, mesh).check_batch(2, 16)
-        except ParallaxError:
-            continue
-        brute.add(choice)
+        for policy in policies(*mesh[:2]):
+            choice = Choice(*mesh, *others, *policy)
+            try:
+                chips = AbstractMesh(mesh, AXES, axis_types=(AxisType.Auto,) * 3)
+                model_of(choice.applied(settings), chips).check_batch(2, 16)
+            except ParallaxError:
+                continue
+            brute.add(choice)
     legal = {choice for choice in choices(settings, 2) if build_if_legal(choice.applied(settings), PAIR) is not None}
     assert legal == brute
     assert any(choice.schedule == "interleaved" for choice in choices(settings, 2))
@@ -315,7 +311,7 @@ def test_bounds_are_never_above_what_is_found(family, attention, topology, kerne
     four = read_topology(topology)
     settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
-    bounds = Bounds(settings, four, build(settings, four))
+    least = LeastWork(settings, four, build(settings, four))
     looked_at = 0
     for choice in legal[:: len(legal) // 16]:
         try:
@@ -323,7 +319,7 @@ def test_bounds_are_never_above_what_is_found(family, attention, topology, kerne
         except ParallaxError:
             continue
         looked_at += 1
-        bound = bounds.of(choice)
+        bound = least.bound(choice)
         assert bound.secs <= found.secs * (1 + 1e-9), choice
         assert bound.peak_bytes <= found.peak_bytes, choice
     assert looked_at >= 4
@@ -342,7 +338,7 @@ def test_a_search_for_the_best_finds_the_same_as_pricing_all(found):
 @pytest.mark.slow
 def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, monkeypatch):
     fastest = found.rows[0]
-    monkeypatch.setattr(sweep_module, "Bounds", lambda *args: SlowerThan(fastest))
+    monkeypatch.setattr(sweep_module, "LeastWork", lambda *args: SlowerThan(fastest))
     search = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1)
     search.run()
     assert {row.choice for row in search.rows} == {fastest.choice, search.own}
@@ -355,8 +351,9 @@ class SlowerThan:
     def __init__(self, row):
         self.row = row
 
-    def of(self, choice):
-        return Bound(0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01, 0.0)
+    def bound(self, choice):
+        secs = 0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01
+        return self.row.estimate._replace(secs=secs, peak_bytes=0)
 
 
 @pytest.mark.slow
@@ -572,8 +569,8 @@ def test_a_sweep_compiles_the_fastest_that_fit_and_the_config_s_own(few, config,
         asked.append(choice)
         secs = {0: 0.3, 2: 0.2, 3: 0.1}.get(len(asked) - 1)  # the config's own is asked for first
         if secs is None:
-            return Outcome("Used 20G of 15.8G HBM", 0, 0, 0, None, None, {}, None, None, None)
-        return Outcome("", 1 << 28, 1 << 28, 1 << 29, secs, 0.0, {}, secs, 0.0, 0.01 / secs)
+            return CompiledStep("Used 20G of 15.8G HBM")
+        return CompiledStep("", 1 << 28, 1 << 28, 1 << 29, StepTime(secs, {}, 0.0, secs, 0.0, 0.01 / secs))
 
     monkeypatch.setattr(Sweep, "compiled", compiled)
     monkeypatch.setattr(command, "why_not", lambda topology: "")
