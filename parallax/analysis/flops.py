@@ -22,7 +22,7 @@ FLOPS_PER_WEIGHT = 6
 
 
 def parameters_by_component(shapes: Any) -> dict[str, int]:
-    """Number of parameters of each of COMPONENTS, over all layers and devices.
+    """Number of parameters of each of COMPONENTS, and of others that blocks have, over all layers and devices.
 
     >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
     >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
@@ -30,7 +30,8 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in named_leaves(shapes).items():
-        counts[component_of(path)] += math.prod(leaf.shape)
+        component = component_of(path)
+        counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
     return counts
 
 
@@ -40,9 +41,9 @@ def component_of(path: str) -> str:
     >>> [component_of(path) for path in ("blocks/attention/norm/scale", "blocks/mlp/gate/kernel")]
     ['norms', 'mlp']
     """
-    if path.endswith("/scale"):
-        return "norms"
     names = path.split("/")
+    if any("norm" in name for name in names):
+        return "norms"
     return names[1] if names[0] == "blocks" else names[0]
 
 
@@ -52,10 +53,17 @@ def qk_width(model: ModelConfig) -> int:
 
 
 def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
-    """Parameters that multiply every token: all kernels, and the head's table, tied or not, without rows that pad its
-    vocab; no embedding."""
-    kernels = (math.prod(leaf.shape) for path, leaf in named_leaves(shapes).items() if path.endswith("/kernel"))
-    return sum(kernels) + model.vocab * model.d_model
+    """Parameters that multiply every token: those of blocks but norms' and biases, and the head's table, tied or not,
+    without rows that pad its vocab; no embedding."""
+    multiply = lambda path: component_of(path) != "norms" and not path.endswith("/bias")  # noqa: E731
+    leaves = named_leaves(shapes).items()
+    of_blocks = (math.prod(leaf.shape) for path, leaf in leaves if path.startswith("blocks/") and multiply(path))
+    return sum(of_blocks) + model.vocab * model.d_model
+
+
+def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
+    """Model FLOPs utilization: the share of what devices could do in this time that the model's mathematics is."""
+    return model_flops / secs / peak_flops
 
 
 def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
@@ -113,7 +121,7 @@ def product_flops(equation: JaxprEqn) -> int | None:
 class Flops(NamedTuple):
     """FLOPs of matrix products in a step, of an average device.
 
-    `model` is 6 for each parameter in a matmul and token, and causal attention's; the next five are executed beside it.
+    `model` is 6 for each parameter in a matmul and token, and causal attention's; the next four are executed beside it.
     `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, and
     whatever else layers multiply. `repeated`: what several devices do alike, or do in vain. `recomputed`: forward
     passes run again in the backward pass. `waiting` is not executed, but could have been while a tick lasts as long as
@@ -146,7 +154,7 @@ class Layer(NamedTuple):
     W: float
 
 
-def step_flops(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
+def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
     """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
 
     `entries` are those of the vocab that are tokens, where some are not; rows that pad it never count as the model's.

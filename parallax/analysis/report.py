@@ -20,7 +20,7 @@ from parallax.analysis.compiled import (
     read_compiled,
     secs_by_module,
 )
-from parallax.analysis.flops import Flops, step_flops
+from parallax.analysis.flops import Flops
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
 from parallax.analysis.render import LEAST_SHOWN, Section, Table, html_page, section_html, section_text, time_parts
@@ -143,7 +143,7 @@ def report(
         planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
         update = update_collectives(step)
         ranks = [[*rank, *update] for rank in collectives_by_rank(model, rows, seq)]
-        flops = step_flops(model, rows, seq, entries=entries)
+        flops = flops_breakdown(model, rows, seq, entries=entries)
         shares = branch_shares(model)
     made, made_for, time, computed = None, "", None, ()
     if compiled and isinstance(model.mesh, Mesh):

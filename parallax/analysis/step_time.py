@@ -38,7 +38,7 @@ from parallax.analysis.compiled import (
     costs_of,
     read_compiled,
 )
-from parallax.analysis.flops import flops_per_token, product_flops
+from parallax.analysis.flops import flops_per_token, mfu, product_flops
 from parallax.analysis.layouts import build, placed
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
@@ -49,7 +49,7 @@ from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import stay_of
+from parallax.sharding.plan import layouts_of_policy
 from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
@@ -166,7 +166,7 @@ def estimate(settings: Settings, topology: Topology, held: Memory, traced: Trace
         update_secs=update,
         bubble=bubble,
         secs=secs,
-        mfu=traced.model_flops / topology.chip.peak(settings.model.dtype) / secs,
+        mfu=mfu(traced.model_flops, secs, topology.chip.peak(settings.model.dtype)),
     )
 
 
@@ -192,7 +192,7 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
 
 def _is_per_use(one: Sent, settings: Settings) -> bool:
     """Whether layers' weights, or their gradients, travel over data axes at each use, not once a step."""
-    stay = stay_of(settings.data_parallel.policy)
+    stay = layouts_of_policy(settings.data_parallel.policy)
     return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
 
 
@@ -283,15 +283,15 @@ def step_time(
     critical, own = (Clock(mesh, chip, dtype, lockstep).run(events) for lockstep in (True, False))
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
-    mfu = model_flops / (chip.peak(dtype) * total)
-    assert mfu < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    used = mfu(model_flops, total, chip.peak(dtype))
+    assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     return StepTime(
         critical["compute"],
         exposed,
         critical["pallas"],
         total,
         1 - sum(own.values()) / total,
-        mfu,
+        used,
     )
 
 

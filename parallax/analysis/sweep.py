@@ -42,7 +42,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.units import in_bytes, percent
 from parallax.schedules import Costs, Figures, by_name, figures
-from parallax.sharding.plan import stay_of
+from parallax.sharding.plan import layouts_of_policy
 
 PARAMETER_BYTES = 4  # float32
 SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
@@ -90,7 +90,7 @@ class LeastWork:
         """Over dp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns then
         rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back."""
         model, layers = self.settings.model, self._layers / (choice.pp * choice.tp)
-        stay = stay_of(choice.policy)
+        stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
         gathers = 2 * choice.microbatches if per_use else 1 - whole
@@ -112,7 +112,7 @@ class LeastWork:
     def _memory(self, choice: Choice, held: float) -> Memory:
         """Parameters and gradients, cut as far as can be; layers that are whole all step; and, without recomputation,
         what a layer's products read, in each of the `held` microbatches that a rank holds at once."""
-        stay = stay_of(choice.policy)
+        stay = layouts_of_policy(choice.policy)
         weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
         whole = self._layers / (choice.pp * choice.tp) * (self._itemsize * weights + PARAMETER_BYTES * gradients)
         state, kept = PARAMETER_BYTES * self._layers / self.topology.devices, 0.0

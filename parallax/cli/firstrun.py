@@ -32,7 +32,7 @@ with loading(__name__, sys.stderr):
 
     from parallax.analysis.compiled import branch_shares, read_compiled
     from parallax.analysis.devices import device_memory, local_topology, most_memory
-    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.flops import flops_per_token, mfu
     from parallax.analysis.memory import predicted_memory
     from parallax.analysis.plan import heading
     from parallax.analysis.step_time import Estimate, predict, step_time
@@ -249,7 +249,7 @@ class Found:
         if self.topology is None or self.median_secs is None or self.step_flops is None:
             return None
         peak = self.topology.chip.peak(self.settings.model.dtype) * self.topology.devices
-        return self.step_flops / peak / self.median_secs
+        return mfu(self.step_flops, self.median_secs, peak)
 
 
 def do_phases(found: Found, save: Callable[[], None]) -> None:

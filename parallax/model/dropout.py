@@ -22,7 +22,7 @@ class Dropout(nn.Module):
         backward  nothing
     """
 
-    x: str
+    layout: str  # of x
     sizes: Mapping[str, int]
     rate: float
     site: int
@@ -34,7 +34,7 @@ class Dropout(nn.Module):
         return jnp.where(keep, x / (1 - self.rate), 0).astype(x.dtype)
 
     def _bits(self, x_BSD: Array, rows_B: Array, key: Array) -> Array:
-        layout = Layout.parse(self.x)
+        layout = Layout.parse(self.layout)
         seq_S = offset(layout, "seq", x_BSD.shape[1]) + jnp.arange(x_BSD.shape[1])
         dim_D = offset(layout, "d_model", x_BSD.shape[2]) + jnp.arange(x_BSD.shape[2])
         place_SD = seq_S[:, None] * self.sizes["d_model"] + dim_D[None, :]

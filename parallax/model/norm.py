@@ -19,13 +19,13 @@ class RMSNorm(nn.Module):
         backward  all_reduce of one number a token over tp if the last dim is cut over tp
     """
 
-    x: str
+    layout: str  # of x
     sizes: Mapping[str, int]
     eps: float
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        layout = Layout.parse(self.x)
+        layout = Layout.parse(self.layout)
         dim, axes = layout.names[-1], layout.axes[-1]
         tokens = Layout(layout.names[:-1], layout.axes[:-1])
         scale = parameter(self, "scale", "/".join((dim, *axes)), self.sizes, _ones)

@@ -107,8 +107,8 @@ class Executor(NamedTuple):
     ) -> tuple[State, None]:
         """One tick: F, B and W where this rank's tables have them, then messages.
 
-        With `room`, residuals are for this tick alone, and there is room of these shapes for them in it: XLA need not
-        empty what it sees written whole.
+        With `room`, residuals live only in this tick, which allocates arrays of these shapes for them: XLA need not
+        zero an array that is fully overwritten.
         """
         row = Row.of(self._tables(segment), values, alone=self.schedule.stages == 1)
         outputs = {}
@@ -421,7 +421,7 @@ class LayerLoop:
     is the same. The first and the last layer then stand before and after the loop, so that nothing is sent for a layer
     that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
 
-    `in_turn` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
+    `serialized` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
     simulated devices need that, see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says
     whether there are such places, which are skipped.
     """
@@ -432,7 +432,7 @@ class LayerLoop:
     numbers: Array
     uneven: bool
     prefetch: bool
-    in_turn: bool
+    serialized: bool
 
     def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
         """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is
@@ -457,7 +457,7 @@ class LayerLoop:
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
         """The same array; where all is done in turn, not before those."""
-        return functools.reduce(after, earlier, x) if self.in_turn else x
+        return functools.reduce(after, earlier, x) if self.serialized else x
 
     def carry_after(self, carry: Any, grads: list[Array]) -> Any:
         if not jax.tree.leaves(carry):  # W sends nothing but gradients

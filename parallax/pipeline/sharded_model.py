@@ -1,4 +1,4 @@
-"""ShardedModel: a model, cut over a mesh as its strings say; the mathematics is the model's, on every mesh."""
+"""ShardedModel: a model sharded over a mesh by its layout strings; every mesh computes the same, up to rounding."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ from parallax.pipeline.executor import Executor, LayerLoop, Stage
 from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
-from parallax.schedules import by_name, in_turn
+from parallax.schedules import by_name, gpipe_on
 from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
@@ -248,11 +248,11 @@ class ShardedModel:
 
     def _evaluator(self, params, batch, noise, stage):
         tokens = self._tokens(batch, noise, self.pipeline.microbatches)
-        schedule = in_turn(self.schedule.placement, self.pipeline.microbatches)
+        schedule = gpipe_on(self.schedule.placement, self.pipeline.microbatches)
         return self._executor(params, tokens, schedule, LossOnly, ROWS, stage=stage)
 
     def _logits(self, params, batch, noise):
-        schedule = in_turn(self.schedule.placement, 1)
+        schedule = gpipe_on(self.schedule.placement, 1)
         executor = self._executor(params, self._tokens(batch, None, 1), schedule, BatchedHead, SHARED_ROWS)
         boundary = executor.boundary
         outputs = executor.run_forward(boundary.start(1)).boundary.exits
@@ -301,7 +301,7 @@ class ShardedModel:
             self.arrangement.own_numbers(),
             self.arrangement.uneven,
             prefetch=self.fsdp.prefetch == 1,
-            in_turn=self._simulated,
+            serialized=self._simulated,
         )
         return kind(
             self.parts.block.apply,

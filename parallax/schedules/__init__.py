@@ -18,7 +18,7 @@ from parallax.schedules.definitions import (
     by_name,
     check_schedule,
     gpipe,
-    in_turn,
+    gpipe_on,
     interleaved,
     one_f_one_b,
     zero_bubble,

@@ -15,10 +15,10 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     The head runs between the two, where all ranks can share it.
     """
-    return in_turn(tuple(range(ranks)), microbatches)
+    return gpipe_on(tuple(range(ranks)), microbatches)
 
 
-def in_turn(placement: Sequence[int], microbatches: int) -> Schedule:
+def gpipe_on(placement: Sequence[int], microbatches: int) -> Schedule:
     """GPipe for any placement: all microbatches forward through a rank's first stage, then its next, then backward."""
     orders = []
     for rank in range(max(placement) + 1):

@@ -1,7 +1,7 @@
 """Collectives written in the notation; an axis that is not bound makes them nothing.
 
-Inside `jax.shard_map` every function below sends what its pattern says, and its transpose is what the types
-of JAX make of it. Outside, with no axis bound, all are the identity: that run is the reference.
+Inside `jax.shard_map` every function below sends what its pattern says; JAX derives its transpose from the types that
+say over which axes a value varies. Outside, with no axis bound, all are the identity: that run is the reference.
 """
 
 import math

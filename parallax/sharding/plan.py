@@ -40,10 +40,10 @@ from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, layouts_of
 
 DATA_AXES = ("dp",)  # axes that may cut a parameter at rest; `replica` never does
-SMALL = 1 << 18  # entries; below, sending takes less time than starting to send
+SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
 
 
-class Stay(NamedTuple):
+class PolicyLayouts(NamedTuple):
     """Where a parameter lies: between steps, during a step, in a layer, and its gradient between microbatches."""
 
     at_rest: Layout
@@ -62,13 +62,13 @@ POLICIES: dict[str, Callable[[Layout, Layout], tuple[Layout, Layout, Layout, Lay
 }
 
 
-def stay_of(policy: str) -> Stay:
+def layouts_of_policy(policy: str) -> PolicyLayouts:
     """Which of the four layouts of a policy are the same: "cut" or "whole" over data axes.
 
-    >>> stay_of("zero3")
-    Stay(at_rest='cut', resident='cut', compute='whole', summed='cut')
+    >>> layouts_of_policy("zero3")
+    PolicyLayouts(at_rest='cut', resident='cut', compute='whole', summed='cut')
     """
-    return Stay(*POLICIES[policy]("whole", "cut"))
+    return PolicyLayouts(*POLICIES[policy]("whole", "cut"))
 
 
 class Policies(NamedTuple):
@@ -326,7 +326,7 @@ def _row(
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     part, _, module = name.rpartition("/")[0].partition("/")
     compute = declared.layout
-    stay = Stay(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest)))
+    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest)))
     at_rest = staged = stay.at_rest
     if part == "blocks" and order and not order.in_order:
         at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from parallax.analysis.devices import most_memory
+from parallax.analysis.flops import mfu
 from parallax.runtime.units import count, duration, in_bytes, in_flops
 
 LINE_WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
-LEAST_WAIT = 0.01  # of a step's time: less waiting for data is no news
+LEAST_WAIT = 0.01  # share of a step: shorter waits for data are not shown
 DISPENSABLE = ("memory", "lr", "wait", "gnorm")  # where a line is too long; metrics.jsonl has all of them
 
 
@@ -64,7 +65,7 @@ class Meter:
             "perf/tokens_per_second": self.step_tokens * rate,
             "perf/data_wait_secs": waited_secs,
             "perf/flops_per_second_per_device": self.step_flops * rate / self.devices,
-            **({} if self.peak_flops is None else {"perf/mfu": self.step_flops * rate / self.peak_flops}),
+            **({} if self.peak_flops is None else {"perf/mfu": mfu(self.step_flops * rate, 1, self.peak_flops)}),
             **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
         }
 
@@ -88,7 +89,9 @@ class Meter:
             flops, (done, total) = self.step_flops / secs, self._measured
             known = self.peak_flops is not None
             parts["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"
-            parts["mfu"] = f"mfu {flops / self.peak_flops:.0%}" if known else f"{in_flops(flops / self.devices)}/s/dev"
+            parts["mfu"] = (
+                f"mfu {mfu(flops, 1, self.peak_flops):.0%}" if known else f"{in_flops(flops / self.devices)}/s/dev"
+            )
             if "perf/memory_bytes" in values:
                 parts["memory"] = in_bytes(values["perf/memory_bytes"])
             if waited / secs >= LEAST_WAIT:

@@ -16,7 +16,7 @@ import tiny
 
 import parallax as px
 from parallax.analysis.compiled import ModuleSecs
-from parallax.analysis.flops import flops_by_direction, step_flops
+from parallax.analysis.flops import flops_breakdown, flops_by_direction
 from parallax.analysis.render import WIDTH
 from parallax.analysis.report import report_settings
 from parallax.analysis.step_time import StepTime
@@ -46,7 +46,7 @@ def on(mesh, **changes):
 
 
 def flops_of(mesh, **changes):
-    return step_flops(on(mesh, **changes), tiny.ROWS, tiny.SEQ)
+    return flops_breakdown(on(mesh, **changes), tiny.ROWS, tiny.SEQ)
 
 
 # ---- FLOPs
@@ -59,7 +59,7 @@ def flops_of(mesh, **changes):
 )
 def test_parts_add_up_to_the_flops_that_devices_execute(mesh, changes):
     model = on(mesh, **changes)
-    flops = step_flops(model, tiny.ROWS, tiny.SEQ)
+    flops = flops_breakdown(model, tiny.ROWS, tiny.SEQ)
     program = jax.make_jaxpr(model.loss_and_grad)(model.shapes, tiny.make_batch())
     ranks = [flops_by_direction(program, at={"pp": rank, "dp": 0, "tp": 0}) for rank in range(mesh[0])]
     assert flops.executed == pytest.approx(sum(sum(rank.values()) for rank in ranks) / len(ranks), rel=1e-12)
@@ -78,7 +78,7 @@ def test_on_one_device_without_recomputation_only_hidden_scores_are_beside_the_m
 
 
 def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
-    flops = step_flops(on((1, 1, 1), remat="none", kernel="splash"), 4, 384)
+    flops = flops_breakdown(on((1, 1, 1), remat="none", kernel="splash"), 4, 384)
     scores = 4 * 4 * 8 * 384 * 384 * 6 / 9  # of layers, rows and heads; six of nine blocks of 128
     products = 2 + (3 + 4)  # forward; backward in two kernels, both of which make the scores again
     rows = 4 * 4 * 8 * 384 * 8  # each output with its gradient
@@ -90,7 +90,7 @@ def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_waiting_is_the_schedules_bubble(schedule):
     model = on((4, 1, 1), schedule=schedule, remat="none")
-    flops = step_flops(model, tiny.ROWS, tiny.SEQ)
+    flops = flops_breakdown(model, tiny.ROWS, tiny.SEQ)
     blocks = flops.executed - HEAD / 4
     kernels = 4 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 64) * tiny.ROWS * tiny.SEQ / 4
     bubble = figures(model.schedule, Costs(blocks / 3, 2 * blocks / 3, 2 * kernels)).lockstep_bubble
@@ -107,7 +107,9 @@ def test_stages_of_unequal_size_wait_for_the_largest():
 
 def test_vocab_that_is_no_token_is_padding():
     model = on((1, 1, 1), remat="none")
-    all_tokens, some = (step_flops(model, tiny.ROWS, tiny.SEQ, entries=entries) for entries in (None, tiny.VOCAB - 10))
+    all_tokens, some = (
+        flops_breakdown(model, tiny.ROWS, tiny.SEQ, entries=entries) for entries in (None, tiny.VOCAB - 10)
+    )
     assert all_tokens.model - some.model == 6 * 10 * 32 * tiny.ROWS * tiny.SEQ == some.padding - all_tokens.padding
 
 

@@ -16,7 +16,6 @@ from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config
-from parallax.analysis.flops import step_flops
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
@@ -222,7 +221,7 @@ def test_a_vocab_that_the_tokenizer_says_is_rounded_or_padded():
 def test_rows_of_padding_are_padding_to_the_count_of_flops_too():
     mesh = abstract_mesh(dict.fromkeys(AXES, 1))
     models = [model_of(settings_with(vocab=500, vocab_multiple=multiple), mesh) for multiple in (1, 512)]
-    plain, padded = (step_flops(model, 2, 64) for model in models)
+    plain, padded = (flops_breakdown(model, 2, 64) for model in models)
     assert padded.model == plain.model
     more = 6 * 12 * models[0].model.d_model * 2 * 64
     assert padded.padding - plain.padding == pytest.approx(more)

@@ -35,7 +35,7 @@ def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
         numbers,
         uneven=layers < LAYERS,
         prefetch=prefetch,
-        in_turn=False,
+        serialized=False,
     )
     return Stage(toy_layer, loop, remat, split)
 
