@@ -20,7 +20,7 @@ from parallax.analysis.compiled import (
     read_compiled,
     secs_by_module,
 )
-from parallax.analysis.flops import Flops
+from parallax.analysis.flops import Flops, flops_breakdown
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
 from parallax.analysis.render import LEAST_SHOWN, Section, Table, html_page, section_html, section_text, time_parts

@@ -16,6 +16,7 @@ from tiny import build, make_batch, optimizer_config, params_of
 
 import parallax as px
 from configs.base import get_config
+from parallax.analysis.flops import flops_breakdown
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
