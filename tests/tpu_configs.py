@@ -6,9 +6,9 @@ python tests/tpu_configs.py CONFIG CHIP
 import importlib
 import sys
 
-from parallax.analysis.layouts import build
+from parallax.analysis.layouts import model_on_topology
 from parallax.analysis.memory import predicted_memory
-from parallax.analysis.step_time import compile_step
+from parallax.analysis.step_time import compile_and_read
 from parallax.analysis.topology import devices_of, without_chips
 from parallax.cli.plan import located
 from parallax.config.settings import read_settings
@@ -26,8 +26,8 @@ def main(name: str, kind: str) -> None:
     count = 8 if -1 in sizes else sizes[0] * sizes[1] * sizes[2]
     where = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
     settings, topology = located(with_likely_vocab(read_settings(config.to_dict())), where)
-    found = compile_step(settings, topology, devices_of(topology))
-    predicted = predicted_memory(build(settings, topology), settings).peak
+    found = compile_and_read(settings, topology, devices_of(topology))
+    predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
     assert not found.refused, found.refused
     assert found.arguments + found.temporaries <= topology.chip.usable_bytes
     time = found.time

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from parallax.analysis.hlo import COLLECTIVES, Computation, Instruction, Module, parse
+from parallax.analysis.hlo import COLLECTIVES, Computation, Instruction, Module, parse_hlo
 
 HOLDERS = ("while", "conditional", "call")
 
@@ -13,7 +13,7 @@ def out_of_turn(text: str) -> list[str]:
     XLA begins what sends in the order of the program. A collective holds its thread until it is done, so that the next
     one comes behind it; a loop or a branch goes on in other threads, beside all that does not read its result.
     """
-    module, known = parse(text), {}
+    module, known = parse_hlo(text), {}
     pairs = (pair for computation in module.computations.values() for pair in _beside(module, computation, known))
     return [f"{one.kind} {one.op_name} | {other.kind} {other.op_name}" for one, other in pairs]
 

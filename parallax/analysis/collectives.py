@@ -18,7 +18,7 @@ from parallax.sharding.layout import Layout
 from parallax.training.step import TrainStep
 
 # How JAX calls what the notation calls.
-KINDS = {
+KIND_OF_PRIMITIVE = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -97,11 +97,11 @@ def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
     return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
 
 
-def totals(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
-    """Bytes in a step by these fields, as `totals(sent, "axes", "kind")` or `totals(sent, "direction")`.
+def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
+    """Bytes in a step by these fields, as `bytes_by(sent, "axes", "kind")` or `bytes_by(sent, "direction")`.
 
     >>> calls = [Sent("permute", ("pp",), 8, count, way, "", "") for count, way in ((3, "forward"), (1, "backward"))]
-    >>> totals(calls, "axes"), totals(calls, "direction")
+    >>> bytes_by(calls, "axes"), bytes_by(calls, "direction")
     ({(('pp',),): 32}, {('forward',): 24, ('backward',): 8})
     """
     found: dict[tuple, int] = defaultdict(int)
@@ -121,7 +121,7 @@ def _counted(rank: list[Sent]) -> Counter:
 
 
 def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
-    kind = KINDS.get(equation.primitive.name)
+    kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
         return Counter()
     axes = _axes(equation)

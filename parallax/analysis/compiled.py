@@ -22,7 +22,7 @@ from parallax.analysis.hlo import (
     float_dims,
     groups_of,
     of_update,
-    parse,
+    parse_hlo,
     shape_bytes,
 )
 from parallax.model.kernels import kernel_flops
@@ -112,8 +112,7 @@ def name_of(op_name: str) -> str:
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-KINDS = dict(zip(COLLECTIVES, (*COLLECTIVES[:-1], "permute"), strict=True))
-PROJECT = "parallax/"
+KIND_OF_HLO = dict(zip(COLLECTIVES, (*COLLECTIVES[:-1], "permute"), strict=True))
 
 
 class CompiledCollective(NamedTuple):
@@ -122,9 +121,9 @@ class CompiledCollective(NamedTuple):
     `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
     turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
     `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
-    `source` is its name in the traced program, and where the compiler dropped that, its operand's; `line` this
-    project's line that asked, "" where the compiler lost it. `pairs` are a permutation's senders and receivers, none
-    for other collectives; `group` are the devices of one group of the others, where they are not all along `axes`.
+    `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
+    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the
+    others, where they are not all along `axes`.
     """
 
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
@@ -136,7 +135,6 @@ class CompiledCollective(NamedTuple):
     cycles_between: float
     op: str
     source: str
-    line: str
     merged: int
     pairs: tuple[tuple[int, ...], ...]
     group: tuple[int, ...]
@@ -325,33 +323,25 @@ class TimelineReader:
         operand = sum(shape_bytes(_shape(home, name)) for name in piece.operands)
         if kind == "all-reduce" and "all-reduce-scatter" in home.name:
             kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
-        source, line = self._origin(piece, outer, caller)
         return CompiledCollective(
-            kind=KINDS[kind],
+            kind=KIND_OF_HLO[kind],
             axes=axes,
-            bytes=sent_bytes(KINDS[kind], operand, members),
+            bytes=sent_bytes(KIND_OF_HLO[kind], operand, members),
             count=0,
             lockstep_count=0,
             asynchronous=asynchronous,
             cycles_between=0,
             op=outer.name,
-            source=source,
-            line=line,
+            source=self._source(piece, outer, caller),
             merged=len(piece.operands) if kind != "all-to-all" else 1,
             pairs=tuple(groups) if kind == "collective-permute" else (),
             group=groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
         )
 
-    def _origin(self, piece: Instruction, outer: Instruction, computation: Computation) -> tuple[str, str]:
-        """Operation name and source line; merged collectives have none, and take those of their first operand."""
+    def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
+        """Operation name; merged collectives have none, and take that of their first operand."""
         operands = (computation.find(name) for name in outer.operands)
-        known = (one for one in (piece, outer, *operands) if one is not None and one.op_name)
-        one = next(known, piece)
-        for file, number in self.module.lines(one):
-            at = file.rfind(PROJECT)
-            if at >= 0 and not file.endswith("collectives.py"):
-                return one.op_name, f"{file[at:]}:{number}"
-        return one.op_name, ""
+        return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
 
     def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
         operands = sum(shape_bytes(_shape(computation, name)) for name in one.operands)
@@ -452,7 +442,7 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
     there are none, are taken to run their dearer branch each time.
     """
     sizes, text = compiled.memory_analysis(), compiled.as_text()
-    return read_text(text, mesh, branch_shares)._replace(
+    return read_hlo_text(text, mesh, branch_shares)._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -461,9 +451,9 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
     )
 
 
-def read_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:
     """The same from the program's text alone, without sizes."""
-    reader = TimelineReader(parse(text), mesh, branch_shares)
+    reader = TimelineReader(parse_hlo(text), mesh, branch_shares)
     timeline = reader.entry()
     collectives: dict[str, CompiledCollective] = {}
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

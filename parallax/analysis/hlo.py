@@ -14,12 +14,11 @@ import numpy as np
 from parallax.training.step import UPDATE
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+COMPUTATION_LINE = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
-LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
+INSTRUCTION_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 NAME = re.compile(r"%([\w.\-]+)")
-TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 class Instruction(NamedTuple):
@@ -87,11 +86,10 @@ class Computation(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A program: its computations by name, the one that it starts with, and where its source stands."""
+    """A program: its computations by name, and the one that it starts with."""
 
     computations: dict[str, Computation]
     entry: str
-    tables: dict[str, dict[int, str]]
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
         """How often a while loop of this computation turns; None where it depends on data.
@@ -121,17 +119,6 @@ class Module(NamedTuple):
         at = int(one.attribute("index"))
         return caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
 
-    def lines(self, one: Instruction) -> list[tuple[str, int]]:
-        """File and line of the source that asked for it, innermost first."""
-        frame, lines = int(one.attribute("stack_frame_id") or 0), []
-        while frame in self.tables["StackFrames"] and len(lines) < 200:
-            numbers = _numbers(self.tables["StackFrames"][frame])
-            place = _numbers(self.tables["FileLocations"].get(numbers["file_location_id"], ""))
-            name = self.tables["FileNames"].get(place.get("file_name_id", 0), "").strip('"')
-            lines.append((name, place.get("line", 0)))
-            frame = numbers.get("parent_frame_id", 1) - 1  # frames count from 1 and their parents from 2: 1 is none
-        return lines
-
 
 def of_update(op_name: str) -> bool:
     """Whether an operation belongs to the update of the parameters, and not to loss and gradients.
@@ -142,19 +129,15 @@ def of_update(op_name: str) -> bool:
     return UPDATE in op_name.split("/")
 
 
-def parse(text: str) -> Module:
+def parse_hlo(text: str) -> Module:
     """Read the text of a compiled program, as `Compiled.as_text()` gives it."""
-    computations, entry, tables, table = {}, "", {name: {} for name in TABLES}, {}
+    computations, entry = {}, ""
     lines = iter(text.splitlines())
     for line in lines:
-        if line in TABLES:
-            table = tables[line]
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[int(row[1])] = row[2]
-        elif head := HEAD.match(line):
+        if head := COMPUTATION_LINE.match(line):
             computations[head[2]] = Computation(head[2], tuple(_instructions(lines)))
             entry = head[2] if head[1] else entry
-    return Module(computations, entry, tables)
+    return Module(computations, entry)
 
 
 def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
@@ -168,7 +151,7 @@ def _whole(lines: Iterator[str]) -> Iterator[tuple[re.Match, str]]:
     """Instructions until the computation ends, with lines that go on in a next one: metadata of kernels does."""
     found, parts = None, []
     for line in lines:
-        begins = LINE.match(line)
+        begins = INSTRUCTION_LINE.match(line)
         ends = CLOSE.fullmatch(line)
         if found and (begins or ends):
             yield found, "\n".join(parts)
@@ -202,10 +185,6 @@ def _rise(body: Computation, at: int) -> int:
     if sum_ is None or sum_.kind not in ("add", "fusion"):
         return 1
     return next(filter(None, (_whole_number(body.find(name)) for name in sum_.operands)), 1)
-
-
-def _numbers(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
 def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:

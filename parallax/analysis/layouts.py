@@ -83,13 +83,13 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
                         yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy)
 
 
-def placed(settings: Settings, topology: Topology) -> Settings:
+def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the topology's devices."""
     simulate = topology.devices if topology.shared else 0
     return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate, replica=1)
 
 
-def build(settings: Settings, topology: Topology) -> ShardedModel:
+def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
     """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a topology."""
     check_kernel_priced(settings.model, topology)
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
@@ -101,7 +101,7 @@ def build(settings: Settings, topology: Topology) -> ShardedModel:
 def build_if_legal(settings: Settings, topology: Topology) -> ShardedModel | None:
     """The model, or None where the layout is not legal."""
     try:
-        return build(settings, topology)
+        return model_on_topology(settings, topology)
     except ParallaxError:
         return None
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, placed, policies, with_changes
+from parallax.analysis.layouts import (
+    SHARDED_TABLES,
+    Choice,
+    build_if_legal,
+    policies,
+    settings_on_topology,
+    with_changes,
+)
 from parallax.analysis.render import stacked_bar, text_table, time_table
 from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
@@ -63,14 +70,14 @@ class Plan:
         return Choice.of(self.settings)
 
     def __repr__(self) -> str:
-        title = heading(self.name, self.settings, self.topology)
+        title = plan_heading(self.name, self.settings, self.topology)
         return "\n".join([title, *estimate_lines(self.estimate, self.topology)])
 
     def _repr_html_(self) -> str:
         held = {name.replace("_", " "): size for name, size in sorted(self.memory.items(), key=lambda item: -item[1])}
         lines = "<br>".join(
             [
-                *map(escape, heading(self.name, self.settings, self.topology).splitlines()),
+                *map(escape, plan_heading(self.name, self.settings, self.topology).splitlines()),
                 escape(verdict(self.peak_bytes, self.topology, "predicted")),
                 f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
             ]
@@ -116,11 +123,11 @@ def plan(settings: Settings, topology: str | Topology, *, name: str = "step") ->
     """
     topology = read_topology(topology) if isinstance(topology, str) else topology
     topology.chip.peak(settings.model.dtype)
-    settings = placed(with_likely_vocab(settings), topology)
+    settings = settings_on_topology(with_likely_vocab(settings), topology)
     return Plan(name, settings, topology, predict(settings, topology))
 
 
-def compare(plans: Sequence[Plan]) -> Comparison:
+def compare_plans(plans: Sequence[Plan]) -> Comparison:
     """Plans side by side; the first is the one that the others are compared with.
 
     Raises ConfigError where there is none, or where they are for different places.
@@ -138,7 +145,7 @@ def compare(plans: Sequence[Plan]) -> Comparison:
     return Comparison(first.name, first.layout, first.topology, fitting, tuple(p for p in ordered if not p.fits))
 
 
-SHOWN = 6
+CHANGES_SHOWN = 6
 LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares below which a change is none
 
 
@@ -162,8 +169,8 @@ def helpful_changes(
     room = topology.chip.usable_bytes - now.peak_bytes
     faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
     smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
-    half = SHOWN // 2
-    most, least = max(half, SHOWN - len(smaller)), max(half, SHOWN - len(faster))
+    half = CHANGES_SHOWN // 2
+    most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     return (
         sorted(faster, key=lambda change: change.secs)[:most] + sorted(smaller, key=lambda change: change.bytes)[:least]
     )
@@ -219,7 +226,7 @@ def _layouts(own: Choice) -> Iterator[Choice]:
 JAX_TAKES = 0.75  # of a GPU's memory
 
 
-def heading(name: str, settings: Settings, topology: Topology) -> str:
+def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     """What is planned, and where."""
     mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
     data, pipeline = settings.data, settings.pipeline
@@ -341,4 +348,4 @@ def passed_over_line(search: Sweep) -> str:
     return f"{len(search.rows):,} layouts priced" + f"; passed over: {passed}" * bool(passed)
 
 
-plan.compare = compare  # px.plan.compare
+plan.compare = compare_plans  # px.plan.compare

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
-from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse
+from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
 from parallax.runtime.errors import DataError
 from parallax.runtime.files import read_object
@@ -78,7 +78,7 @@ class ProgramNames(NamedTuple):
     @staticmethod
     def of(text: str, mesh: dict[str, int]) -> "ProgramNames":
         """Those of a program as text."""
-        computations = parse(text).computations.values() if text else ()
+        computations = parse_hlo(text).computations.values() if text else ()
         instructions = [one for home in computations for one in home.instructions]
         name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
         return ProgramNames(name, {one.name: _described(one, mesh) for one in instructions})

@@ -25,7 +25,7 @@ class Table(NamedTuple):
     bars: Sequence[Sequence[BarPart]] = ()
 
 
-class Section(NamedTuple):
+class TitledTables(NamedTuple):
     """Tables and sentences under a title; `name` is the id on a page."""
 
     name: str
@@ -75,7 +75,7 @@ def text_table(
         yield (" " * gap).join(shown).rstrip()
 
 
-def section_text(section: Section) -> Iterator[str]:
+def section_text(section: TitledTables) -> Iterator[str]:
     """Lines of text."""
     yield from wrapped([section.title])
     yield from [""] * any(isinstance(part, Table) for part in section.parts)
@@ -167,7 +167,7 @@ def html_page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def section_html(section: Section) -> Iterator[str]:
+def section_html(section: TitledTables) -> Iterator[str]:
     """Elements of a page."""
     yield f"<h2>{escape(section.title)}</h2>"
     yield f'<div id="{section.name}">'

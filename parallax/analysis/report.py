@@ -23,7 +23,7 @@ from parallax.analysis.compiled import (
 from parallax.analysis.flops import Flops, flops_breakdown
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
-from parallax.analysis.render import LEAST_SHOWN, Section, Table, html_page, section_html, section_text, time_parts
+from parallax.analysis.render import LEAST_SHOWN, Table, TitledTables, html_page, section_html, section_text, time_parts
 from parallax.analysis.step_time import StepTime, compiled_parts, step_time
 from parallax.config.sections import ALL_AXES
 from parallax.config.settings import Settings
@@ -109,7 +109,7 @@ class Report:
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
-        return page(self)
+        return report_page(self)
 
     def __repr__(self) -> str:
         return report_text(self)
@@ -300,13 +300,14 @@ def axes_order(axes: tuple[str, ...]) -> tuple:
 
 def report_text(report: Report, *, line_numbers: bool = True) -> str:
     """The report as text; without line numbers it does not change when a file does."""
-    sections = [Section("", heading(report)[0], heading(report)[1:]), *sections_of(report, line_numbers)]
+    first, *rest = report_heading(report)
+    sections = [TitledTables("", first, rest), *sections_of(report, line_numbers)]
     return "\n\n".join("\n".join(section_text(section)) for section in sections)
 
 
-def page(report: Report) -> str:
+def report_page(report: Report) -> str:
     """The report as an HTML page."""
-    first, second = heading(report)
+    first, second = report_heading(report)
     total = sum(one.total_bytes for one in report.sent)
     facts = {
         "A device sends": in_bytes(total),
@@ -320,7 +321,7 @@ def page(report: Report) -> str:
     return html_page(f"{report.name}: what a step sends, stores and computes", body)
 
 
-def heading(report: Report) -> list[str]:
+def report_heading(report: Report) -> list[str]:
     """What is reported, in two lines."""
     mesh = " ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     batch = f"{report.rows} x {report.seq} = {report.tokens:,} tokens a step"
@@ -330,7 +331,7 @@ def heading(report: Report) -> list[str]:
     ]
 
 
-def sections_of(report: Report, line_numbers: bool = True) -> Iterator[Section]:
+def sections_of(report: Report, line_numbers: bool = True) -> Iterator[TitledTables]:
     """All that follows the heading, for text and page."""
     yield sent_section(report)
     yield call_site_section(report, line_numbers)
@@ -339,12 +340,12 @@ def sections_of(report: Report, line_numbers: bool = True) -> Iterator[Section]:
     if report.compiled is not None:
         yield collectives_section(report)
     elif report.compiled_for:
-        yield Section("collectives", report.compiled_for, ())
+        yield TitledTables("collectives", report.compiled_for, ())
     if report.time is not None:
         yield time_section(report)
 
 
-def sent_section(report: Report) -> Section:
+def sent_section(report: Report) -> TitledTables:
     """Totals by axes and kind."""
     found = by_axis_and_kind(report.sent)
     most = max((row.total for row in found), default=1)
@@ -362,14 +363,14 @@ def sent_section(report: Report) -> Section:
     table = Table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, 1, bars)
     silent = sum(one.count for one in report.sent if not one.bytes)
     notes = [f"{silent:,} calls more send nothing: their axes are of one device."] * bool(silent)
-    return Section("sent", "What a device sends in a step, by axis and kind", [table, *notes])
+    return TitledTables("sent", "What a device sends in a step, by axis and kind", [table, *notes])
 
 
 def _total(size: int, report: Report) -> tuple[str, str]:
     return in_bytes(size), in_bytes(size / report.tokens)
 
 
-def call_site_section(report: Report, line_numbers: bool) -> Section:
+def call_site_section(report: Report, line_numbers: bool) -> TitledTables:
     """The source lines that send, by axis and kind, the most bytes first."""
     groups = defaultdict(list)
     for row in by_call_site(report.sent, line_numbers=line_numbers):
@@ -381,10 +382,10 @@ def call_site_section(report: Report, line_numbers: bool) -> Section:
             source = row.source.removeprefix("parallax/")
             rows.append([f"  {row.direction}", row.module, source, f"{row.calls:,}", in_bytes(row.total)])
     table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
-    return Section("call-sites", "Who asks for it", [table])
+    return TitledTables("call-sites", "Who asks for it", [table])
 
 
-def flops_section(report: Report) -> Section:
+def flops_section(report: Report) -> TitledTables:
     """Executed FLOPs by purpose."""
     shares = shares_of_flops(report.flops)
     rows = [[label, in_flops(value), percent(share)] for label, value, share in shares]
@@ -394,10 +395,10 @@ def flops_section(report: Report) -> Section:
         passes, update = map(in_flops, report.compiled_flops)
         executed += f"; in the compiled program {passes}, and {update} for the optimizer's update"
     ceiling = f"MFU is at most {percent(report.flops.ceiling)}."
-    return Section("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
+    return TitledTables("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
 
 
-def memory_section(report: Report) -> Section:
+def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
     sizes, compiled = (
         {name.replace("_", " "): size for name, size in report.memory.items()},
@@ -413,10 +414,10 @@ def memory_section(report: Report) -> Section:
         rows.append([name, in_bytes(mine), in_bytes(theirs), f"{mine / theirs - 1:+.1%}".replace("%", " %")])
         bars.append([("compiler", theirs / most)])
     table = Table(["", "predicted", *["compiler", "difference"] * compiled], rows, 1, bars)
-    return Section("memory", "Memory of a device", [table])
+    return TitledTables("memory", "Memory of a device", [table])
 
 
-def collectives_section(report: Report) -> Section:
+def collectives_section(report: Report) -> TitledTables:
     """The compiled collectives beside the traced ones by axis and kind, those of the update last."""
     timed = report.compiled.cycles is not None
     head = ["axis, kind", "calls\ntraced", "calls\ncompiled", "bytes\ntraced", "bytes\ncompiled", "async"]
@@ -437,7 +438,7 @@ def collectives_section(report: Report) -> Section:
         before = axes
     table = Table([*head, "cycles\nbetween"] if timed else head, rows, 1)
     title = f"What the compiler made of the collectives, for {report.compiled_for}"
-    return Section("collectives", title, [table, *collective_notes(report, found)])
+    return TitledTables("collectives", title, [table, *collective_notes(report, found)])
 
 
 def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
@@ -454,7 +455,7 @@ def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
         yield "(update): of the gradient's norm and of the optimizer."
 
 
-def time_section(report: Report) -> Section:
+def time_section(report: Report) -> TitledTables:
     """Where the time of a step goes, by the compiler's cycles."""
     time, total = report.time, report.time.total_secs
     parts = time_parts(compiled_parts(time), total)
@@ -465,6 +466,6 @@ def time_section(report: Report) -> Section:
     ]
     mfu = f"MFU {percent(time.mfu)}; an average rank waits for others {percent(time.bubble)} of the time."
     modules = Table(["compute of", "products", "the rest", "share of the step"], computed, 1)
-    return Section(
+    return TitledTables(
         "time", "Time of a step, by the compiler's cycles and the bandwidth of links", [parts, mfu, "", modules]
     )

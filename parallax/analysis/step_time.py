@@ -39,7 +39,7 @@ from parallax.analysis.compiled import (
     read_compiled,
 )
 from parallax.analysis.flops import flops_per_token, mfu, product_flops
-from parallax.analysis.layouts import build, placed
+from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
@@ -54,8 +54,8 @@ from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCTS = ("dot_general", "pallas_call")
-TABLES = ("embedding", "head")
+PRODUCT_PRIMITIVES = ("dot_general", "pallas_call")
+TABLE_MODULES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
@@ -81,7 +81,7 @@ class TracedWork(NamedTuple):
     bubble: float  # share of the ticks in which the average rank has nothing to do
 
 
-class Message(NamedTuple):
+class CollectiveTime(NamedTuple):
     """What one collective takes in a step. `hides`: work may run meanwhile. `ticking`: it belongs to the ticks, so
     that ranks wait for it as they do for work."""
 
@@ -121,8 +121,8 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
     >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
     True
     """
-    settings = placed(settings, topology)
-    return predict_of(build(settings, topology), settings, topology)
+    settings = settings_on_topology(settings, topology)
+    return predict_of(model_on_topology(settings, topology), settings, topology)
 
 
 def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
@@ -170,7 +170,7 @@ def estimate(settings: Settings, topology: Topology, held: Memory, traced: Trace
     )
 
 
-def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[Message]:
+def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
     """The traced collectives in seconds; those that send nothing are left out."""
     sizes, found = settings.mesh.sizes, []
     for one in sent:
@@ -183,10 +183,10 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
         bandwidth = topology.chip.ici_bandwidth if to_one else links.bandwidth
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
-        beside = not one.module.startswith(TABLES) and _is_per_use(one, settings)
+        beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
         hides = one.axes == ("dp",) and can_hide and beside and not topology.shared
         secs = one.total_bytes * spread / bandwidth
-        found.append(Message(" ".join(one.axes), secs, hides, _ticks(one, settings)))
+        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
 
 
@@ -218,13 +218,13 @@ def hidden_secs(work: float, sent: float) -> float:
     return -work * math.expm1(-sent / work) if work else 0.0
 
 
-def exposed_parts(sent: Iterable[Message], hidden: float) -> list[Message]:
+def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[CollectiveTime]:
     """The messages with their exposed seconds, where `hidden` seconds of those that can hide do."""
     hiding = sum(message.secs for message in sent if message.hides)
     return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
 
 
-def by_axes(sent: Iterable[Message]) -> dict[str, float]:
+def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     """Seconds of messages by axes."""
     found: dict[str, float] = {}
     for message in sent:
@@ -238,7 +238,7 @@ def _product(equation: JaxprEqn, origin: Origin) -> Counter:
         arrays = 2 * equation.invars[1:2]
     elif name in REDUCTIONS:
         arrays = 2 * arrays
-    elif name not in PRODUCTS:
+    elif name not in PRODUCT_PRIMITIVES:
         return Counter()
     moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
@@ -363,7 +363,7 @@ class CompiledStep(NamedTuple):
     time: StepTime | None = None
 
 
-def compile_step(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
+def compile_and_read(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
     """Compile the training step of these settings and read the result."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)

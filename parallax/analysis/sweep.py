@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
-from parallax.analysis.layouts import Choice, build, build_if_legal, choices
+from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
 from parallax.analysis.step_time import (
@@ -30,7 +29,7 @@ from parallax.analysis.step_time import (
     OpCost,
     StepTime,
     TracedWork,
-    compile_step,
+    compile_and_read,
     estimate,
     traced_work,
 )
@@ -41,6 +40,7 @@ from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.units import in_bytes, percent
+from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, Figures, by_name, figures
 from parallax.sharding.plan import layouts_of_policy
 
@@ -153,7 +153,6 @@ def _figures(name: str, ranks: int, microbatches: int, virtual: int, costs: Cost
 
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
-SOURCES = Path(__file__).parents[1]
 
 
 class Cache:
@@ -191,22 +190,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that a prediction depends on, and a hash of our own source."""
-    sources = hashlib.sha256()
-    for path in sorted(SOURCES.rglob("*.py")):
-        sources.update(path.read_bytes())
-    return {"parallax": sources.hexdigest()} | {name: _version(name) for name in PACKAGES}
+def predictor_versions() -> dict[str, str]:
+    """Versions of what a prediction depends on."""
+    return {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")  # that a plan follows from
+# A plan follows from these.
+PRICED_SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")
 
 
 class PricedLayout(NamedTuple):
@@ -226,9 +216,9 @@ class Sweep:
         self.own = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
-        self._versions = versions()
+        self._versions = predictor_versions()
         self.topology = as_measured_first(topology, cache, self._versions)
-        self.least = LeastWork(settings, self.topology, build(settings, self.topology))
+        self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Price layouts, those first whose bound is least, until no other can be among the best.
@@ -271,7 +261,7 @@ class Sweep:
         if (found := self.cache.get(key)) is not None:
             *sizes, time = found
             return CompiledStep(*sizes, time and StepTime(*time))
-        made = compile_step(settings, self.topology, devices)
+        made = compile_and_read(settings, self.topology, devices)
         self.cache.put(key, made)
         return made
 
@@ -310,7 +300,7 @@ def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str
     """The hash of everything that a prediction depends on."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
-    return digest([{name: sections[name] for name in SECTIONS}, data, topology, known])
+    return digest([{name: sections[name] for name in PRICED_SECTIONS}, data, topology, known])
 
 
 def front(rows: Sequence[PricedLayout]) -> list[Choice]:

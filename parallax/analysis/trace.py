@@ -19,15 +19,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-import parallax
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WAIT, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
+from parallax.runtime.version import PACKAGE
 from parallax.sharding import collectives, layout
 from parallax.training.step import UPDATE, TrainStep, abstract_state
 
-PACKAGE = pathlib.Path(parallax.__file__).parent
 # They ask on behalf of others.
 PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
@@ -122,7 +121,7 @@ def _shown(file_name: str) -> str | None:
 LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
 UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "layout_constraint")
 Count = Callable[[JaxprEqn, Origin], Counter]
-Value = np.ndarray | None  # None: not known before the program runs
+Known = np.ndarray | None  # None: not known before the program runs
 
 
 def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counter:
@@ -151,7 +150,7 @@ class Walk:
         self.at, self.count, self.total = dict(at), count, Counter()
         self._steering, self._gradients, self._calls, self._used = Steering(), Gradients(), {}, {}
 
-    def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Value]) -> list[Value]:
+    def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         """Run a program; its outputs, known at least where they are wanted and can be.
 
         It is run again only with other values of what steers it: most ticks are like others, and layers alike.
@@ -167,14 +166,14 @@ class Walk:
         self.total.update(counted)
         return outs
 
-    def _apart(self, run: Callable[[], list[Value]]) -> tuple[Counter, list[Value]]:
+    def _apart(self, run: Callable[[], list[Known]]) -> tuple[Counter, list[Known]]:
         """The counts of a run, without adding them to the total, and its outputs."""
         before, self.total = self.total, Counter()
         outs = run()
         counted, self.total = self.total, before
         return counted, outs
 
-    def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Value]) -> list[Value]:
+    def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         jaxpr = program.jaxpr
         steering = self._steering.variables(jaxpr, how.wanted)
         gradients = self._gradients.variables(jaxpr, how.stack, how.gradients)
@@ -189,7 +188,7 @@ class Walk:
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _outputs(self, equation: JaxprEqn, how: Invocation, values: list[Value]) -> list[Value]:
+    def _outputs(self, equation: JaxprEqn, how: Invocation, values: list[Known]) -> list[Known]:
         name, params = equation.primitive.name, equation.params
         if name == "axis_index" and params["axis_name"] in self.at:
             return [np.int32(self.at[params["axis_name"]])]
@@ -209,7 +208,7 @@ class Walk:
             return self.call(inner, how, values)
         return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
 
-    def _scan(self, scan: Loop, how: Invocation, values: list[Value]) -> list[Value]:
+    def _scan(self, scan: Loop, how: Invocation, values: list[Known]) -> list[Known]:
         given = self._gradients.given_to_body(scan, how.stack, how.gradients)
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
         read = self._steering.inputs(scan.body.jaxpr, how.wanted)
@@ -226,7 +225,7 @@ class Walk:
             carry = self.call(scan.body, inner, [*values[: scan.consts], *carry, *own])[: scan.carried]
         return [*carry, *[None] * made]
 
-    def _branch(self, branches: list[ClosedJaxpr], how: Invocation, which: Value, *values: Value) -> list[Value]:
+    def _branch(self, branches: list[ClosedJaxpr], how: Invocation, which: Known, *values: Known) -> list[Known]:
         if which is not None:
             return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
         found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
@@ -236,7 +235,7 @@ class Walk:
         self.total.update(found[0])
         return [None] * len(branches[0].jaxpr.outvars)
 
-    def _while(self, body: ClosedJaxpr, how: Invocation, outputs: int) -> list[Value]:
+    def _while(self, body: ClosedJaxpr, how: Invocation, outputs: int) -> list[Known]:
         inputs = len(body.jaxpr.invars)
         given = range(inputs) if how.gradients else ()
         counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set(given), set()), [None] * inputs))
@@ -256,7 +255,7 @@ class Walk:
         return self._used[jaxpr]
 
 
-def _evaluate(equation: JaxprEqn, values: list[Value]) -> list[Value]:
+def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
     """Outputs of an equation whose inputs are known, if they are small and count something."""
     small = all(_counts(var.aval) for var in equation.outvars)
     if not small or any(value is None for value in values):
@@ -264,7 +263,7 @@ def _evaluate(equation: JaxprEqn, values: list[Value]) -> list[Value]:
     return [np.asarray(out) for out in apply(equation, values)]
 
 
-def _known(const: Any) -> Value:
+def _known(const: Any) -> Known:
     return np.asarray(const) if _counts(const) else None
 
 

@@ -34,7 +34,7 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.devices import device_memory, local_topology, most_memory
     from parallax.analysis.flops import flops_per_token, mfu
     from parallax.analysis.memory import predicted_memory
-    from parallax.analysis.plan import heading
+    from parallax.analysis.plan import plan_heading
     from parallax.analysis.step_time import Estimate, predict, step_time
     from parallax.analysis.topology import Topology
     from parallax.analysis.trace import abstract_mesh
@@ -417,7 +417,7 @@ def compared(found: Found) -> Iterator[str]:
     if found.unplanned:
         yield f"No time was planned: {found.unplanned}"
     if found.topology is not None:
-        yield from ("", "```", heading("the step", found.settings, found.topology), "```")
+        yield from ("", "```", plan_heading("the step", found.settings, found.topology), "```")
 
 
 def phases(found: Found) -> Iterator[str]:

@@ -22,18 +22,18 @@ with loading(__name__, sys.stderr):
     import jax
 
     from parallax.analysis.devices import local_topology
-    from parallax.analysis.layouts import build, placed
+    from parallax.analysis.layouts import model_on_topology, settings_on_topology
     from parallax.analysis.plan import (
         changes_table,
         compiled_lines,
         estimate_lines,
         fastest_line,
-        heading,
         helpful_changes,
         passed_over_line,
+        plan_heading,
         sweep_table,
     )
-    from parallax.analysis.step_time import CompiledStep, compile_step, predict_of
+    from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
     from parallax.cli.command import Flag, read_command, run_command, write_output, written
@@ -93,15 +93,15 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
             simulate_devices(settings.mesh.simulate)
         with waiting("measuring the devices that are here"):
             topology = local_topology(settings.model.dtype)
-    settings = placed(settings, topology)
+    settings = settings_on_topology(settings, topology)
     topology.chip.peak(settings.model.dtype)
     return settings, topology
 
 
 def plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
-    model = build(settings, topology)
-    print(heading(name, settings, topology), flush=True)
+    model = model_on_topology(settings, topology)
+    print(plan_heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
     print(*estimate_lines(now, topology), sep="\n", flush=True)
@@ -114,14 +114,14 @@ def plan(name: str, settings: Settings, topology: Topology, values: dict[str, An
     devices = compiler_devices(topology, values)
     if devices:
         with waiting(f"compiling the step for {topology.name}"):
-            made = compile_step(settings, topology, devices)
+            made = compile_and_read(settings, topology, devices)
         print("", *compiled_lines(made, topology), sep="\n")
 
 
 def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
     search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
-    print(heading(name, settings, topology), flush=True)
+    print(plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
         with waiting("pricing layouts") as show:

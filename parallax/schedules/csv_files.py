@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from parallax.runtime.files import is_file, names_in, open_file, write_whole
-from parallax.schedules.schedule import KINDS, Action, Schedule, ScheduleError, refused
+from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
 Placed = tuple[int, int, Action]  # rank, tick, and what runs then
 
@@ -78,7 +78,7 @@ def _parse(name: str, rows: list[list[str]]) -> list[Placed]:
     if unreadable:
         (rank, tick), error = next(iter(unreadable.items()))
         raise _refused(name, f"unreadable, rank {rank}, tick {tick}: {str(error).rstrip('.')}", rows, unreadable)
-    return sorted(found, key=lambda placed: (*placed[:2], KINDS.index(placed[2].kind)))
+    return sorted(found, key=lambda placed: (*placed[:2], ACTION_KINDS.index(placed[2].kind)))
 
 
 def _cells_by(found: list[Placed], what: str) -> dict[int, list[tuple[int, int]]]:

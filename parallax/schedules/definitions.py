@@ -7,7 +7,7 @@ import numpy as np
 
 from parallax.runtime.errors import LONGEST_PATH, ConfigError, nearest, quoted
 from parallax.schedules.csv_files import load_csv
-from parallax.schedules.schedule import KINDS, Action, Schedule
+from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -81,7 +81,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
         tick_of |= {Action(stage, "B", m): 2 * m + last - stage for stage, m in own}
         # Backward passes that this rank has run when the last of the ranks begins to.
         lag = sum(action.kind == "B" and tick < last for action, tick in tick_of.items())
-        orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], KINDS.index(a.kind))), lag))
+        orders.append(_with_weights(sorted(tick_of, key=lambda a: (tick_of[a], ACTION_KINDS.index(a.kind))), lag))
     return Schedule("zero_bubble_v", placement, microbatches, tuple(orders))
 
 

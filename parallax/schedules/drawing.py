@@ -9,7 +9,7 @@ from parallax.schedules.pricing import Costs, asynchronous_starts, figures, lock
 from parallax.schedules.schedule import Action, Schedule
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
-COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
+ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
 INK, FAINT, PAPER = "#222222", "#9a9a9a", "#ffffff"
 LIGHTEST = 0.62  # how far towards white a rank's last stage is
 
@@ -120,7 +120,7 @@ def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], plot: 
 def _shade(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Colour of a cell and of the number in it."""
     to_white = LIGHTEST * schedule.chunks[action.stage] / max(schedule.virtual - 1, 1)
-    mixed = [round(part + (255 - part) * to_white) for part in COLOURS[action.kind]]
+    mixed = [round(part + (255 - part) * to_white) for part in ACTION_COLOURS[action.kind]]
     bright = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), mixed)) > 140
     return "#{:02x}{:02x}{:02x}".format(*mixed), INK if bright else PAPER
 

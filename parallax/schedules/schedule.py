@@ -12,7 +12,7 @@ import numpy as np
 
 from parallax.runtime.errors import ParallaxError
 
-KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
+ACTION_KINDS = ("F", "B", "W")  # in the order in which they run inside a tick
 # Residuals that one action makes and a later one on the same rank reads: "FB" lives from F to B, and so on.
 POOLS = ("FB", "FW", "BW")
 LISTED = 8  # actions that an error names
@@ -113,7 +113,7 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return KINDS if self.split else KINDS[:2]
+        return ACTION_KINDS if self.split else ACTION_KINDS[:2]
 
     def rank_of(self, stage: int) -> int:
         return self.placement[stage]
@@ -140,7 +140,7 @@ class Schedule:
     def _soonest(self, action: Action, tick: int, earlier: Action) -> int:
         """The first tick in which `action` can run after `earlier`, which ran in `tick`."""
         same_rank = self.rank_of(action.stage) == self.rank_of(earlier.stage)
-        in_turn = KINDS.index(earlier.kind) < KINDS.index(action.kind)
+        in_turn = ACTION_KINDS.index(earlier.kind) < ACTION_KINDS.index(action.kind)
         waits_for_head = self.head == "between" and (earlier.kind, action.kind) == ("F", "B")
         return tick if same_rank and in_turn and not waits_for_head else tick + 1
 
@@ -171,7 +171,7 @@ class Schedule:
     @cached_property
     def as_run(self) -> list[Action]:
         """All actions by tick; F, B and W of a tick in this order."""
-        return sorted(self.tick_of, key=lambda action: (self.tick_of[action], KINDS.index(action.kind)))
+        return sorted(self.tick_of, key=lambda action: (self.tick_of[action], ACTION_KINDS.index(action.kind)))
 
     def grid(self) -> list[list[list[Action]]]:
         """The actions of each rank in each tick: `[rank][tick]`, in the order in which they run."""
@@ -252,7 +252,7 @@ class Schedule:
         def table(pool: str, kind: str) -> np.ndarray:
             return self._when_run(kind, lambda action: self._slot_of[pool][action.stage, action.microbatch])
 
-        between = lambda pool: self.kinds[KINDS.index(pool[0]) : KINDS.index(pool[1]) + 1]  # noqa: E731
+        between = lambda pool: self.kinds[ACTION_KINDS.index(pool[0]) : ACTION_KINDS.index(pool[1]) + 1]  # noqa: E731
         return {pool: {kind: table(pool, kind) for kind in between(pool)} for pool in self.pools}
 
     # ---- messages
@@ -331,7 +331,7 @@ class Schedule:
             if segments and kinds & set(segments[-1].kinds):
                 start, _, before = segments.pop()
                 kinds = kinds | set(before)
-            segments.append(Segment(start, self.ticks, "".join(kind for kind in KINDS if kind in kinds)))
+            segments.append(Segment(start, self.ticks, "".join(kind for kind in ACTION_KINDS if kind in kinds)))
         stops = [segment.start for segment in segments[1:]] + [self.ticks]
         return [segment._replace(stop=stop) for segment, stop in zip(segments, stops)]
 

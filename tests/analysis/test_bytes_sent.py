@@ -16,11 +16,11 @@ from tiny import build, optimizer_config
 from parallax.analysis.collectives import (
     Sent,
     busiest,
+    bytes_by,
     collectives,
     collectives_by_rank,
     on_average,
     step_collectives,
-    totals,
     update_collectives,
 )
 from parallax.analysis.compiled import read_compiled
@@ -199,7 +199,8 @@ def test_what_forward_did_not_keep_is_sent_again_where_gradients_read_it():
 
 def test_weights_gathered_ahead_are_the_same_messages_in_the_same_directions():
     plain, ahead = (
-        totals(sent_in_step(remat="layer", **changes), "axes", "kind", "direction") for changes in ({}, {"prefetch": 1})
+        bytes_by(sent_in_step(remat="layer", **changes), "axes", "kind", "direction")
+        for changes in ({}, {"prefetch": 1})
     )
     assert plain == ahead and plain[("dp",), "all-gather", "recompute"] > 0
 
@@ -273,7 +274,7 @@ def test_totals_add_up_over_every_field():
     whole = sum(one.bytes * one.count for one in sent)
     assert whole > 0
     for fields in (("axes", "kind"), ("direction",), ("module",)):
-        assert sum(totals(sent, *fields).values()) == whole
+        assert sum(bytes_by(sent, *fields).values()) == whole
     assert Sent("permute", ("pp",), 8, 3, "forward", "", "").total_bytes == 24
 
 
@@ -321,4 +322,4 @@ def test_muon_sends_the_rows_and_products_of_its_matrices():
         ("all-reduce", ("tp",)): 5 * 2 * (16 * 32),  # own rows of G
         ("all-reduce", ("dp", "tp")): 2 * 2 * 3 / 4,
     }
-    assert totals(found, "kind", "axes") == {key: 4 * number for key, number in entries.items()}
+    assert bytes_by(found, "kind", "axes") == {key: 4 * number for key, number in entries.items()}

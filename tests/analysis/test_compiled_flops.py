@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from parallax.analysis.compiled import Share, read_text
+from parallax.analysis.compiled import Share, read_hlo_text
 from parallax.config.sections import MeshConfig
 from parallax.sharding.mesh import make_mesh
 
 
 def compiled_flops(text, shares=None):
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), jax.devices()[:1])
-    return read_text(text, mesh, shares).flops
+    return read_hlo_text(text, mesh, shares).flops
 
 
 def compiled_text(function, *shapes):

@@ -20,9 +20,9 @@ from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import collectives
 from parallax.analysis.devices import local_topology
-from parallax.analysis.layouts import VIRTUAL, Choice, build, build_if_legal, choices, policies
+from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
 from parallax.analysis.memory import predicted_memory
-from parallax.analysis.plan import Change, heading, helpful_changes, neighbours, sweep_table, verdict
+from parallax.analysis.plan import Change, helpful_changes, neighbours, plan_heading, sweep_table, verdict
 from parallax.analysis.step_time import CompiledStep, StepTime, by_axes, hidden_secs, messages, predict, traced_work
 from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
 from parallax.analysis.topology import read_topology
@@ -71,12 +71,12 @@ def config(tmp_path_factory):
 
 @functools.cache
 def held_of(settings):
-    return predicted_memory(build(settings, PAIR), settings)
+    return predicted_memory(model_on_topology(settings, PAIR), settings)
 
 
 @functools.cache
 def traced_of(settings):
-    return traced_work(build(settings, PAIR), settings)
+    return traced_work(model_on_topology(settings, PAIR), settings)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_plan_in_one_call_fills_the_mesh_and_refuses_another_size():
 
 def test_messages_over_dp_take_their_bytes_over_the_links_of_dp():
     settings = tiny()
-    model = build(settings, PAIR)
+    model = model_on_topology(settings, PAIR)
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((4, 16), "int32"))
     sizes = {"pp": 1, "dp": 2, "tp": 1}
     sent = collectives(model.loss_and_grad, model.shapes, batch, at=dict.fromkeys(sizes, 0), sizes=sizes)
@@ -140,7 +140,7 @@ def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(po
             data_parallel_policy=policy,
         )
         eight = read_topology("v5e:2x4")
-        sent = messages(traced_work(build(settings, eight), settings).sent, eight, settings)
+        sent = messages(traced_work(model_on_topology(settings, eight), settings).sent, eight, settings)
         return by_axes(message for message in sent if message.ticking)
 
     one, four = ticking(1), ticking(4)
@@ -252,7 +252,7 @@ def test_flash_attention_on_gpus_is_priced_without_one():
     scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
     assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
     settings = tiny(**LONG, model_kernel="cudnn")
-    products = traced_work(build(settings, read_topology("H100:2")), settings).products
+    products = traced_work(model_on_topology(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
 
@@ -311,7 +311,7 @@ def test_bounds_are_never_above_what_is_found(family, attention, topology, kerne
     four = read_topology(topology)
     settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
-    least = LeastWork(settings, four, build(settings, four))
+    least = LeastWork(settings, four, model_on_topology(settings, four))
     looked_at = 0
     for choice in legal[:: len(legal) // 16]:
         try:
@@ -534,9 +534,9 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
 
 def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
     asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
-    lines = heading("tiny", tiny(**asked), PAIR).splitlines()
+    lines = plan_heading("tiny", tiny(**asked), PAIR).splitlines()
     assert "; interleaved v=2, 2 microbatches" in lines[1] and "policy zero3, one layer ahead," in lines[2]
-    plain = heading("tiny", tiny(), PAIR)
+    plain = plan_heading("tiny", tiny(), PAIR)
     assert "; accumulate, 2 microbatches" in plain and "policy zero3, " in plain
 
 

@@ -14,7 +14,7 @@ from html import escape
 import pytest
 
 from parallax.analysis.collectives import Sent
-from parallax.analysis.compiled import Compiled, CompiledCollective
+from parallax.analysis.compiled import Compiled, CompiledCollective, CompiledFlops
 from parallax.analysis.flops import Flops
 from parallax.analysis.report import Report
 from parallax.analysis.step_time import StepTime
@@ -33,13 +33,15 @@ SENT = (
     Sent("all-reduce", ("tp",), 4 * MIB, 16, "forward", "<i>&quot", "parallax/model/norm.py:4"),
 )
 MADE = [
+    CompiledCollective("all-gather", ("dp",), MIB, 32.0, 32.0, True, 1000.0, "ag", "jit(step)/shard_map/x", 1, (), ()),
     CompiledCollective(
-        "all-gather", ("dp",), MIB, 32.0, 32.0, True, 1000.0, "ag", "jit(step)/shard_map/x", "storage.py:2", 1
+        "all-reduce", ("dp",), MIB, 1.0, 1.0, False, 0.0, "ar", "jit(step)/update/reduce_sum", 3, (), ()
     ),
-    CompiledCollective("all-reduce", ("dp",), MIB, 1.0, 1.0, False, 0.0, "ar", "jit(step)/update/reduce_sum", "", 3),
 ]
 MEMORY = {"parameters": 30 * MIB, "saved_activations": 60 * MIB, "optimizer": 10 * MIB}
-COMPILED = Compiled(40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB, MADE, 1e6, [], [], None, [], "", {})
+COMPILED = Compiled(
+    40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB, MADE, 1e6, CompiledFlops(70e9, 0), [], [], None, [], "", {}
+)
 REPORT = Report(
     name="a <b>name</b>",
     mesh={"pp": 2, "dp": 2, "tp": 1},

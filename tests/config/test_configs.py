@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.layouts import build as build_on
+from parallax.analysis.layouts import model_on_topology as build_on
 from parallax.analysis.layouts import placed
 from parallax.analysis.memory import memory, predicted_memory
 from parallax.analysis.plan import JAX_TAKES

@@ -7,7 +7,7 @@ import pytest
 from formulas import Step
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
-from parallax.analysis.collectives import step_collectives, totals
+from parallax.analysis.collectives import bytes_by, step_collectives
 from parallax.config.sections import POLICIES
 from parallax.sharding.layout import Layout
 
@@ -36,7 +36,7 @@ def both(mesh, **changes):
         microbatches=pipeline.microbatches,
         reduce=model.fsdp.reduce,
     )
-    measured = totals(step_collectives(model, ROWS, SEQ), "axes", "kind", "direction")
+    measured = bytes_by(step_collectives(model, ROWS, SEQ), "axes", "kind", "direction")
     return +Counter(measured), step.total()
 
 
@@ -144,7 +144,7 @@ def test_fsdp_sends_three_shares_of_the_parameters_bytes():
     layers = zip(jax.tree.leaves(model.shapes["blocks"]), layouts_in(model.layouts["blocks"]), strict=True)
     kernels = sum(4 * leaf.size for leaf, layout in layers if "dp" in layout.used_axes())
     table = 4 * model.shapes["embedding"]["table"].size
-    found = totals(step_collectives(model, ROWS, SEQ), "axes", "kind")
+    found = bytes_by(step_collectives(model, ROWS, SEQ), "axes", "kind")
     sent = found[("dp",), "all-gather"] + found[("dp",), "reduce-scatter"]
     assert sent == 7 / 8 * (3 * kernels + 4 * table)
 
@@ -158,7 +158,7 @@ def test_a_column_row_layer_sends_four_residuals_in_each_direction():
     residual = ROWS * SEQ * model.model.d_model * 4
     over_tp = [s for s in step_collectives(model, ROWS, SEQ) if s.axes == ("tp",)]
     of_layer = [s for s in over_tp if s.module.split("/")[0] in ("attention", "mlp")]
-    assert totals(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
+    assert bytes_by(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
