@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
 from parallax.analysis.layouts import (
@@ -14,7 +13,7 @@ from parallax.analysis.layouts import (
     settings_on_topology,
     with_changes,
 )
-from parallax.analysis.render import stacked_bar, text_table, time_table
+from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
 from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
@@ -71,19 +70,11 @@ class Plan:
 
     def __repr__(self) -> str:
         title = plan_heading(self.name, self.settings, self.topology)
-        return "\n".join([title, *estimate_lines(self.estimate, self.topology)])
+        return "\n".join([title, "", *parts_text(estimate_parts(self.estimate, self.topology))])
 
     def _repr_html_(self) -> str:
-        held = {name.replace("_", " "): size for name, size in sorted(self.memory.items(), key=lambda item: -item[1])}
-        lines = "<br>".join(
-            [
-                *map(escape, plan_heading(self.name, self.settings, self.topology).splitlines()),
-                escape(verdict(self.peak_bytes, self.topology, "predicted")),
-                f"{self.secs:.3f} s a step, MFU {percent(self.mfu)} (analytic)",
-            ]
-        )
-        time = stacked_bar("a step", self.parts, "{:.3f} s".format)
-        return f"<p>{lines}</p>{stacked_bar('memory of a chip', held, in_bytes)}{time}"
+        title = plan_heading(self.name, self.settings, self.topology).splitlines()
+        return "\n".join(parts_html([*title, *estimate_parts(self.estimate, self.topology)]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -255,20 +246,22 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     return said
 
 
-def estimate_lines(found: Estimate, topology: Topology) -> Iterator[str]:
+def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]:
     """A predicted step: whether it fits, its memory by component, the largest first, and its time by parts."""
-    yield ""
-    yield verdict(found.peak_bytes, topology, "predicted")
+    yield from verdict(found.peak_bytes, topology, "predicted").splitlines()
     yield f"MFU {percent(found.mfu)} (analytic)"
     yield ""
-    parts = sorted(found.components.items(), key=lambda item: -item[1])
-    rows = [[name.replace("_", " "), in_bytes(size), percent(size / found.peak_bytes)] for name, size in parts if size]
-    yield from text_table(["memory of a chip", "predicted", "of the peak"], rows, left=1)
+    parts = [(name.replace("_", " "), size) for name, size in found.components.items() if size]
+    parts.sort(key=lambda part: -part[1])
+    shares = [size / found.peak_bytes for _, size in parts]
+    rows = [[name, in_bytes(size), percent(share)] for (name, size), share in zip(parts, shares)]
+    bars = [[("predicted", share)] for share in shares]
+    yield Table(["memory of a chip", "predicted", "of the peak"], rows, 1, bars)
     yield ""
-    yield from time_table(analytic_parts(found), found.secs)
+    yield time_parts(analytic_parts(found), found.secs)
     name, size = parts[0]
     hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
-    yield f"largest: {name.replace('_', ' ')}, {in_bytes(size)}{hidden}"
+    yield f"largest: {name}, {in_bytes(size)}{hidden}"
 
 
 def analytic_parts(found: Estimate) -> dict[str, float]:
@@ -294,7 +287,7 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
         return
     yield f"MFU {percent(made.time.mfu)} (compiled; bubble {percent(made.time.bubble)})"
     yield ""
-    yield from time_table(compiled_parts(made.time), made.time.total_secs)
+    yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:

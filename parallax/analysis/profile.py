@@ -1,7 +1,6 @@
 """Where the time of traced steps went, from a trace of JAX's profiler: modules, collectives, idle time."""
 
 import dataclasses
-import heapq
 import json
 import math
 import re
@@ -68,24 +67,16 @@ class About(NamedTuple):
     product: bool
 
 
-class ProgramNames(NamedTuple):
-    """The name of a compiled program, as a trace calls it, and its operations by theirs; None of what only runs others.
-    Both are empty where there is no text."""
+Names = dict[str, About | None]  # what the operations of a program do; None of what only runs others
 
-    name: str
-    operations: dict[str, About | None]
 
-    @staticmethod
-    def of(text: str, mesh: dict[str, int]) -> "ProgramNames":
-        """Those of a program as text."""
-        computations = parse_hlo(text).computations.values() if text else ()
-        instructions = [one for home in computations for one in home.instructions]
-        name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
-        return ProgramNames(name, {one.name: _described(one, mesh) for one in instructions})
-
-    def about(self, op: str) -> About | None:
-        """An operation by its name; without the text, from the name alone."""
-        return self.operations[op] if op in self.operations else _guessed(op)
+def names_in(text: str, mesh: dict[str, int]) -> tuple[str, Names]:
+    """The name of a compiled program, as a trace calls it, and what its operations do by their names; both are empty
+    where there is no text."""
+    computations = parse_hlo(text).computations.values() if text else ()
+    instructions = [one for home in computations for one in home.instructions]
+    name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
+    return name, {one.name: _described(one, mesh) for one in instructions}
 
 
 def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
@@ -159,9 +150,9 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices, local = ProgramNames.of(text, mesh), {}, about.get("local", [])
+    program, devices, local = names_in(text, mesh), {}, about.get("local", [])
     for plane in planes:
-        for number, ran in _ran(plane, program):
+        for number, ran in _ran(plane, *program):
             devices.setdefault(_global(number, local), []).append(ran)
     span, steps = _span(planes, devices)
     inside = {
@@ -185,7 +176,7 @@ def _about(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _ran(plane: Any, program: ProgramNames) -> Iterator[tuple[int, Operation]]:
+def _ran(plane: Any, program: str, known: Names) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. CPUs write theirs by thread, each with its device; GPUs and TPUs have
     a plane each, GPUs with a line for each stream."""
     found = DEVICE.match(plane.name)
@@ -202,7 +193,7 @@ def _ran(plane: Any, program: ProgramNames) -> Iterator[tuple[int, Operation]]:
             stats = dict(event.stats)
             if found is None and "hlo_op" not in stats:
                 continue
-            about = _of(event.name, stats, program)
+            about = _of(event.name, stats, program, known)
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
@@ -214,13 +205,13 @@ def _global(number: int, local: list[int]) -> int:
     return number if number in local or number >= len(local) else local[number]
 
 
-def _of(name: str, stats: dict[str, Any], program: ProgramNames) -> About | None:
+def _of(name: str, stats: dict[str, Any], program: str, known: Names) -> About | None:
     written = re.match(r"%([\w.\-]+) =", name)  # TPUs name an operation by its whole line
     op = str(stats.get("hlo_op") or (written[1] if written else name))
     module = str(stats.get("hlo_module", ""))
-    if program.name and module and program.name not in module:
+    if program and module and program not in module:
         return About(f"{OTHERS}: {module}", False, False)
-    return program.about(op)
+    return known[op] if op in known else _guessed(op)
 
 
 def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple[float, float], tuple[int, ...]]:
@@ -305,56 +296,42 @@ class StepProfile:
         return profile_text(self)
 
 
-class Account:
-    """Adds up the time of one device's operations."""
+class Account(NamedTuple):
+    """Seconds and calls of one device by module, those of collectives `exposed` or `hidden`; `idle` are seconds."""
 
-    def __init__(self, span: tuple[float, float]):
-        self.span = span
-        self.modules: dict[str, float] = defaultdict(float)
-        self.products: dict[str, float] = defaultdict(float)
-        self.exposed: dict[str, float] = defaultdict(float)
-        self.hidden: dict[str, float] = defaultdict(float)
-        self.calls: Counter = Counter()
-        self.idle = 0.0
+    modules: Counter
+    products: Counter
+    exposed: Counter
+    hidden: Counter
+    calls: Counter
+    idle: float
 
-    def add(self, ran: list[Operation]) -> None:
-        """A moment belongs to the operations that compute then, in equal parts; to collectives where none does; and is
-        idle where nothing runs."""
-        ran = sorted(ran)
-        self.calls.update(one.module for one in ran)
-        running: list[tuple[float, int]] = []  # ends, first to end first
-        now, at = self.span[0], 0
-        while now < self.span[1]:
-            while at < len(ran) and ran[at].start <= now:
-                if ran[at].end > now:
-                    heapq.heappush(running, (ran[at].end, at))
-                at += 1
-            following = [self.span[1], *(end for end, _ in running[:1])]
-            if at < len(ran):
-                following.append(ran[at].start)
-            until = min(following)
-            self._share(until - now, [ran[number] for _, number in running])
-            now = until
-            while running and running[0][0] <= now:
-                heapq.heappop(running)
 
-    def _share(self, secs: float, running: list[Operation]) -> None:
-        computing = [one for one in running if not one.collective]
-        sending = [one for one in running if one.collective]
-        for one in computing:
-            self.modules[one.module] += secs / len(computing)
-            self.products[one.module] += secs / len(computing) * one.product
-        for one in sending:
-            (self.hidden if computing else self.exposed)[one.module] += secs / len(sending)
-        if not running:
-            self.idle += secs
+def add_up(ran: list[Operation], span: tuple[float, float]) -> Account:
+    """The time of one device's operations. A moment belongs to the operations that compute then, in equal parts; to
+    collectives where none does; and is idle where nothing runs."""
+    modules, products, exposed, hidden = (Counter() for _ in range(4))
+    idle, now, running = 0.0, span[0], set()
+    # A start comes before an end of the same moment, that of an operation of no length too.
+    edges = [(one.start, False, at) for at, one in enumerate(ran)] + [(one.end, True, at) for at, one in enumerate(ran)]
+    for time, ends, at in [*sorted(edges), (span[1], True, None)]:
+        until = min(max(time, now), span[1])
+        secs, now = until - now, until
+        computing = [ran[number] for number in running if not ran[number].collective]
+        sending = [ran[number] for number in running if ran[number].collective]
+        for one in computing if secs else ():
+            modules[one.module] += secs / len(computing)
+            products[one.module] += secs / len(computing) * one.product
+        for one in sending if secs else ():
+            (hidden if computing else exposed)[one.module] += secs / len(sending)
+        idle += secs * (not running)
+        running = running - {at} if ends else running | {at}
+    return Account(modules, products, exposed, hidden, Counter(one.module for one in ran), idle)
 
 
 def profile_steps(trace: Trace) -> StepProfile:
     """The profile of a trace: of an average device, and of each."""
-    accounts = {number: Account(trace.span) for number in trace.devices}
-    for number, account in accounts.items():
-        account.add(trace.devices[number])
+    accounts = {number: add_up(ran, trace.span) for number, ran in trace.devices.items()}
     secs, products, exposed, hidden, calls = (
         _means(accounts.values(), of) for of in ("modules", "products", "exposed", "hidden", "calls")
     )

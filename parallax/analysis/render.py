@@ -33,9 +33,6 @@ class TitledTables(NamedTuple):
     parts: Sequence[Table | str]
 
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#009e73", "#f0e442", "#222222", "#999999")
-
 # ---- text
 
 
@@ -79,8 +76,13 @@ def section_text(section: TitledTables) -> Iterator[str]:
     """Lines of text."""
     yield from wrapped([section.title])
     yield from [""] * any(isinstance(part, Table) for part in section.parts)
-    for part in section.parts:
-        yield from [part] if not part else wrapped([part] if isinstance(part, str) else table_text(part))
+    yield from parts_text(section.parts)
+
+
+def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
+    """Lines of text."""
+    for part in parts:
+        yield from wrapped([part] if isinstance(part, str) else table_text(part))
 
 
 def table_text(table: Table) -> Iterator[str]:
@@ -95,11 +97,6 @@ def time_parts(parts: Mapping[str, float], secs: float) -> Table:
     return Table(["time of a step", "", "share"], rows, 1, [[("compiler", part / secs)] for part in shown.values()])
 
 
-def time_table(parts: Mapping[str, float], secs: float) -> Iterator[str]:
-    """The parts of a step's time as lines of text."""
-    return table_text(time_parts(parts, secs))
-
-
 def _aligned(side: Callable[[str, int], str], cell: str, width: int) -> str:
     if len(cell) > width:
         cell = f"{cell[: width // 2]}…{cell[len(cell) - (width - width // 2 - 1) :]}"
@@ -108,50 +105,29 @@ def _aligned(side: Callable[[str, int], str], cell: str, width: int) -> str:
 
 # ---- HTML
 
+BAR_COLOURS = {"forward": "#3c7dc4", "recompute": "#d8a63a", "backward": "#389c88", "update": "#9b7dc0"}
+BAR_COLOURS |= {"predicted": BAR_COLOURS["forward"], "compiler": "#858e96"}
 STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #fcfcfa; --ink: #1d2126; --soft: #5c6670; --line: #dfe2e3; --track: #eef0f0;
-  --forward: #2f6db5; --recompute: #d19a2a; --backward: #2b8a78; --update: #8c6bb1; --compiler: #8a939b;
-}
+:root { color-scheme: light dark; --paper: #fcfcfa; --ink: #1d2126; --soft: #5c6670; --line: #dfe2e3; }
 @media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #14171a; --ink: #e7e9ea; --soft: #98a2ab; --line: #2d3338; --track: #22272b;
-    --forward: #5b9be0; --recompute: #e0b04f; --backward: #4cb5a0; --update: #ab8ed0; --compiler: #7c868f;
-  }
+  :root { --paper: #14171a; --ink: #e7e9ea; --soft: #98a2ab; --line: #2d3338; }
 }
-* { box-sizing: border-box; }
 body {
-  margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  font-variant-numeric: tabular-nums;
+  max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; font-variant-numeric: tabular-nums;
 }
-main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; letter-spacing: -0.015em; }
-h2 { font-size: 1.1rem; margin: 3rem 0 0.25rem; letter-spacing: -0.005em; }
-p { margin: 0.5rem 0; color: var(--soft); max-width: 46rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 1px; margin: 1.75rem 0 0;
-  padding: 0; background: var(--line); border: 1px solid var(--line); border-radius: 6px; overflow: hidden; }
-.facts div { background: var(--paper); padding: 0.8rem 1rem; }
-.facts dt { color: var(--soft); font-size: 0.8rem; }
-.facts dd { margin: 0; font-size: 1.35rem; font-weight: 600; letter-spacing: -0.01em; }
-.bar { display: flex; min-width: 10rem; height: 0.85rem; background: var(--track); border-radius: 3px;
-  overflow: hidden; }
-.bar i { display: block; height: 100%; flex: none; }
-.legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; margin: 0.6rem 0 0; padding: 0; list-style: none;
-  color: var(--soft); font-size: 0.85rem; }
-.legend i { display: inline-block; width: 0.7rem; height: 0.7rem; border-radius: 2px; margin-right: 0.45rem; }
-.forward, .predicted { background: var(--forward); } .recompute { background: var(--recompute); }
-.backward { background: var(--backward); } .update { background: var(--update); }
-.compiler { background: var(--compiler); }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; }
+h2 { font-size: 1.1rem; margin: 3rem 0 0.25rem; }
+p { margin: 0.5rem 0; max-width: 46rem; }
+p, dt, th { color: var(--soft); font-weight: 400; }
+.facts { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin: 1.75rem 0 0; }
+dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 .wide { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
-th { text-align: left; font-weight: 500; color: var(--soft); }
 th, td { padding: 0.28rem 0.9rem 0.28rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:last-child, td:last-child { padding-right: 0; }
+th { text-align: left; }
 th.number, td.number { text-align: right; }
 td.group { font-weight: 600; padding-top: 0.9rem; }
-@media (max-width: 40rem) { main { padding: 1.5rem 1rem 3rem; } }
 """
 
 
@@ -163,7 +139,7 @@ def html_page(title: str, body: Iterable[str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{lines}\n</main>\n</body>\n</html>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n{lines}\n</body>\n</html>\n"
     )
 
 
@@ -171,9 +147,14 @@ def section_html(section: TitledTables) -> Iterator[str]:
     """Elements of a page."""
     yield f"<h2>{escape(section.title)}</h2>"
     yield f'<div id="{section.name}">'
-    for part in section.parts:
-        yield from [f"<p>{escape(part)}</p>"] if isinstance(part, str) else table_html(part)
+    yield from parts_html(section.parts)
     yield "</div>"
+
+
+def parts_html(parts: Iterable[Table | str]) -> Iterator[str]:
+    """Elements of a page, or of a notebook, which has no style sheet."""
+    for part in filter(None, parts):
+        yield from [f"<p>{escape(part)}</p>"] if isinstance(part, str) else table_html(part)
 
 
 def table_html(table: Table) -> Iterator[str]:
@@ -189,8 +170,8 @@ def table_html(table: Table) -> Iterator[str]:
     yield "</table></div>"
     colours = dict.fromkeys(colour for parts in table.bars for colour, _ in parts)
     if len(colours) > 1:
-        items = "".join(f'<li><i class="{colour}"></i>{colour}</li>' for colour in colours)
-        yield f'<ul class="legend">{items}</ul>'
+        items = (f'<span style="color:{BAR_COLOURS[name]}">&#9632;</span> {name}' for name in colours)
+        yield f"<p>{' &ensp; '.join(items)}</p>"
 
 
 def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
@@ -200,26 +181,9 @@ def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
 
 def _bar(parts: Sequence[BarPart]) -> str:
     """Parts beside one another, each as wide as its share."""
-    pieces = "".join(f'<i class="{colour}" style="width:{100 * share:.3f}%"></i>' for colour, share in parts if share)
-    return f'<div class="bar">{pieces}</div>' if parts else ""
-
-
-def stacked_bar(title: str, parts: Mapping[str, float], written: Callable[[float], str]) -> str:
-    """One bar with its legend, for a notebook: it needs no style sheet. `written` formats a value."""
-    whole = sum(parts.values())
-    shown = {name: value for name, value in parts.items() if value > 0.005 * whole}
-    colours = dict(zip(shown, COLOURS * 2))
-    pieces = "".join(
-        f'<div style="background:{colours[name]};width:{100 * value / whole:.2f}%"></div>'
-        for name, value in shown.items()
-    )
-    key = " &ensp; ".join(
-        f'<span style="white-space:nowrap"><span style="color:{colours[name]}">&#9632;</span> {escape(name)} '
-        f"{written(value)}</span>"
-        for name, value in shown.items()
-    )
-    joined = f'<div style="display:flex;height:1.1em;max-width:52em">{pieces}</div>'
-    return f"<p><b>{title}: {written(whole)}</b></p>{joined}<p>{key}</p>"
+    styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in parts if share)
+    pieces = "".join(f'<i style="{style}"></i>' for style in styles)
+    return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if parts else ""
 
 
 # ---- SVG

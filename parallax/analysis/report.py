@@ -45,8 +45,7 @@ class Report:
     `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
     rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
     when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
-    `compiled_flops` are those that an average device executes of the compiled program, the update's apart; `time` is
-    None where the compiler estimates no cycles, `computed` its compute by module.
+    `time` is None where the compiler estimates no cycles, `computed` its compute by module.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Report:
     memory: dict[str, int]
     compiled: Compiled | None
     compiled_for: str
-    compiled_flops: CompiledFlops | None = None
     time: StepTime | None = None
     computed: tuple[ModuleSecs, ...] = ()
 
@@ -78,6 +76,11 @@ class Report:
     def peak(self) -> int:
         """Predicted bytes on a device, all components together."""
         return sum(self.memory.values())
+
+    @property
+    def compiled_flops(self) -> CompiledFlops | None:
+        """Those that an average device executes of the compiled program, the update's apart."""
+        return self.compiled and self.compiled.flops
 
     def beside_compiler(self) -> list[tuple[str, int, int]]:
         """Label, predicted bytes and the compiler's: of what a step is given, and of that with all it needs besides."""
@@ -169,7 +172,6 @@ def report(
         memory=dict(planned._asdict()),
         compiled=made,
         compiled_for=made_for,
-        compiled_flops=made and made.flops,
         time=time,
         computed=computed,
     )

@@ -26,13 +26,14 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.plan import (
         changes_table,
         compiled_lines,
-        estimate_lines,
+        estimate_parts,
         fastest_line,
         helpful_changes,
         passed_over_line,
         plan_heading,
         sweep_table,
     )
+    from parallax.analysis.render import parts_text
     from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
@@ -104,7 +105,7 @@ def plan(name: str, settings: Settings, topology: Topology, values: dict[str, An
     print(plan_heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
-    print(*estimate_lines(now, topology), sep="\n", flush=True)
+    print("", *parts_text(estimate_parts(now, topology)), sep="\n", flush=True)
     with waiting("pricing what would change it") as show:
         changes = helpful_changes(settings, topology, now, show)
     if changes:

@@ -60,29 +60,19 @@ def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
     papers count, a rank waits only for what it needs.
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
-    lockstep, time_of = lockstep_time(schedule, costs), costs.of(schedule)
+    lockstep, time_of = float(tick_ends(schedule, costs)[-1]), costs.of(schedule)
     free = max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
 
-def tick_times(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
-    """`[tick]`: how long each tick lasts in lockstep, without the message after it."""
+def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
+    """`[tick]`: when each tick and the message after it end in lockstep."""
     time_of = costs.of(schedule)
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():
         busy[tick, schedule.rank_of(action.stage)] += time_of[action.kind]
-    return busy.max(axis=1)
-
-
-def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
-    """`[tick]`: when each tick and the message after it end in lockstep."""
-    return np.cumsum(tick_times(schedule, costs) + costs.send * (schedule.ranks > 1))
-
-
-def lockstep_time(schedule: Schedule, costs: Costs = USUAL) -> float:
-    """Time of all ticks and of the message after each."""
-    return float(tick_times(schedule, costs).sum() + schedule.ticks * costs.send * (schedule.ranks > 1))
+    return np.cumsum(busy.max(axis=1) + costs.send * (schedule.ranks > 1))
 
 
 def lockstep_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action, float]:

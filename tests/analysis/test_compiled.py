@@ -31,7 +31,7 @@ from parallax.analysis.topology import one_way, route
 from parallax.config.sections import MeshConfig
 from parallax.runtime.chips import CHIPS, chip
 from parallax.runtime.errors import ConfigError
-from parallax.schedules.pricing import Costs, lockstep_time
+from parallax.schedules.pricing import Costs, tick_ends
 from parallax.sharding.mesh import make_mesh
 from tests.hlo_examples import CHAIN, HEADER, PASS, SPARSE, with_cycles
 from tests.tiny import build, make_batch, params_of
@@ -184,9 +184,9 @@ def test_time_by_shares_is_the_schedule_s_own_price_in_lockstep(name, virtual):
         shares, time_of = shares_of(schedule, costs), costs.of(schedule)
         turns = {kind: segment.stop - segment.start for segment in schedule.segments for kind in segment.kinds}
         price = sum(shares[kind].lockstep * turns[kind] * time_of[kind] for kind in schedule.kinds)
-        assert price == pytest.approx(lockstep_time(schedule, costs), rel=0.05)
+        assert price == pytest.approx(tick_ends(schedule, costs)[-1], rel=0.05)
         if costs == Costs():
-            assert price == pytest.approx(lockstep_time(schedule, costs))
+            assert price == pytest.approx(tick_ends(schedule, costs)[-1])
         own = sum(shares[kind].own * turns[kind] * time_of[kind] for kind in schedule.kinds)
         assert own == pytest.approx(8 * (costs.forward + costs.backward))
 
