@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from parallax.runtime.svg import INK, nice_step, svg_text
 from parallax.runtime.units import percent
 
 WIDTH = 80  # columns of text
@@ -76,13 +77,13 @@ def section_text(section: TitledTables) -> Iterator[str]:
     """Lines of text."""
     yield from wrapped([section.title])
     yield from [""] * any(isinstance(part, Table) for part in section.parts)
-    yield from parts_text(section.parts)
+    yield from wrapped(parts_text(section.parts))
 
 
 def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
     """Lines of text."""
     for part in parts:
-        yield from wrapped([part] if isinstance(part, str) else table_text(part))
+        yield from [part] if isinstance(part, str) else table_text(part)
 
 
 def table_text(table: Table) -> Iterator[str]:
@@ -188,7 +189,6 @@ def _bar(parts: Sequence[BarPart]) -> str:
 
 # ---- SVG
 
-INK, PAPER = "#222222", "#ffffff"
 SVG_WIDTH, SVG_HEIGHT = 860, 500
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 60, 86
 MARGIN = 0.08  # of the range, left free around the points
@@ -232,28 +232,13 @@ class Frame(NamedTuple):
         yield svg_text(20, middle, y_title, turned)
 
 
-def svg(body: Iterable[str], height: int = SVG_HEIGHT) -> str:
-    """A whole picture on white."""
-    size = f"width='{SVG_WIDTH}' height='{height}' viewBox='0 0 {SVG_WIDTH} {height}'"
-    style = "font-family='Helvetica, Arial, sans-serif' font-size='11'"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {style}>\n<rect width='100%' height='100%' fill='{PAPER}'/>"
-    return "\n".join([head, *body, "</svg>\n"])
-
-
-def svg_text(x: float, y: float, text: str, more: str = "", fill: str = INK) -> str:
-    """A line of text; `more` are attributes."""
-    return f"<text x='{x:.1f}' y='{y:.1f}' fill='{fill}' {more}>{escape(text)}</text>"
-
-
 def nice_ticks(least: float, most: float) -> list[float]:
     """Round numbers between two.
 
     >>> nice_ticks(0.93, 2.1)
     [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
     """
-    rough = (most - least) / TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = min((power, 2 * power, 5 * power, 10 * power), key=lambda step: abs(step - rough))
+    step = nice_step((most - least) / TICKS)
     return [round(n * step, 10) for n in range(math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9) + 1)]
 
 

@@ -374,13 +374,11 @@ def _total(size: int, report: Report) -> tuple[str, str]:
 
 def call_site_section(report: Report, line_numbers: bool) -> TitledTables:
     """The source lines that send, by axis and kind, the most bytes first."""
-    groups = defaultdict(list)
-    for row in by_call_site(report.sent, line_numbers=line_numbers):
-        groups[row.axes, row.kind].append(row)
+    places = by_call_site(report.sent, line_numbers=line_numbers)
     rows: list[str | list[str]] = []
-    for axes, kind in sorted(groups, key=lambda key: (axes_order(key[0]), -sum(row.total for row in groups[key]), key)):
-        rows.append(f"{', '.join(axes)} {kind}")
-        for row in groups[axes, kind]:
+    for group in by_axis_and_kind(report.sent):
+        rows.append(f"{', '.join(group.axes)} {group.kind}")
+        for row in (row for row in places if row[:2] == group[:2]):
             source = row.source.removeprefix("parallax/")
             rows.append([f"  {row.direction}", row.module, source, f"{row.calls:,}", in_bytes(row.total)])
     table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
@@ -402,10 +400,8 @@ def flops_section(report: Report) -> TitledTables:
 
 def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
-    sizes, compiled = (
-        {name.replace("_", " "): size for name, size in report.memory.items()},
-        report.compiled is not None,
-    )
+    sizes = {name.replace("_", " "): size for name, size in report.memory.items()}
+    compiled = report.compiled is not None
     beside = report.beside_compiler() if compiled else []
     most = max(report.peak, *(theirs for _, _, theirs in beside), 1)
     if not compiled:

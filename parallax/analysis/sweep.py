@@ -21,7 +21,7 @@ from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
-from parallax.analysis.render import INK, LEFT, PAPER, SVG_HEIGHT, Frame, svg, svg_text
+from parallax.analysis.render import LEFT, SVG_HEIGHT, SVG_WIDTH, Frame
 from parallax.analysis.step_time import (
     LAYER_PARTS,
     CompiledStep,
@@ -39,6 +39,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object, write_whole
+from parallax.runtime.svg import INK, PAPER, svg, svg_text
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, Figures, by_name, figures
@@ -177,6 +178,13 @@ class Cache:
         """Store a value that JSON can hold."""
         write_whole(self._path(key), json.dumps({"digest": digest(value), "value": value}))
 
+    def kept(self, key: str, make: Callable[[], Any]) -> Any:
+        """The value of a key, which is made and stored where there is none; tuples that were stored are lists."""
+        if (found := self.get(key)) is None:
+            found = make()
+            self.put(key, found)
+        return found
+
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
@@ -258,12 +266,8 @@ class Sweep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
         key = digest(["compiled", key_of(settings, self.topology, self._versions)])
-        if (found := self.cache.get(key)) is not None:
-            *sizes, time = found
-            return CompiledStep(*sizes, time and StepTime(*time))
-        made = compile_and_read(settings, self.topology, devices)
-        self.cache.put(key, made)
-        return made
+        *sizes, time = self.cache.kept(key, lambda: compile_and_read(settings, self.topology, devices))
+        return CompiledStep(*sizes, time and StepTime(*time))
 
 
 def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -> Topology:
@@ -274,10 +278,7 @@ def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -
     if not topology.shared:
         return topology
     key = digest(["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes, known])
-    if (found := cache.get(key)) is not None:
-        return topology._replace(chip=Chip(*found))
-    cache.put(key, topology.chip)
-    return topology
+    return topology._replace(chip=Chip(*cache.kept(key, lambda: topology.chip)))
 
 
 def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> Estimate | str:
@@ -285,14 +286,17 @@ def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str
 
     `known` are the versions that the cache is kept for.
     """
-    key = key_of(settings, topology, known)
-    if (found := cache.get(key)) is None:
-        found, model = "not legal", build_if_legal(settings, topology)
-        if model is not None:
-            held = predicted_memory(model, settings)
-            fits = held.peak <= topology.chip.usable_bytes
-            found = estimate(settings, topology, held, traced_work(model, settings)) if fits else "too large"
-        cache.put(key, found)
+
+    def price() -> Estimate | str:
+        model = build_if_legal(settings, topology)
+        if model is None:
+            return "not legal"
+        held = predicted_memory(model, settings)
+        if held.peak > topology.chip.usable_bytes:
+            return "too large"
+        return estimate(settings, topology, held, traced_work(model, settings))
+
+    found = cache.kept(key_of(settings, topology, known), price)
     return found if isinstance(found, str) else Estimate(*found)
 
 
@@ -338,7 +342,7 @@ def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choi
         *_legend(rows),
         *_key(on_front, frame),
     ]
-    return svg(parts, SVG_HEIGHT + KEY_LINE * (len(on_front) + 1))
+    return svg(parts, SVG_WIDTH, SVG_HEIGHT + KEY_LINE * (len(on_front) + 1))
 
 
 def _front_line(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
+from parallax.runtime.svg import INK, PAPER, nice_step, svg, svg_text
 from parallax.schedules.pricing import Costs, asynchronous_starts, figures, lockstep_starts, tick_ends
 from parallax.schedules.schedule import Action, Schedule
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
 ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
-INK, FAINT, PAPER = "#222222", "#9a9a9a", "#ffffff"
+FAINT = "#9a9a9a"
 LIGHTEST = 0.62  # how far towards white a rank's last stage is
 
 WIDTH, WIDEST_UNIT = 960, 44  # of the plot, and of the cost of one F, in pixels
@@ -62,26 +63,16 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     plot = Canvas(schedule.ranks, end, min(WIDTH / end, widest))
     legend = 560 if schedule.virtual == 1 else 700 + 36 * schedule.virtual
     width, height = max(plot.right + RIGHT, LEFT + legend), plot.bottom + BOTTOM
-    fonts = "font-family='Helvetica, Arial, sans-serif' font-size='11'"
-    size = f"width='{width:.0f}' height='{height:.0f}' viewBox='0 0 {width:.0f} {height:.0f}'"
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' {size} {fonts}>",
-            f"<defs>{HATCH}</defs>",
-            f"<rect width='100%' height='100%' fill='{PAPER}'/>",
-            *_heading(schedule, costs, asynchronous),
-            *_rows(plot),
-            *_cells(schedule, costs, starts, plot),
-            *_separators(separators, plot),
-            *_axis(schedule, costs, plot),
-            *_legend(schedule, plot),
-            "</svg>\n",
-        ]
-    )
-
-
-def _text(x: float, y: float, text: str, more: str = "", fill: str = INK) -> str:
-    return f"<text x='{x:.2f}' y='{y:.2f}' fill='{fill}' {more}>{escape(text)}</text>"
+    parts = [
+        f"<defs>{HATCH}</defs>",
+        *_heading(schedule, costs, asynchronous),
+        *_rows(plot),
+        *_cells(schedule, costs, starts, plot),
+        *_separators(separators, plot),
+        *_axis(schedule, costs, plot),
+        *_legend(schedule, plot),
+    ]
+    return svg(parts, width, height)
 
 
 def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> Iterator[str]:
@@ -91,14 +82,14 @@ def _heading(schedule: Schedule, costs: Costs, asynchronous: bool) -> Iterator[s
     bubbles = f"bubble {priced.lockstep_bubble:.1%} in lockstep, {priced.asynchronous_bubble:.1%} asynchronous"
     name = f"<tspan font-weight='bold'>{escape(schedule.name)}</tspan>"
     yield f"<text x='{LEFT}' y='24' fill='{INK}' font-size='15'>{name}<tspan dx='10'>{sizes}</tspan></text>"
-    yield _text(LEFT, 45, f"{bubbles}; drawn {drawn}", "font-size='12'", fill="#555555")
+    yield svg_text(LEFT, 45, f"{bubbles}; drawn {drawn}", "font-size='12'", fill="#555555")
 
 
 def _rows(plot: Canvas) -> Iterator[str]:
     for rank in range(plot.ranks):
         place = f"x='{LEFT}' y='{plot.y(rank)}' width='{plot.end * plot.scale:.2f}' height='{ROW}'"
         yield f"<rect class='rank' {place} fill='url(#idle)'/>"
-        yield _text(LEFT - 8, plot.y(rank) + ROW / 2 + 4, f"rank {rank}", "text-anchor='end' font-size='12'")
+        yield svg_text(LEFT - 8, plot.y(rank) + ROW / 2 + 4, f"rank {rank}", "text-anchor='end' font-size='12'")
 
 
 def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], plot: Canvas) -> Iterator[str]:
@@ -112,7 +103,7 @@ def _cells(schedule: Schedule, costs: Costs, starts: dict[Action, float], plot: 
         title = f"<title>{action}: {start:g} to {start + time_of[action.kind]:g}</title>"
         yield f"<rect class='action' {place} fill='{fill}' {edge}>{title}</rect>"
         if width >= DIGIT * len(str(action.microbatch)) + 3:
-            yield _text(
+            yield svg_text(
                 x + width / 2, y + ROW / 2 + 4, str(action.microbatch), "class='number' text-anchor='middle'", fill=ink
             )
 
@@ -137,27 +128,17 @@ def _separators(ends: list[float], plot: Canvas) -> Iterator[str]:
 def _axis(schedule: Schedule, costs: Costs, plot: Canvas) -> Iterator[str]:
     y = plot.bottom + 8
     yield f"<line x1='{LEFT}' x2='{plot.right:.2f}' y1='{y}' y2='{y}' stroke='{INK}'/>"
-    step = _nice(plot.end / max(plot.end * plot.scale / 60, 1))
+    step = nice_step(plot.end / max(plot.end * plot.scale / 60, 1))
     for at in range(math.floor(plot.end / step + 1e-9) + 1):
         x = plot.x(at * step)
         yield f"<line x1='{x:.2f}' x2='{x:.2f}' y1='{y}' y2='{y + 4}' stroke='{INK}'/>"
-        yield _text(x, y + 16, f"{at * step:g}", "text-anchor='middle'")
+        yield svg_text(x, y + 16, f"{at * step:g}", "text-anchor='middle'")
     whole = f"time; a microbatch in all stages of a rank takes F {costs.forward:g}, "
     backward = f"B {costs.backward:g}"
     if schedule.split:
         backward = f"B {costs.backward - costs.weights:g}, W {costs.weights:g}"
     send = f", a message {costs.send:g}" * (costs.send > 0)
-    yield _text(LEFT, y + 34, whole + backward + send)
-
-
-def _nice(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... (and 0.1, 0.2, 0.5, ...) that is `least` or more.
-
-    >>> _nice(3), _nice(0.15)
-    (5.0, 0.2)
-    """
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
+    yield svg_text(LEFT, y + 34, whole + backward + send)
 
 
 def _legend(schedule: Schedule, plot: Canvas) -> Iterator[str]:
@@ -171,9 +152,9 @@ def _legend(schedule: Schedule, plot: Canvas) -> Iterator[str]:
             fill, _ = _shade(schedule, Action(first[chunk], kind, 0))
             yield f"<rect x='{x:.1f}' y='{y}' width='12' height='12' fill='{fill}'/>"
             x += 12
-        yield _text(x + 5, y + 10, f"{kind} {word}")
+        yield svg_text(x + 5, y + 10, f"{kind} {word}")
         x += 5 + 6 * (len(word) + 2) + 14
     yield f"<rect x='{x:.1f}' y='{y}' width='12' height='12' fill='url(#idle)' stroke='{FAINT}' stroke-width='0.5'/>"
-    yield _text(x + 17, y + 10, "idle")
+    yield svg_text(x + 17, y + 10, "idle")
     if schedule.virtual > 1:
-        yield _text(x + 52, y + 10, "shades: stages of a rank, the first darkest", fill="#555555")
+        yield svg_text(x + 52, y + 10, "shades: stages of a rank, the first darkest", fill="#555555")
