@@ -70,7 +70,7 @@ class About(NamedTuple):
 Names = dict[str, About | None]  # what the operations of a program do; None of what only runs others
 
 
-def names_in(text: str, mesh: dict[str, int]) -> tuple[str, Names]:
+def operations_in(text: str, mesh: dict[str, int]) -> tuple[str, Names]:
     """The name of a compiled program, as a trace calls it, and what its operations do by their names; both are empty
     where there is no text."""
     computations = parse_hlo(text).computations.values() if text else ()
@@ -150,7 +150,7 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices, local = names_in(text, mesh), {}, about.get("local", [])
+    program, devices, local = operations_in(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, *program):
             devices.setdefault(_global(number, local), []).append(ran)

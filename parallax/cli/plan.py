@@ -69,7 +69,7 @@ def act(argv: Sequence[str]) -> None:
     if values["sweep"]:
         sweep(name, settings, topology, values)
     else:
-        plan(name, settings, topology, values)
+        print_plan(name, settings, topology, values)
 
 
 def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
     return settings, topology
 
 
-def plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
+def print_plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
     model = model_on_topology(settings, topology)
     print(plan_heading(name, settings, topology), flush=True)
