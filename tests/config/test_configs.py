@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from parallax.analysis.flops import flops_per_token, parameters_by_component
-from parallax.analysis.layouts import model_on_topology as build_on
-from parallax.analysis.layouts import placed
+from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import memory, predicted_memory
 from parallax.analysis.plan import JAX_TAKES
 from parallax.analysis.topology import read_topology
@@ -84,9 +83,9 @@ def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name)
     header = importlib.import_module(f"configs.{name}").__doc__
     for at, written in enumerate(topologies):
         topology = read_topology(written)
-        settings = placed(read_settings(get_config(name)), topology)
+        settings = settings_on_topology(read_settings(get_config(name)), topology)
         assert (settings.model.kernel, settings.model.dtype) == ("cudnn", "bfloat16")
-        model = build_on(settings, topology)
+        model = model_on_topology(settings, topology)
         assert sum(parameters_by_component(model.shapes).values()) / 1e9 == pytest.approx(billions, rel=0.02)
         peak = predicted_memory(model, settings).peak
         assert peak < 0.9 * JAX_TAKES * topology.chip.usable_bytes
