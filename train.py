@@ -7,10 +7,6 @@ A run that was stopped goes on by the same command.
 """
 
 import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import platform
 import sys
 import time

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, first_few, read_manifest, wrong_files
-from parallax.runtime.errors import CheckpointError, first_line, tell
+from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, wrong_files
+from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
 
 WHOLE, DAMAGED, REFUSED = range(3)
 

@@ -5,11 +5,6 @@
 The text goes to stdout, all else to stderr. What is not given is as the run's config.json says, the mesh too.
 """
 
-import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import argparse
 import dataclasses
 import sys
