@@ -23,8 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.files import is_file
-    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
-    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
     from parallax.runtime.version import code_version, versions

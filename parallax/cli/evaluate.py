@@ -25,7 +25,7 @@ with loading(__name__, sys.stderr):
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
-    from parallax.inference.run import Run, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.runtime import files
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
@@ -42,7 +42,6 @@ FLAGS = {
     "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
 }
-MESH_KEYS = ("pp", "dp", "tp", "simulate")
 HELD_OUT = "what the run has held out"
 
 

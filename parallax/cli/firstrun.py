@@ -41,8 +41,7 @@ with loading(__name__, sys.stderr):
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
-    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
-    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
     from parallax.runtime.units import in_bytes, percent
     from parallax.runtime.version import code_version, version_of, versions
@@ -324,7 +323,7 @@ def make_state(found: Found) -> None:
 
 def take_steps(found: Found, count: int) -> None:
     """Take so many steps, each waited for."""
-    batch = counting(found.settings, found.step.model.batch_sharding)
+    batch = counting_batch(found.settings, found.step.model.batch_sharding)
     for _ in range(count):
         begun = time.perf_counter()
         found.state, metrics = jax.block_until_ready(found.program(found.state, batch))
@@ -335,7 +334,7 @@ def take_steps(found: Found, count: int) -> None:
         say(f"{at}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
 
 
-def counting(settings: Settings, sharding: Any) -> dict[str, Any]:
+def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
     """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
     shape = settings.data.global_batch, settings.data.seq
     starts = own_rows(sharding, shape)[:, None] * shape[1]
