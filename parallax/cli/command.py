@@ -1,6 +1,7 @@
 """Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl.
 
-What is wrong with one is a ConfigError of one line, the same for every program.
+What is wrong with one is a ConfigError of one line, the same for every program. `ml_collections.config_flags` reads
+such lines too, but neither the config.json of a run nor keys of earlier versions.
 """
 
 import ast
