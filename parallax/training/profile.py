@@ -53,7 +53,19 @@ class Profile(contextlib.AbstractContextManager):
         # The step's text takes a compilation of its own, which may be longer than a step may.
         set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
-        name = f"steps-{done + 1}-{self._steps[-1]}"
+        self._begin(done + 1)
+
+    def around(self, step: int) -> contextlib.AbstractContextManager:
+        """While a step is dispatched."""
+        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
+
+    def end(self, state: Any) -> None:
+        """The trace ends when `state`, that after the last step, is there."""
+        jax.block_until_ready(state)
+        self._end()
+
+    def _begin(self, first: int) -> None:
+        name = f"steps-{first}-{self._steps[-1]}"
         folder = self._folder.profile / name / f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
@@ -70,15 +82,6 @@ class Profile(contextlib.AbstractContextManager):
         self._open = contextlib.ExitStack()
         self._open.callback(jax.profiler.stop_trace)
         self._open.enter_context(jax.profiler.TraceAnnotation(TRACED_STEPS))
-
-    def around(self, step: int) -> contextlib.AbstractContextManager:
-        """While a step is dispatched."""
-        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
-
-    def end(self, state: Any) -> None:
-        """The trace ends when `state`, that after the last step, is there."""
-        jax.block_until_ready(state)
-        self._end()
 
     def _end(self) -> None:
         if self._open is None:
