@@ -7,10 +7,6 @@ A run that was stopped goes on by the same command.
 """
 
 import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import platform
 import sys
 import time
@@ -27,8 +23,7 @@ with loading(__name__, sys.stdout):
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
     from parallax.runtime.files import is_file
-    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
-    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
     from parallax.runtime.version import code_version, versions

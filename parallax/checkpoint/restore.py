@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from parallax.checkpoint.arrays import damaged_arrays, flatten
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, first_few, read_manifest, wrong_files
-from parallax.runtime.errors import CheckpointError, first_line, tell
+from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, wrong_files
+from parallax.config.settings import compare_settings
+from parallax.runtime.errors import CheckpointError, first_few, first_line, tell
+from parallax.runtime.multihost.job import tried_by_all
 
-WHOLE, DAMAGED, REFUSED = range(3)
+DAMAGED, REFUSED = 1, 2  # what a process says of a step; 0 is that it is whole
 
 
 class Restored(NamedTuple):
@@ -35,18 +35,6 @@ def compare_arrays(stored: Mapping[str, Any], wanted: Mapping[str, Any], part: s
         for name in sorted({*there, *here})
         if there.get(name) != here.get(name)
     ]
-
-
-def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ, each with the stored and the wanted value.
-
-    >>> compare_settings({"model": {"layers": 4, "heads": 8}}, {"model": {"layers": 6, "heads": 8}})
-    {'model.layers': (4, 6)}
-    """
-    flat_stored, flat_wanted = flatten(stored), flatten(wanted)
-    keys = sorted({*flat_stored, *flat_wanted})
-    pairs = {key: (flat_stored.get(key), flat_wanted.get(key)) for key in keys}
-    return {key: (there, here) for key, (there, here) in pairs.items() if there != here}
 
 
 def restore_newest(
@@ -110,19 +98,13 @@ def restore(
 
 def agreed(folder: Path, step: int, check: Callable[[], Any]) -> Any:
     """What `check` returns; what one process of a job refuses all do, so that none goes on alone."""
-    error = result = None
-    try:
-        result = check()
-    except CheckpointError as raised:
-        error = raised
-    verdict = WHOLE if error is None else DAMAGED if isinstance(error, DamagedError) else REFUSED
-    if jax.process_count() > 1:
-        verdicts = multihost_utils.process_allgather(np.array(verdict))
-        if error is not None and jax.process_index():
-            tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
-        if verdicts.max() > verdict:
-            others = f"process {verdicts.argmax()} refuses it, and says why"
-            error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
+    verdict_of = lambda error: DAMAGED if isinstance(error, DamagedError) else REFUSED  # noqa: E731
+    result, error, verdicts = tried_by_all(check, CheckpointError, verdict_of)
+    if error is not None and jax.process_index():
+        tell(f"{type(error).__name__}: {error}", sys.stderr)  # only process 0 has a log
+    if verdicts.max() > verdicts[jax.process_index()]:
+        others = f"process {verdicts.argmax()} refuses it, and says why"
+        error = DamagedError(folder, step, others) if verdicts.max() == DAMAGED else CheckpointError(others)
     if error is not None:
         raise error
     return result

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError
+from parallax.runtime.errors import CheckpointError, first_few
 from parallax.runtime.units import in_bytes
 
 FORMAT = 2
@@ -29,7 +29,6 @@ BLOCK_BYTES = 1 << 22
 LIMIT_BYTES = 1 << 28
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
-NAMED_DIFFERENCES = 5  # differences that a message lists
 QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # that no file came for; to wait for that
 
 
@@ -151,12 +150,6 @@ def wrong_files(folder: Path, sums: Mapping[str, Mapping[str, int]], *, contents
     """What is wrong with files of a step's folder: their places and sizes, and with `contents` their checksums."""
     hows = {name: _wrong_file(folder, name, wanted, contents) for name, wanted in sums.items()}
     return [f"its file {name} {how}" for name, how in hows.items() if how is not None]
-
-
-def first_few(texts: list[str], most: int = NAMED_DIFFERENCES) -> str:
-    """The first few of a list in words, and how many more there are."""
-    more = len(texts) - most
-    return ", ".join(texts if more <= 0 else [*texts[:most], f"and {more} more"])
 
 
 def size_and_checksum(path: Path) -> dict[str, int]:

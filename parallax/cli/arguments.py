@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parallax.runtime.errors import ConfigError, quoted, why_not_local
+from parallax.runtime.files import write_file
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +57,14 @@ def about_command(name: str, text: str, doc: str) -> str:
     """
     examples = [line for line in doc.splitlines() if line.startswith(" ") and f" {name} " in line]
     return "\n".join([f"{text[0].upper()}{text[1:]}.", "", *examples])
+
+
+def write_output(flag: str, path: str | Path, text: str) -> None:
+    """Write the file that a flag names; ConfigError where that cannot be."""
+    try:
+        write_file(Path(path), text)
+    except OSError as error:
+        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
 
 
 def local_path(text: str) -> Path:

@@ -1,6 +1,7 @@
 """Command lines: `--config=FILE --config.SECTION.KEY=VALUE` and a program's own flags, read by absl.
 
-What is wrong with one is a ConfigError of one line, the same for every program.
+What is wrong with one is a ConfigError of one line, the same for every program. `ml_collections.config_flags` reads
+such lines too, but neither the config.json of a run nor keys of earlier versions.
 """
 
 import ast
@@ -29,7 +30,19 @@ from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import QUOTED_LETTERS, ConfigError, check_local, exit_status, nearest, quoted, shown, tell
+from parallax.runtime.errors import (
+    QUOTED_LETTERS,
+    CheckpointError,
+    ConfigError,
+    check_local,
+    exit_status,
+    nearest,
+    quoted,
+    shown,
+    tell,
+)
+from parallax.runtime.files import is_file
+from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
 ERROR_LETTERS = 400  # of what a config file raises
@@ -116,6 +129,15 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
 
 
+def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
+    """The same, of a program that works on the run in --workdir: the config is the run's."""
+    workdir = written(argv, "workdir") or ""
+    saved = RunFiles(workdir).config
+    if not workdir or not is_file(saved):
+        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
+    return read_line([argv[0], f"--config={saved}", *argv[1:]], own)
+
+
 def load_config(path: str) -> ConfigDict:
     """What get_config() of a file returns, or what a run has saved as JSON; ConfigError where that fails."""
     file = Path(path)
@@ -165,14 +187,6 @@ def written(argv: Sequence[str], flag: str) -> str | None:
         if name in (f"--{flag}", f"-{flag}"):
             return value if equals else next(iter(argv[at + 1 :]), None)
     return None
-
-
-def write_output(flag: str, path: str, text: str) -> None:
-    """Write the file that a flag names; ConfigError where that cannot be."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
 
 
 def read_secs(flag: str, text: str) -> float:

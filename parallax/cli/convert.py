@@ -8,11 +8,6 @@
 A run that was imported is what train.init_from and `python -m parallax.generate` take.
 """
 
-import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -6,11 +6,6 @@
 Without --data the text is what the run has held out. The mesh is the run's; --config.mesh.tp=1 and the like change it.
 """
 
-import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import dataclasses
 import json
 import math
@@ -22,7 +17,7 @@ from typing import NamedTuple
 from parallax.runtime.progress import loading, waiting
 
 with loading(__name__, sys.stderr):
-    from parallax.cli.command import Flag, read_line, run_command, written
+    from parallax.cli.command import Flag, read_line_of_run, run_command, written
     from parallax.config.sections import DataConfig
     from parallax.config.settings import Settings, read_settings
     from parallax.data import Reader, open_reader
@@ -30,9 +25,9 @@ with loading(__name__, sys.stderr):
     from parallax.data.sources import SUFFIXES
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
-    from parallax.inference.run import Run, load_trained, mesh_config, sizes_of
+    from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
     from parallax.runtime import files
-    from parallax.runtime.errors import CheckpointError, ConfigError, DataError, tell
+    from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.training.batches import own_rows, put_on
     from parallax.training.evaluation import mean_loss
@@ -47,7 +42,6 @@ FLAGS = {
     "step": Flag("of which checkpoint, 0 or more; default: the newest", -1),
     "json": Flag("print the result as JSON", False),
 }
-MESH_KEYS = ("pp", "dp", "tp", "simulate")
 HELD_OUT = "what the run has held out"
 
 
@@ -95,10 +89,7 @@ def act(argv: Sequence[str]) -> None:
     workdir = written(argv, "workdir")
     if not workdir:
         raise ConfigError("--workdir is required: the folder of the run")
-    saved = RunFiles(workdir).config
-    if not files.is_file(saved):
-        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
-    line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
+    line = read_line_of_run(argv, FLAGS)
     settings = read_settings(line.config)
     given = [key for key in MESH_KEYS if written(argv, f"config.mesh.{key}") is not None]
     mesh = mesh_config(settings.mesh, {key: getattr(settings.mesh, key) for key in given})

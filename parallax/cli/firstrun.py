@@ -4,15 +4,11 @@ python -m parallax.firstrun
 python -m parallax.firstrun --config=configs/llama_1b_16.py --config.mesh.dp=-1 --steps=20 --out=first-run.md
 """
 
-import os
-
-# Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import dataclasses
 import getpass
 import json
 import math
+import os
 import platform
 import re
 import socket
@@ -38,15 +34,14 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.step_time import Estimate, predict, step_time
     from parallax.analysis.topology import Topology
     from parallax.analysis.trace import abstract_mesh
+    from parallax.cli.arguments import write_output
     from parallax.cli.command import CONFIGS, Flag, read_command, read_line, run_command, written
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
-    from parallax.runtime.files import write_whole
-    from parallax.runtime.multihost.address import FLAGS as ADDRESS_FLAGS
-    from parallax.runtime.multihost.address import read_address
+    from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
     from parallax.runtime.units import in_bytes, percent
     from parallax.runtime.version import code_version, version_of, versions
@@ -84,9 +79,9 @@ def act(argv: Sequence[str]) -> None:
     """Do what the command line says; PhaseError where a phase fails, after the file is written."""
     own = [] if written(argv, "config") else [f"--config={CONFIGS / 'base.py'}"]
     line = read_line([argv[0], *own, *argv[1:]], FLAGS)
-    steps, out = line.values["steps"], Path(line.values["out"])
+    steps, out = line.values["steps"], line.values["out"]
     check_whole("--steps", steps, least=WARM_UP + 1)
-    if line.values["out"] == "":
+    if out == "":
         raise ConfigError("--out='' names no file; write a path, as in --out=first-run.md")
     settings = read_settings(line.config)
     join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
@@ -96,7 +91,7 @@ def act(argv: Sequence[str]) -> None:
     try:
         about = {"Devices": devices(), **about}
     except RuntimeError as error:  # of a driver that is not there, or of chips that another process has
-        write(out, page_without_devices(command(argv[1:]), str(error), about))
+        write_output("out", out, nameless(page_without_devices(command(argv[1:]), str(error), about)))
         raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
     if own:
         own = choose([word for word in argv[1:] if word.startswith(("--config.", "-config."))])
@@ -106,7 +101,7 @@ def act(argv: Sequence[str]) -> None:
 
     def save() -> None:
         if is_first():
-            write(out, page(found, about))
+            write_output("out", out, nameless(page(found, about)))
 
     save()
     do_phases(found, save)
@@ -128,14 +123,6 @@ def shortened(settings: Settings, steps: int) -> Settings:
 def command(words: Sequence[str]) -> str:
     """What to type for the same run, from the repository."""
     return " ".join(["python -m parallax.firstrun", *words]).replace(f"{CONFIGS.parent}{os.sep}", "")
-
-
-def write(out: Path, text: str) -> None:
-    """Write the file whole and without names; ConfigError where that cannot be."""
-    try:
-        write_whole(out, nameless(text))
-    except OSError as error:
-        raise ConfigError(f"--out={out} cannot be written: {error.strerror}") from error
 
 
 def say(text: str) -> None:
@@ -336,7 +323,7 @@ def make_state(found: Found) -> None:
 
 def take_steps(found: Found, count: int) -> None:
     """Take so many steps, each waited for."""
-    batch = counting(found.settings, found.step.model.batch_sharding)
+    batch = counting_batch(found.settings, found.step.model.batch_sharding)
     for _ in range(count):
         begun = time.perf_counter()
         found.state, metrics = jax.block_until_ready(found.program(found.state, batch))
@@ -347,7 +334,7 @@ def take_steps(found: Found, count: int) -> None:
         say(f"{at}  {in_secs(secs)}  loss {loss:.4f}  gnorm {norm:.2f}")
 
 
-def counting(settings: Settings, sharding: Any) -> dict[str, Any]:
+def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
     """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
     shape = settings.data.global_batch, settings.data.seq
     starts = own_rows(sharding, shape)[:, None] * shape[1]

@@ -5,11 +5,6 @@
 The text goes to stdout, all else to stderr. What is not given is as the run's config.json says, the mesh too.
 """
 
-import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import argparse
 import dataclasses
 import sys
@@ -26,13 +21,13 @@ with loading(__name__, sys.stderr):
     from parallax.config.sections import MeshConfig, SampleConfig
     from parallax.config.settings import load_settings
     from parallax.inference.generate import complete, encode
-    from parallax.inference.run import load_trained, mesh_config, sizes_of
+    from parallax.inference.run import MESH_KEYS, load_trained, mesh_config, sizes_of
     from parallax.runtime.devices import leave_out_absent_tpu
     from parallax.runtime.errors import ConfigError, exit_status, nearest, printable, tell
 
 # Flags that are keys of the config's sections.
-SAMPLE_KEYS = dataclasses.fields(SampleConfig)
-MESH_KEYS = [field for field in dataclasses.fields(MeshConfig) if field.name in ("pp", "dp", "tp", "simulate")]
+SAMPLE_FIELDS = dataclasses.fields(SampleConfig)
+MESH_FIELDS = [field for field in dataclasses.fields(MeshConfig) if field.name in MESH_KEYS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +45,9 @@ def show(text: str) -> None:
 def run(flags: argparse.Namespace) -> str:
     """The prompt and what the run's model writes behind it; its speed goes to stderr."""
     settings = load_settings(flags.workdir)
-    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_KEYS))
-    mesh = mesh_config(settings.mesh, _given(flags, MESH_KEYS))
-    choose = ", ".join(map(_flag, MESH_KEYS))
+    sample = dataclasses.replace(settings.sample, **_given(flags, SAMPLE_FIELDS))
+    mesh = mesh_config(settings.mesh, _given(flags, MESH_FIELDS))
+    choose = ", ".join(map(_flag, MESH_FIELDS))
     trained = load_trained(flags.workdir, settings, mesh, flags.step, choose)
     length, seq = len(encode(trained.tokenizer, sample.prompt)) + sample.tokens, settings.data.seq
     _say(f"step {trained.step} of {flags.workdir} on {sizes_of(trained.model)}")
@@ -71,13 +66,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("python -m parallax.generate", description=__doc__)
     parser.add_argument("--workdir", type=local_path, required=True, help="the folder of the run")
     parser.add_argument("--step", type=int, help="of which checkpoint; default: the newest")
-    for origin, keys in (("the run's sample.{}", SAMPLE_KEYS), ("as in training", MESH_KEYS)):
+    for origin, keys in (("the run's sample.{}", SAMPLE_FIELDS), ("as in training", MESH_FIELDS)):
         for key in keys:
             meaning = f"{key.metadata['key'].meaning}; default: {origin.format(key.name)}"
             parser.add_argument(_flag(key), type=key.type, help=meaning)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = ["--workdir", "--step", *map(_flag, SAMPLE_KEYS), *map(_flag, MESH_KEYS)]
+        known = ["--workdir", "--step", *map(_flag, SAMPLE_FIELDS), *map(_flag, MESH_FIELDS)]
         raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(unknown[0].partition('=')[0], known)}")
     return flags
 

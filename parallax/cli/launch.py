@@ -27,10 +27,10 @@ from typing import BinaryIO, TextIO
 from parallax.cli.arguments import Parser, positive
 from parallax.config.reference import CONFIGS
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, exit_status, tell
-from parallax.runtime.multihost.address import FLAGS, TOKEN
+from parallax.runtime.multihost.address import ADDRESS_FLAGS, TOKEN
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-TICK_SECS = 0.05
+POLL_SECS = 0.05
 KILL_SECS = 5.0  # between SIGTERM and SIGKILL
 LAST_LINES_SECS = 2.0  # for what the ended have left in their pipes, which others may hold open
 SIGNALLED = 128  # shells add it to the number of the signal that ended a process
@@ -75,7 +75,7 @@ def python_command(command: Sequence[str]) -> list[str]:
 def environment_of(parsed: argparse.Namespace, rank: int) -> dict[str, str]:
     """The environment of one process: where it meets the others, and which devices are its own."""
     place = (f"127.0.0.1:{parsed.port}", str(parsed.processes), str(rank))
-    own = {variable: value for (variable, _), value in zip(FLAGS.values(), place)} | {TOKEN: parsed.token}
+    own = {variable: value for (variable, _), value in zip(ADDRESS_FLAGS.values(), place)} | {TOKEN: parsed.token}
     if parsed.devices_per_process:
         own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(parsed.devices_per_process)}
     if parsed.gpus_per_process:
@@ -167,7 +167,7 @@ def wait(processes: Sequence[subprocess.Popen], grace_secs: float) -> tuple[dict
             for rank in left:
                 processes[rank].send_signal(number)
             deadline = time.monotonic() + KILL_SECS
-        time.sleep(TICK_SECS)
+        time.sleep(POLL_SECS)
         for rank in left:
             code = processes[rank].poll()
             if code is not None:

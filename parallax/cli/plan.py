@@ -6,12 +6,7 @@
 Compiled plans for TPUs need libtpu, and no TPU.
 """
 
-import os
 import sys
-
-# Before JAX is imported. The start-up talk of XLA's C++ is for those who ask for it.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +32,8 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
     from parallax.analysis.topology import Topology, devices_of, read_topology, why_not, without_chips
-    from parallax.cli.command import Flag, read_command, run_command, write_output, written
+    from parallax.cli.arguments import write_output
+    from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices

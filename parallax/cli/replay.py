@@ -5,11 +5,6 @@
 Nothing in the folder of the run is changed.
 """
 
-import os
-
-# The start-up talk of XLA's C++ is for those who ask for it; it reads this when it is loaded.
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import math
 import sys
 from collections.abc import Sequence
@@ -22,12 +17,10 @@ with loading(__name__, sys.stderr):
 
     from parallax.checkpoint.restore import restore_newest
     from parallax.checkpoint.steps import complete_steps
-    from parallax.cli.command import Flag, read_line, run_command, written
+    from parallax.cli.command import Flag, read_line_of_run, run_command
     from parallax.config.settings import Settings, read_settings
     from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import CheckpointError, ConfigError
-    from parallax.runtime.files import is_file
-    from parallax.runtime.run_files import RunFiles
     from parallax.training.divergence import make_diagnosis, text_of
     from parallax.training.folder import RunFolder
     from parallax.training.logger import read_metrics
@@ -49,13 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 def act(argv: Sequence[str]) -> None:
     """Read the command line, replay the step, print what was found."""
-    workdir = written(argv, "workdir") or ""
-    saved = RunFiles(workdir).config
-    if not workdir or not is_file(saved):
-        raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no config.json")
-    line = read_line([argv[0], f"--config={saved}", *argv[1:]], FLAGS)
-    settings = read_settings(line.config)
-    for text in replay(settings, RunFolder(workdir), line.values["step"]):
+    line = read_line_of_run(argv, FLAGS)
+    for text in replay(read_settings(line.config), RunFolder(line.values["workdir"]), line.values["step"]):
         print(text)
 
 

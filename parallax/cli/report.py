@@ -24,8 +24,8 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.report import report_settings
     from parallax.analysis.topology import Topology, devices_of, read_topology, sizes_on, why_not, without_chips
     from parallax.analysis.trace import abstract_mesh
-    from parallax.cli.arguments import Parser, local_path
-    from parallax.cli.command import Flag, read_command, run_command, write_output, written
+    from parallax.cli.arguments import Parser, local_path, write_output
+    from parallax.cli.command import Flag, read_command, run_command, written
     from parallax.config.sections import MeshConfig
     from parallax.config.settings import Settings
     from parallax.model.checks import check_kernel_on

@@ -31,9 +31,9 @@ from rich.table import Table
 from rich.text import Text
 
 from parallax.checkpoint.steps import check_steps, unfinished_saves
-from parallax.cli.arguments import Parser, local_path
+from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
+from parallax.runtime.errors import CheckpointError, check_whole, exit_status, printable
 from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
@@ -616,11 +616,7 @@ def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
     """Write the last picture alone, none of those before it."""
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(picture(runs, console))
-    svg = console.export_svg(title="python -m parallax.watch", code_format=SVG)
-    try:
-        files.write_file(path, svg)
-    except OSError as error:
-        raise ConfigError(f"--svg={path} cannot be written: {error.strerror}") from error
+    write_output("svg", path, console.export_svg(title="python -m parallax.watch", code_format=SVG))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -154,3 +154,20 @@ def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, An
     missing = [f"{prefix}{name}" for name in known if name not in written]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}; start from get_config() of configs/base.py")
+
+
+def compare_settings(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, each with the stored and the wanted value.
+
+    >>> compare_settings({"model": {"layers": 4, "heads": 8}}, {"model": {"layers": 6, "heads": 8}})
+    {'model.layers': (4, 6)}
+    """
+    differing = {}
+    for key in sorted({*stored, *wanted}):
+        there, here = stored.get(key), wanted.get(key)
+        if isinstance(there, Mapping | None) and isinstance(here, Mapping | None):
+            inner = compare_settings(there or {}, here or {})
+            differing |= {f"{key}.{name}": values for name, values in inner.items()}
+        elif there != here:
+            differing[key] = there, here
+    return differing

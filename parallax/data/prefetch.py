@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ BATCHES_AHEAD = 4
 CLOSE_SECS = 5.0  # to wait for the batch in flight; the thread is a daemon and may outlive it
 
 
-class Prefetcher:
+class Prefetcher(AbstractContextManager):
     """Batches from `start_step` on, in order; a context manager that closes itself.
 
     Args:
@@ -66,9 +67,6 @@ class Prefetcher:
         self._is_closed = True
         self._room.release()
         self._thread.join(CLOSE_SECS)
-
-    def __enter__(self) -> "Prefetcher":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

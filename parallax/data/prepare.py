@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parallax.config.settings import compare_settings
 from parallax.data.shards import MANIFEST_FILE, Manifest, Shard, ids_file, smallest_dtype, totals, write_shard
 from parallax.data.sources import Source
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer, train_bpe
@@ -240,21 +241,11 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
     if wanted == found:
         return
     # What both name comes first: with another tokenizer, only one of them names a bpe_vocab.
-    differences = sorted(_differences(wanted, found, ()), key=lambda difference: None in difference)
-    path, wanted_value, found_value = differences[0]
+    key, (found_value, wanted_value) = min(compare_settings(found, wanted).items(), key=lambda item: None in item[1])
     raise DataError(
-        f"{file.parent} holds data of other settings: {path}={found_value!r} where {wanted_value!r} is "
+        f"{file.parent} holds data of other settings: {key}={found_value!r} where {wanted_value!r} is "
         "wanted; choose another folder, or delete this one (`python -m parallax.data prepare --rebuild` does)"
     )
-
-
-def _differences(wanted: dict, found: dict, path: tuple[str, ...]):
-    for key in sorted(wanted.keys() | found.keys()):
-        a, b = wanted.get(key), found.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, (*path, key))
-        elif a != b:
-            yield ".".join((*path, key)), a, b
 
 
 # ---- worker processes

@@ -31,6 +31,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
+MESH_KEYS = (*AXES, "simulate")  # what a command may change of the mesh of a run
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
 

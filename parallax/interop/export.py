@@ -17,7 +17,6 @@ from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
     files_of,
-    first_few,
     read_manifest,
     write_manifest,
     wrong_files,
@@ -27,7 +26,7 @@ from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.interop.safetensors import read_model, read_pieces, write_model
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, shown, writing
+from parallax.runtime.errors import CheckpointError, first_few, shown, writing
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh

@@ -106,7 +106,7 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
 
 CHIPS = {name: _chip(name, *row) for name, row in (TPUS | NVIDIA).items()}
 # What JAX calls them where that is not the name. Cards of another make, such as H100 PCIe, are other chips.
-KINDS = {
+DEVICE_KINDS = {
     "geforce rtx 3090": "NVIDIA RTX 3090",
     "geforce rtx 4090": "NVIDIA RTX 4090",
     "v5 lite": "TPU v5e",
@@ -116,7 +116,7 @@ KINDS = {
     "h100 80gb hbm3": "NVIDIA H100",
 }
 NAMES = {name.split(maxsplit=1)[1].replace(" ", ""): name for name in CHIPS}  # as topologies have them: no spaces
-SHORT = {short.lower(): name for short, name in NAMES.items()} | KINDS
+SHORT = {short.lower(): name for short, name in NAMES.items()} | DEVICE_KINDS
 
 
 def chip(name: str) -> Chip:

@@ -26,6 +26,7 @@ LARGEST_INT32 = 2**31 - 1  # devices count in int32
 QUOTED_LETTERS = 80  # of what was written, in an error
 LONGEST_PATH = 4096  # letters: who reads of a file wants to find it
 LISTED_NUMBERS = LISTED_NAMES = 12
+LISTED_DIFFERENCES = 5
 
 URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
 MOUNTED_BY = {"gs": " with gcsfuse", "s3": " with mount-s3"}
@@ -188,11 +189,15 @@ def names_of(names: Iterable[str]) -> str:
     """The first twelve names in a line, and how many more there are.
 
     >>> names_of("abc"), names_of(map(str, range(100)))
-    ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 88 more')
+    ('a, b, c', '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, and 88 more')
     """
-    names = list(names)
-    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return ", ".join(shown(name) for name in names[:LISTED_NAMES]) + more
+    return first_few([shown(name) for name in names], LISTED_NAMES)
+
+
+def first_few(texts: list[str], most: int = LISTED_DIFFERENCES) -> str:
+    """The first few of a list in words, and how many more there are."""
+    more = len(texts) - most
+    return ", ".join(texts if more <= 0 else [*texts[:most], f"and {more} more"])
 
 
 def nearest(written: str, known: Iterable[str]) -> str:

@@ -208,11 +208,13 @@ def printing_progress(speaker: ProgressPrinter | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: str, stream: TextIO | None) -> Iterator[None]:
-    """Report that a program loads JAX, and print its progress from then on.
+    """Report that a program loads JAX, quietly, and print its progress from then on.
 
     `module` is the `__name__` of the file: one that is imported by another program says nothing, nor does one that is
     asked for help.
     """
+    # XLA's C++ reads this when it is loaded; its start-up messages are for those who ask for them.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if module == "__main__" and not any(re.fullmatch("-h|--?help.*", word) for word in sys.argv[1:]):
         speak_on(stream)
     try:

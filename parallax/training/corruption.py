@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
-from parallax.checkpoint.steps import first_few
-from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
+from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.sharding.collectives import as_varying
 from parallax.training.step import TrainState
 

@@ -15,11 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
-from parallax.checkpoint.steps import first_few
 from parallax.config.settings import Settings
 from parallax.data import Reader
 from parallax.pipeline import ShardedModel
-from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError
+from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
 from parallax.training.logger import RunLogger

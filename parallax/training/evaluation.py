@@ -6,23 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from parallax.data import Reader
 from parallax.runtime.errors import DataError
-from parallax.runtime.multihost.job import several
+from parallax.runtime.multihost.job import tried_by_all
 
 
 def _read(reader: Reader, index: int) -> dict[str, np.ndarray]:
     """This process's rows of a batch, once all processes have theirs: nobody is left alone in what follows."""
-    if not several():
-        return reader.batch(index)
-    error = None
-    try:
-        batch = reader.batch(index)
-    except DataError as failed:
-        error = failed
-    failures = multihost_utils.process_allgather(np.array(error is not None))
+    batch, error, failures = tried_by_all(lambda: reader.batch(index), DataError)
     if error is not None:
         raise error
     if failures.any():

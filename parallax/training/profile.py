@@ -17,7 +17,7 @@ from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
 from parallax.training.step import TrainStep
 
 
-class Profile:
+class Profile(contextlib.AbstractContextManager):
     """Traces the steps of `train.profile_steps`; without arguments, none. Use it as a context: leaving it ends a trace.
 
     The devices are idle when a trace begins, and again when it ends: it holds these steps whole and no others. Beside
@@ -34,9 +34,6 @@ class Profile:
         self._settings, self._step, self._folder, self._say = settings, step, folder, say
         self._steps = settings.train.profiled if settings else range(0)
         self._open: contextlib.ExitStack | None = None
-
-    def __enter__(self) -> "Profile":
-        return self
 
     def __exit__(self, *_) -> None:
         # A disk that takes no more hides no other error: whatever is written next says so.

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallax.checkpoint.restore import compare_settings, restore_newest
+from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
+from parallax.config.settings import compare_settings
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all

@@ -125,7 +125,7 @@ def train(
             logger.say(warning)
         reason = ""
         try:
-            outcome = run(parts, folder, logger, stop, start)
+            outcome = run_to_end(parts, folder, logger, stop, start)
             reason = outcome.reason
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -173,7 +173,7 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     return RunComponents(settings, model, tx, train_data, eval_data)
 
 
-def run(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
+def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop: StopRequest, start: int) -> Outcome:
     """Introduce the run, make or load its state, take its steps, and end it."""
     settings, model = parts.settings, parts.model
     with contextlib.ExitStack() as stack:

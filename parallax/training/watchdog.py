@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 
 from parallax.runtime.errors import tell
 
@@ -15,7 +16,7 @@ LEAST_SECS = 5.0  # what is over sooner needs no explaining
 LOOK_SECS = 0.25
 
 
-class Watchdog:
+class Watchdog(AbstractContextManager):
     """Prints the stacks of all threads to stderr, once, when a step takes `factor` times the median; 0 is off.
 
     Use it as a context. It ends nothing: with several processes distributed.wait_secs does.
@@ -28,9 +29,6 @@ class Watchdog:
         self._closed = threading.Event()
         if factor:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def __enter__(self) -> "Watchdog":
-        return self
 
     def __exit__(self, *_) -> None:
         self._closed.set()

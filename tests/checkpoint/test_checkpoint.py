@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.fingerprint import RunningFingerprint, fingerprint, fingerprints
-from parallax.checkpoint.restore import compare_settings, restore
+from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter, _is_no_error_of_orbax, say_errors_once
 from parallax.checkpoint.steps import latest_step, read_manifest
 from parallax.config.sections import CheckpointConfig
+from parallax.config.settings import compare_settings
 from parallax.runtime.errors import CheckpointError, ConfigError
 
 

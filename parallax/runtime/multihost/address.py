@@ -8,12 +8,12 @@ from typing import NamedTuple
 from parallax.runtime.errors import ConfigError
 
 # flag: (environment variable, meaning)
-FLAGS = {
+ADDRESS_FLAGS = {
     "distributed.coordinator": ("PARALLAX_COORDINATOR", "host:port of process 0, where the processes of a job meet"),
     "distributed.num-processes": ("PARALLAX_NUM_PROCESSES", "processes of the job"),
     "distributed.process-id": ("PARALLAX_PROCESS_ID", "which of them this is, from 0"),
 }
-VARIABLES = tuple(variable for variable, _ in FLAGS.values())
+VARIABLES = tuple(variable for variable, _ in ADDRESS_FLAGS.values())
 TOKEN = "PARALLAX_JOB_TOKEN"  # a secret that processes of one job share; a launcher makes one for each job
 LOOPBACK = ("localhost", "127.0.0.1")
 
@@ -44,7 +44,7 @@ def read_address(flags: Mapping[str, str | None], environment: Mapping[str, str]
         ConfigError: some of the three are missing, or one is no address or number.
     """
     written, missing = {}, []
-    for flag, (variable, _) in FLAGS.items():
+    for flag, (variable, _) in ADDRESS_FLAGS.items():
         if flags.get(flag) is not None:
             written[flag] = (f"--{flag}", flags[flag])
         elif environment.get(variable):

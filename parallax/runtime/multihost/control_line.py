@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from parallax.runtime.errors import EXIT_BAD_INPUT, EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
 from parallax.runtime.files import object_of
 
-TICK_SECS = 0.2
+CLOCK_SECS = 0.2
 # How long a process whose work has ended waits for the word of the others, and they for its last words.
 GRACE_SECS = 3.0
 # Messages.
@@ -109,7 +109,7 @@ class Hub:
         self._server = await asyncio.start_server(self._attend, sock=listener, backlog=backlog, limit=LONGEST_BYTES)
         while True:
             self._look_at_the_clock()
-            await asyncio.sleep(TICK_SECS)
+            await asyncio.sleep(CLOCK_SECS)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection to its end."""
@@ -426,7 +426,7 @@ class ControlLine:
                 return self._lose("process 0", why)
             if now > self._limit[0]:
                 return self._name_the_late()
-            time.sleep(min(TICK_SECS, sign_secs))
+            time.sleep(min(CLOCK_SECS, sign_secs))
 
     def _lose(self, who: str, why: str, status: int | None = None, doing: str = "") -> None:
         """Another process is gone: end this one, after a while where it may come to the same end by itself."""

@@ -195,6 +195,22 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
     return act()
 
 
+def tried_by_all(
+    act: Callable[[], Any], kind: type[Exception], code_of: Callable[[Any], int] = lambda error: 1
+) -> tuple[Any, Any, np.ndarray]:
+    """What `act` returns and None, or else None and its error of this kind; and the code of each process's error.
+
+    All processes come here together, and none goes on alone: a code is 0 where there was no error.
+    """
+    result = error = None
+    try:
+        result = act()
+    except kind as raised:
+        error = raised
+    code = np.array([0 if error is None else code_of(error)])
+    return result, error, multihost_utils.process_allgather(code, tiled=True) if jax.process_count() > 1 else code
+
+
 def log_to(log: Callable[[str], None]) -> None:
     """Where process 0 writes why it ended, besides stderr."""
     if _line is not None and is_first():
