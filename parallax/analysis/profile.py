@@ -80,8 +80,8 @@ class ProgramNames(NamedTuple):
         """Those of a program as text."""
         computations = parse(text).computations.values() if text else ()
         instructions = [one for home in computations for one in home.instructions]
-        name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
-        return ProgramNames(name, {one.name: _described(one, mesh) for one in instructions})
+        head = re.match(r"HloModule ([^\s,]+)", text)
+        return ProgramNames(head[1] if head else "", {one.name: _described(one, mesh) for one in instructions})
 
     def about(self, op: str) -> About | None:
         """An operation by its name; without the text, from the name alone."""

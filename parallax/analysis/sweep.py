@@ -206,7 +206,8 @@ def _version(package: str) -> str:
         return "none"
 
 
-SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")  # that a plan follows from
+# That a plan follows from.
+SECTIONS = ("mesh", "model", "layout", "pipeline", "data_parallel", "fsdp", "loss", "optimizer", "guard")
 
 
 class PricedLayout(NamedTuple):
