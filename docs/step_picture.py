@@ -40,11 +40,11 @@ HELD = {
     "pipeline_buffers": ("messages", AXIS["pp"]),
 }
 INK, SOFT, LINE, PAPER = "#1d2126", "#5c6670", "#c9ced1", "#ffffff"
-WIDTH, HEIGHT, LEFT, RIGHT = 960, 640, 110, 20
+WIDTH, HEIGHT, LEFT, RIGHT = 960, 658, 110, 20
 ROW, GANTT_TOP = 32, 84
-BOX_WIDTH, BOX_HEIGHT, BOXES_TOP = 184, 74, 262
+BOX_WIDTH, BOX_HEIGHT, BOXES_TOP = 200, 74, 262  # room for the text in DejaVu Sans, which is wider than Helvetica
 GAP_X, GAP_Y = 40, 40
-STAGE_LEFT = (20, 532)  # of the devices of each pipeline rank
+STAGE_LEFT = (20, 500)  # of the devices of each pipeline rank
 
 
 def draw(settings: Settings, report: Report) -> str:
@@ -113,7 +113,7 @@ def _gantt(schedule: Schedule) -> Iterator[str]:
 def _devices(settings: Settings) -> Iterator[str]:
     """A box for each device with its share of layers, rows and heads, and lines for the axes along which it sends."""
     yield _text(20, BOXES_TOP - 20, "What each device does", size=14, more="font-weight='bold'")
-    yield _text(200, BOXES_TOP - 20, "a line: it sends to those whose rank along this axis alone is another", fill=SOFT)
+    yield _text(220, BOXES_TOP - 20, "a line joins devices that send to each other along this axis", fill=SOFT)
     for dp in range(2):
         top = BOXES_TOP + dp * (BOX_HEIGHT + GAP_Y)
         yield from _across(STAGE_LEFT[0] + 2 * BOX_WIDTH + GAP_X, STAGE_LEFT[1], top, "pp")
@@ -170,15 +170,14 @@ def _held(report: Report) -> Iterator[str]:
     """What a device holds when it holds most, as one bar."""
     top = BOXES_TOP + 2 * BOX_HEIGHT + GAP_Y + 128
     yield _text(20, top, f"What it holds at most: {in_bytes(report.peak)}", size=14, more="font-weight='bold'")
-    scale, x, label = (WIDTH - 40) / report.peak, 20.0, 20.0
-    for name, (words, fill) in HELD.items():
+    scale, x = (WIDTH - 40) / report.peak, 20.0
+    for at, (name, (words, fill)) in enumerate(HELD.items()):
         width = report.memory[name] * scale
         yield _rect(x, top + 10, width, 16, fill)
         x += width
-        said = f"{words} {in_bytes(report.memory[name])}"
-        yield _rect(label, top + 35, 10, 10, fill)
-        yield _text(label + 15, top + 44, said, size=11, fill=SOFT)
-        label += 26 + 5.4 * len(said)
+        label, y = 20 + at % 3 * 240, top + 44 + at // 3 * 18  # two lines of three
+        yield _rect(label, y - 9, 10, 10, fill)
+        yield _text(label + 15, y, f"{words} {in_bytes(report.memory[name])}", size=11, fill=SOFT)
     yield _rect(x, top + 10, max(WIDTH - 20 - x, 0), 16, "#dfe2e3")
 
 

@@ -75,8 +75,8 @@ def operations_in(text: str, mesh: dict[str, int]) -> tuple[str, Names]:
     where there is no text."""
     computations = parse_hlo(text).computations.values() if text else ()
     instructions = [one for home in computations for one in home.instructions]
-    name = next((one.op_name.split("/")[0][4:-1] for one in instructions if one.op_name), "")
-    return name, {one.name: _described(one, mesh) for one in instructions}
+    head = re.match(r"HloModule ([^\s,]+)", text)
+    return head[1] if head else "", {one.name: _described(one, mesh) for one in instructions}
 
 
 def _described(one: Instruction, mesh: dict[str, int]) -> About | None:

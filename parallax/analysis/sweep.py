@@ -204,7 +204,7 @@ def predictor_versions() -> dict[str, str]:
 
 
 # A plan follows from these.
-PRICED_SECTIONS = ("mesh", "model", "layout", "pipeline", "fsdp", "loss", "optimizer", "guard")
+PRICED_SECTIONS = ("mesh", "model", "layout", "pipeline", "data_parallel", "fsdp", "loss", "optimizer", "guard")
 
 
 class PricedLayout(NamedTuple):

@@ -435,6 +435,12 @@ def test_entries_are_of_one_chip_one_config_and_one_version():
     assert len(keys) == 4
 
 
+def test_each_layout_of_a_sweep_has_an_entry_of_its_own():
+    layouts = [*choices(tiny(), 4)]
+    keys = {sweep_module.key_of(choice.applied(tiny()), PAIR, {}) for choice in layouts}
+    assert len(keys) == len(layouts) > 100
+
+
 # ---- what is shown
 
 

@@ -169,7 +169,13 @@ planes { name: "/host:CPU"
     events { metadata_id: 2 offset_ps: 0 duration_ps: 100 stats { metadata_id: 1 int64_value: 7 } } }
 }
 """
-TEXT = """HloModule jit_train_step
+TEXT = """HloModule jit_train_step, is_scheduled=true
+
+%region_0 (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0), metadata={op_name="psum_invariant"}
+  %b = f32[] parameter(1), metadata={op_name="psum_invariant"}
+  ROOT %add.0 = f32[] add(%a, %b), metadata={op_name="add"}
+}
 
 ENTRY %main (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
