@@ -14,7 +14,7 @@ from pathlib import Path
 
 from arguments import WORKS, Arguments, mesh_sizes, run_benchmark, whole_number
 
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 
 # The first pattern that an operation's kind, name and origin match says what it is for.
 KINDS = {
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--config", default="bench_small", choices=WORKS)
     parser.add_argument("--mesh", type=mesh_sizes, default="2,2,2", metavar="PP,DP,TP")
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--policy", default="zero3", choices=POLICIES)
+    parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
     args = parser.parse_args()
     import jax

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from arguments import WORKS, Arguments, config_of, mesh_sizes, run_benchmark, whole_number
 
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 
 MATMUL_TIMES = 4
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", type=mesh_sizes, default=["1,1,1", "1,4,2", "2,2,2"], metavar="PP,DP,TP")
     parser.add_argument("--steps", type=whole_number, default=4)
     parser.add_argument("--remat", default="none", choices=["none", "layer", "stage"])
-    parser.add_argument("--policy", default="zero3", choices=POLICIES)
+    parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--microbatches", type=whole_number, default=8)
     parser.add_argument("--matmul", type=whole_number, default=2048, help="rows of the matmul that is measured")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
 
 from parallax.cli.arguments import local_path
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v")
 SIZES = ("arguments", "temporaries", "peak")
@@ -59,7 +59,7 @@ def parse() -> Any:
     parser.add_argument("--microbatches", type=whole_number, default=16)
     parser.add_argument("--seq", type=whole_number, default=2048)
     parser.add_argument("--remat", default="layer", help="as pipeline.remat")
-    parser.add_argument("--policy", default="zero3", choices=POLICIES)
+    parser.add_argument("--policy", default="zero3", choices=POLICY_NAMES)
     parser.add_argument("--kernel", default="xla", choices=["xla", "splash"])
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the compiler")
     parser.add_argument("--save", type=local_path, metavar="FOLDER")

@@ -202,3 +202,19 @@ def test_layers_and_the_executor_know_no_data_axis(path):
         if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in texts
     ]
     assert not [word for word in words if re.search(r"/(dp|replica)\b", word) or word in ("dp", "replica")]
+
+
+# What each command has, which parallax/cli/command.py calls.
+OF_EVERY_COMMAND = {"main", "act", "parse", "run", "FLAGS", "USAGE", "__all__"}
+
+
+def test_a_public_name_is_defined_in_one_module():
+    homes = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            for name in {getattr(target, "id", getattr(target, "name", "_")) for target in targets}:
+                if not name.startswith("_") and name not in OF_EVERY_COMMAND:
+                    homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+    assert len(homes) > 1000
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}

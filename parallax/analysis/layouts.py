@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import POLICIES, REMAT, ModelConfig
+from parallax.config.sections import POLICY_NAMES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_kernel_on
 from parallax.model.kernels import ATTENTION_KERNELS
@@ -69,7 +69,7 @@ def policies(pp: int, dp: int) -> list[tuple[str, str, int]]:
     difference; tables are worth an exception where each rank of a pipeline would hold them whole."""
     if dp == 1:
         return [("zero3", "", 0)]
-    return [*((policy, "", 0) for policy in POLICIES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
+    return [*((policy, "", 0) for policy in POLICY_NAMES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:

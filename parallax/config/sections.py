@@ -18,7 +18,7 @@ INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
 PARTS = ("embedding", "blocks", "head")  # of a model
-POLICIES = ("ddp", "zero1", "zero2", "lean", "zero3")
+POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
@@ -211,7 +211,7 @@ class DataParallelConfig(Section):
     another policy: "embedding=zero1 blocks/mlp=zero2"; the longest name that matches counts.
     """
 
-    policy: str = key("zero3", "of all parameters", choices=POLICIES, other="one of your own", added=True)
+    policy: str = key("zero3", "of all parameters", choices=POLICY_NAMES, other="one of your own", added=True)
     exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"', added=True)
 
     def check(self) -> None:

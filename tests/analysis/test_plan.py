@@ -28,7 +28,7 @@ from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
 from parallax.analysis.topology import read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, POLICIES, REMAT
+from parallax.config.sections import AXES, POLICY_NAMES, REMAT
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
@@ -126,7 +126,7 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(policy):
     """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""
 

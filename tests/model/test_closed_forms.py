@@ -8,7 +8,7 @@ from formulas import Step
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
 from parallax.analysis.collectives import bytes_by, step_collectives
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 from parallax.sharding.layout import Layout
 
 RESIDUALS = {"hidden": HIDDEN_CUT, "seq": SEQ_CUT}
@@ -83,13 +83,13 @@ def test_every_embedding_and_head_sends_what_its_formula_says(residual, embeddin
 
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_sends_what_its_formula_says(policy, tied, mesh):
     measured, formula = both(mesh, policy=policy, tied=tied, d_latent_q=16)
     assert measured == formula
 
 
-@pytest.mark.parametrize("tables", POLICIES)
+@pytest.mark.parametrize("tables", POLICY_NAMES)
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, tables):
     changes = dict(policy=policy, exceptions=f"embedding={tables} head={tables}", schedule="one_f_one_b")
@@ -98,7 +98,7 @@ def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_table_whose_rows_are_cut_over_pp_and_dp_is_gathered_over_both_at_once(policy, tied):
     """Where layers gather once a step; a microbatch's gather of "lean" and "zero3" is over dp alone."""
     measured, formula = both((2, 2, 2), policy=policy, tied=tied, vocab=16)
@@ -107,7 +107,7 @@ def test_a_table_whose_rows_are_cut_over_pp_and_dp_is_gathered_over_both_at_once
 
 
 @meshes([(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 1, 8)], (2, 2, 1, 2))
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
     """Hybrid sharding: over `replica` goes what a device holds at rest, 1/dp of the gradients of what dp cuts."""
     measured, formula = both(mesh, policy=policy, embedding="all_to_all", tied=False)

@@ -11,7 +11,7 @@ from pairwise import pairs_of, pairwise_cases
 from reference import plain_losses_and_grad
 from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 from parallax.training.optimizer import make_optimizer
 
 CUTS = {
@@ -24,7 +24,7 @@ CUTS = {
 }
 COSTS = {
     "remat": ["none", "attention", "layer", "stage"],  # "elementwise" differs from "attention" in names: see below
-    "policy": list(POLICIES),
+    "policy": list(POLICY_NAMES),
     "prefetch": [0, 1],
     "reduce": ["float32", "compute"],
     "tied": [True, False],

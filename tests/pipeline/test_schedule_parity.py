@@ -9,7 +9,7 @@ from pairwise import pairs_of, pairwise_cases
 from test_parity import check_parity, name_of
 from tiny import HIDDEN_CUT, SEQ_CUT
 
-from parallax.config.sections import POLICIES
+from parallax.config.sections import POLICY_NAMES
 
 SCHEDULES = {
     "gpipe": dict(schedule="gpipe"),
@@ -58,7 +58,7 @@ def case_of(mesh, schedule, share, policy, number):
 
 
 def whole_grid():
-    cases = itertools.product(MESHES, SCHEDULES, SHARES, POLICIES)
+    cases = itertools.product(MESHES, SCHEDULES, SHARES, POLICY_NAMES)
     return [case_of(*case, number) for number, case in enumerate(cases)]
 
 
@@ -66,7 +66,7 @@ def fast():
     """A case for each pair of the settings that schedules are about; meshes of a size take turns. Twice as many
     microbatches as ranks are with interleaved4 alone: they are to a schedule what four times as many are."""
     schedules = ["1f1b", "interleaved2", "zero_bubble", "zero_bubble_v"]
-    factors = dict(pp=[2, 4, 8], schedule=schedules, share=[0.5, 1, 4], policy=POLICIES)
+    factors = dict(pp=[2, 4, 8], schedule=schedules, share=[0.5, 1, 4], policy=POLICY_NAMES)
     grid = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
     chosen = pairwise_cases(grid)
     assert {pair for case in grid for pair in pairs_of(case)} == {pair for case in chosen for pair in pairs_of(case)}
@@ -86,7 +86,7 @@ def test_every_pair_of_settings_is_in_the_whole_grid():
         for a, b in itertools.combinations(factors, 2)
         for x, y in itertools.product(factors[a], factors[b])
     }
-    wanted -= {frozenset({("policy", policy), ("prefetch", 1)}) for policy in set(POLICIES) - set(PER_USE)}
+    wanted -= {frozenset({("policy", policy), ("prefetch", 1)}) for policy in set(POLICY_NAMES) - set(PER_USE)}
     found = {frozenset(pair) for case in settings for pair in itertools.combinations(case.items(), 2)}
     assert wanted <= found
 

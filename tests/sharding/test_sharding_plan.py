@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import MESHES, build, make_batch, mesh_of, params_of
 
 from parallax.analysis.collectives import sent_by
-from parallax.config.sections import AXES
-from parallax.config.sections import POLICIES as NAMES
+from parallax.config.sections import AXES, POLICY_NAMES
 from parallax.model.dense import Dense
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import as_varying
@@ -21,7 +20,7 @@ DENSE = ("d_model d_ff/tp", "batch/dp seq d_model", "batch/dp seq d_ff/tp", SIZE
 
 
 def test_every_policy_that_a_config_may_name_is_there():
-    assert tuple(POLICIES) == NAMES
+    assert tuple(POLICIES) == POLICY_NAMES
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, (2, 2, 1, 2)], ids=str)
