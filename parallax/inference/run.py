@@ -32,6 +32,7 @@ from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
 MESH_KEYS = (*AXES, "simulate")  # what a command may change of the mesh of a run
+LARGEST_DRAWN = 1e99
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
 
@@ -103,7 +104,7 @@ class Run:
     def _repr_html_(self) -> str:
         left = 'style="text-align:left"'
         rows = (f"<tr><th {left}>{name}</th><td {left}>{escape(value)}</td></tr>" for name, value in self._facts())
-        return f"<table>{''.join(rows)}</table>"
+        return f"<table>{''.join(rows)}</table>{self._loss_curve()}"
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
@@ -119,6 +120,17 @@ class Run:
             ("data", f"{data.source}, {data.global_batch} x {data.seq} tokens a step, tokenizer {self.tokenizer.name}"),
             *((label, f"{name} {_number(values[-1])} at step {at[-1]}") for label, (name, at, values) in ends.items()),
         ]
+
+    def _loss_curve(self) -> str:
+        """The training loss as a small picture; what is not finite, or beyond all others, has no place in it."""
+        losses = self.curve("train/loss")[1] if "train/loss" in self.numbers else np.zeros(0)
+        losses = losses[np.abs(losses) < LARGEST_DRAWN]
+        if not len(losses):
+            return ""
+        heights = 58 - 54 * (losses - losses.min()) / max(np.ptp(losses), 1e-9)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(2, 318, len(losses)), heights))
+        line = f'<polyline points="{points}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
+        return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
 
 
 def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, tp: int = 1) -> Run:
