@@ -37,9 +37,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Traced programs are many objects that live long and form few cycles: looking for those is a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
 
-# A shell has its background jobs ignore Ctrl-C, and so would every process that a test starts and sends one.
+# A shell has its background jobs ignore Ctrl-C, and nohup SIGHUP; so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What needs the extra hf-tests cannot be looked at for doctests without it.
 collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["hf_families.py"]

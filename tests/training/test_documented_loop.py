@@ -8,7 +8,7 @@ import textwrap
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "parallax"
 # The functions that the loop is written in.
-WRITTEN_IN = {"training/run.py": {"train", "run"}, "training/loop.py": {"take_steps", "take", "pause"}}
+WRITTEN_IN = {"training/run.py": {"train", "run_to_end"}, "training/loop.py": {"run", "take_steps", "take", "pause"}}
 
 
 def documented():
@@ -46,9 +46,7 @@ def called_in_order():
         for call in calls_of(bodies[name]):
             called = name_of(call)
             yield called
-            if called == "run":  # of run.py, which calls that of the loop
-                yield from expand("take_steps" if name == "run" else "run")
-            elif called in bodies and called != name:
+            if called in bodies and called != name:
                 yield from expand(called)
 
     return list(expand("train"))

@@ -9,7 +9,7 @@ from run_examples import as_flags, stop_at, tiny_config
 import train as command_line
 from configs.base import get_config
 from parallax.cli.command import read_command, read_line
-from parallax.config.settings import WIDTH, default_settings, differences, load_settings, read_settings
+from parallax.config.settings import PRINTED_WIDTH, default_settings, differences, load_settings, read_settings
 from parallax.runtime.errors import ConfigError
 from parallax.training.logger import read_metrics
 from parallax.training.optimizer import learning_rate
@@ -33,7 +33,7 @@ def test_a_run_prints_what_differs_from_the_base_config_and_each_key_once():
         "sample         prompt='a  b'",
     ]
     every = differences(read_settings(tiny_config(ROOT)))
-    assert max(map(len, every)) <= WIDTH and len(every) < 12
+    assert max(map(len, every)) <= PRINTED_WIDTH and len(every) < 12
     text = " ".join(every)
     assert text.count(" layers=2") == 1 and "rope_theta" not in text and "d_model=32" in text
 
