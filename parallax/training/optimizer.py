@@ -168,10 +168,13 @@ def global_norm(grads: Any, layouts: Any = None) -> Array:
     """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts.
 
     Communication:
-        forward   all_reduce of the squares' sum over all axes
+        forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
     """
-    squares, sizes = jax.tree.map(lambda grad: jnp.sum(jnp.square(grad.astype(jnp.float32))), grads), bound_axis_sizes()
-    if sizes:  # each device counts its share of what several have
-        shared = lambda layout: math.prod(sizes[axis] for axis in sizes.keys() - layout.used_axes())  # noqa: E731
-        squares = map_layouts(lambda layout, square: square / shared(layout), layouts, squares)
-    return jnp.sqrt(sum_over(sum(jax.tree.leaves(squares)), sizes))
+    squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
+    if bound_axis_sizes():
+        cut_by = [layout.used_axes() for layout in structure.flatten_up_to(layouts)]
+        for axes in dict.fromkeys(cut_by):
+            members = [at for at, own in enumerate(cut_by) if own == axes]
+            for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):
+                squares[at] = total
+    return jnp.sqrt(sum(squares))
