@@ -62,7 +62,8 @@ def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
 
 
 def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
-    """Model FLOPs utilization: the share of what devices could do in this time that the model's mathematics is."""
+    """Model FLOPs utilization: the share of what devices could do in this time that the model's mathematics is. Both
+    numbers are of the same devices, one or all."""
     return model_flops / secs / peak_flops
 
 

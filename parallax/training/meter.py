@@ -59,13 +59,14 @@ class Meter:
         if not compiled:
             self._window.append((secs, waited_secs))
             self._measured = (self._measured[0] + 1, self._measured[1] + secs)
-        rate = 1 / secs if secs > self._least_secs else math.nan
+        believed_secs = secs if secs > self._least_secs else math.nan
+        rate = 1 / believed_secs
         return {
             "perf/step_secs": secs,
             "perf/tokens_per_second": self.step_tokens * rate,
             "perf/data_wait_secs": waited_secs,
             "perf/flops_per_second_per_device": self.step_flops * rate / self.devices,
-            **({} if self.peak_flops is None else {"perf/mfu": mfu(self.step_flops * rate, 1, self.peak_flops)}),
+            **({} if self.peak_flops is None else {"perf/mfu": mfu(self.step_flops, believed_secs, self.peak_flops)}),
             **({} if (held := self.memory()) is None else {"perf/memory_bytes": held}),
         }
 
@@ -86,12 +87,12 @@ class Meter:
             "lr": f"lr {rate_of(values['train/learning_rate'])}",
         }
         if secs > self._least_secs:
-            flops, (done, total) = self.step_flops / secs, self._measured
-            known = self.peak_flops is not None
+            done, total = self._measured
             parts["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"
-            parts["mfu"] = (
-                f"mfu {mfu(flops, 1, self.peak_flops):.0%}" if known else f"{in_flops(flops / self.devices)}/s/dev"
-            )
+            if self.peak_flops is None:
+                parts["mfu"] = f"{in_flops(self.step_flops / secs / self.devices)}/s/dev"
+            else:
+                parts["mfu"] = f"mfu {mfu(self.step_flops, secs, self.peak_flops):.0%}"
             if "perf/memory_bytes" in values:
                 parts["memory"] = in_bytes(values["perf/memory_bytes"])
             if waited / secs >= LEAST_WAIT:
