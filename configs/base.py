@@ -17,6 +17,7 @@ def get_config() -> ConfigDict:
     config.mesh.simulate = 0  # simulated CPU devices, in all processes together; 0 takes the devices that are there
     # data, over which no parameter is cut (hybrid sharding): for the network between slices of chips
     config.mesh.replica = 1
+    config.mesh.cp = 1  # context: seq is cut over it, and the parameters too; data.seq must divide over 2 * cp
 
     # The model as one device sees it: a decoder-only transformer.
     config.model = ConfigDict()
@@ -47,9 +48,9 @@ def get_config() -> ConfigDict:
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
     config.model.dtype = "float32"  # "float32" | "bfloat16": of compute; parameters are float32
-    # "xla" | "cudnn" | "splash": softmax core of attention. xla runs everywhere, and holds the scores of a microbatch,
-    # heads x seq x seq a row; splash (TPU, data.seq a multiple of 128; interpreted on CPU, slowly) and cudnn (GPU,
-    # bfloat16) never do
+    # "xla" | "cudnn" | "splash": softmax core of attention, none of which holds heads x seq x seq scores. xla runs
+    # everywhere, block by block; splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for
+    # GPU (bfloat16)
     config.model.kernel = "xla"
 
     # Strings that say where arrays are cut.
@@ -57,6 +58,9 @@ def get_config() -> ConfigDict:
     config.layout.residual = "batch/dp seq d_model/tp"  # or "batch/dp seq/tp d_model"
     config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter": how kernels are cut over tp
     config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all": how tables are cut over tp
+    # "all_gather" | "ring" | "ulysses": how queries meet the keys of other cp ranks: keys and values are gathered; or
+    # go from rank to rank; or heads change places with seq
+    config.layout.context = "all_gather"
 
     # When stages run and what they keep.
     config.pipeline = ConfigDict()

@@ -12,7 +12,7 @@ from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, 
 from parallax.schedules import SCHEDULES, check_schedule
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
-ALL_AXES = ("pp", "replica", "dp", "tp")
+ALL_AXES = ("pp", "replica", "dp", "cp", "tp")
 AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
@@ -49,6 +49,12 @@ class MeshConfig(Section, most=2**20):
     replica: int = key(
         1,
         "data, over which no parameter is cut (hybrid sharding): for the network between slices of chips",
+        added=True,
+        **AXIS,
+    )
+    cp: int = key(
+        1,
+        "context: seq is cut over it, and the parameters too; data.seq must divide over 2 * cp",
         added=True,
         **AXIS,
     )
@@ -106,8 +112,8 @@ class ModelConfig(Section, most=2**24):
     dtype: str = key("float32", "of compute; parameters are float32", choices=("float32", "bfloat16"))
     kernel: str = key(
         "xla",
-        "softmax core of attention. xla runs everywhere, and holds the scores of a microbatch, heads x seq x seq a "
-        "row; splash (TPU, data.seq a multiple of 128; interpreted on CPU, slowly) and cudnn (GPU, bfloat16) never do",
+        "softmax core of attention, none of which holds heads x seq x seq scores. xla runs everywhere, block by block; "
+        "splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for GPU (bfloat16)",
         choices=("xla", "cudnn", "splash"),
     )
 
@@ -163,6 +169,13 @@ class LayoutConfig(Section):
     residual: str = key(RESIDUAL_VALUES[0], f'or "{RESIDUAL_VALUES[1]}"')
     tensor_parallel: str = key("column_row", "how kernels are cut over tp", choices=("column_row", "scatter"))
     embedding: str = key("vocab_parallel", "how tables are cut over tp", choices=("vocab_parallel", "all_to_all"))
+    context: str = key(
+        "all_gather",
+        "how queries meet the keys of other cp ranks: keys and values are gathered; or go from rank to rank; or heads "
+        "change places with seq",
+        choices=("all_gather", "ring", "ulysses"),
+        added=True,
+    )
 
     def check(self) -> None:
         if " ".join(self.residual.split()) not in RESIDUAL_VALUES:

@@ -1,6 +1,7 @@
 """The softmax core, and grouped-query attention (Ainslie et al. 2023); MHA and MQA are its two ends."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax
@@ -8,41 +9,81 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.context import Context
+from parallax.model.blockwise import WHOLE, blockwise_attention
+from parallax.model.context import Context, causal_mask
 from parallax.model.dense import Dense
-from parallax.model.families import Family
+from parallax.model.families import ContextForm, Family
 from parallax.model.kernels import causal_attention, cudnn_attention
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
-from parallax.sharding.activations import activation
+from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import offset, reshard
 from parallax.sharding.layout import Layout
+from parallax.sharding.zigzag import context_ranks, reshard_in_order
 
 INTERMEDIATES = "intermediates"  # a collection of Flax
 
 
-def attend(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str) -> Array:
-    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. No communication.
-
-    A value head narrower than the key head is padded with zeros: but for splash, the kernels want one width.
+def attend(
+    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, context: Context, *, scale: float, kernel: str, keys: str = WHOLE
+) -> Array:
+    """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says whose keys a query
+    meets; only RING sends something.
     """
+    if context.mask_B1ST is not None:  # cached decoding: one query or few, of which no square is made
+        return _padded(jax.nn.dot_product_attention, q_BSHJ, k_BTGJ, v_BTGK, context.mask_B1ST, scale)
     if kernel == "splash":
-        return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BS, scale=scale)
-    missing = k_BTGJ.shape[-1] - v_BTGK.shape[-1]
-    v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, missing),)) if missing else v_BTGK
-    heads, mask = (q_BSHJ, k_BTGJ, v_BTGJ), context.mask_B1ST
+        return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
     if kernel == "cudnn":
-        out = cudnn_attention(*heads, mask, scale=scale)
-    else:
-        out = jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="xla")
-    return checkpoint_name(out[..., : v_BTGK.shape[-1]], "attention")
+        mask = causal_mask(context.segments_BN, q_BSHJ.shape[1])
+        return checkpoint_name(_padded(cudnn_attention, q_BSHJ, k_BTGJ, v_BTGK, mask, scale), "attention")
+    return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale, keys=keys)
+
+
+def _padded(kernel: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Array, scale: float) -> Array:
+    """What a kernel gives that wants one width: a narrower value head is padded with zeros."""
+    width = v_BTGK.shape[-1]
+    v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, k_BTGJ.shape[-1] - width),))
+    return kernel(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale)[..., :width]
+
+
+def attend_over_context(
+    form: ContextForm, q: Array, k: Array, v: Array, context: Context, *, keys: str, scale: float, kernel: str
+) -> Array:
+    """`attend` of the queries of this context rank to the keys of all, [B, S, H, K]. `keys` is how cp cuts seq of `k` and
+    `v` now: where it cuts it and the form does not, they are gathered, or change places with heads.
+
+    Communication, all_gather:
+        forward   all_gather of k and v over cp if they are cut over it
+        backward  the transposes
+    Communication, ring:
+        forward   permute of k and v over cp
+        backward  permute of k, v and their gradients in float32 over cp
+    Communication, ulysses:
+        forward   all_to_all of q, k, v and the result over cp
+        backward  the transposes
+    """
+    mine, core = activation("heads/tp d_head"), activation(f"{form.heads} d_head", seq=form.queries)
+    held, wanted = activation("heads/tp d_head", seq=keys), activation(f"{form.heads} d_head", seq=form.keys)
+    if form.heads != "heads/tp":
+        k, v = (_in_pieces(heads, context_ranks()) for heads in (k, v))
+    q = reshard_in_order(f"{mine} -> {core}", q)
+    k, v = (reshard_in_order(f"{held} -> {wanted}", heads) for heads in (k, v))
+    out = attend(q, k, v, context, scale=scale, kernel=kernel, keys=form.meets)
+    return reshard_in_order(f"{core} -> {mine}", out)
+
+
+def _in_pieces(kv_BTGK: Array, ranks: int) -> Array:
+    """Key or value heads, each repeated until so many ranks can share them."""
+    heads = kv_BTGK.shape[2]
+    return jnp.repeat(kv_BTGK, ranks // math.gcd(heads, ranks), axis=2)
 
 
 def attention_weights(q_BSHJ: Array, k_BTGJ: Array, context: Context, *, scale: float) -> Array:
     """What `attend` weighs the values with: float32 [B, H, S, T], each query's row adds up to 1. No communication."""
     k_BTHJ = jnp.repeat(k_BTGJ, q_BSHJ.shape[2] // k_BTGJ.shape[2], axis=2)
     scores_BHST = scale * jnp.einsum("BSHJ,BTHJ->BHST", q_BSHJ, k_BTHJ, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(context.mask_B1ST, scores_BHST, -jnp.inf), axis=-1)
+    return jax.nn.softmax(jnp.where(causal_mask(context.segments_BN), scores_BHST, -jnp.inf), axis=-1)
 
 
 def sow_intermediates(layer: nn.Module, context: Context, q: Array, k: Array, *, scale: float, cache: dict) -> None:
@@ -122,7 +163,10 @@ class GQA(nn.Module):
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))
-        return attend(q, k, v, context, scale=self._scale, kernel=self.kernel)
+        if context.mask_B1ST is not None:
+            return attend(q, k, v, context, scale=self._scale, kernel=self.kernel)
+        how = dict(keys=SEQ, scale=self._scale, kernel=self.kernel)
+        return attend_over_context(self.family.context, q, k, v, context, **how)
 
     @property
     def _scale(self) -> float:

@@ -6,32 +6,34 @@ import jax.numpy as jnp
 from jax import Array
 
 from parallax.model.rope import Rope
+from parallax.sharding.activations import TOKENS
+from parallax.sharding.zigzag import own_tokens, places
 
 
 class Context(NamedTuple):
-    """Of one microbatch; every tensor-parallel rank holds all of its positions."""
+    """Of one microbatch; every tensor-parallel rank holds all positions of its context rank."""
 
     rope: tuple[Array, Array]  # cosines and sines, [B, S, rotated / 2]
-    mask_B1ST: Array | None  # True where query S may see key T; None where the kernel asks for segments instead
     rows_B: Array  # index of each row in the global batch
     key: Array | None  # of dropout; None drops nothing
+    segments_BN: Array | None = None  # documents of whole windows, in order; None in cached decoding
     cursor: Array | int = 0  # cached decoding: entries that the cache holds already
-    segments_BS: Array | None = None  # documents of the windows, where there is no mask
+    mask_B1ST: Array | None = None  # cached decoding: True where new token S may see entry T
 
 
-def causal_mask(segments_BS: Array) -> Array:
-    """A token sees itself and what stands before it in its own segment; [B, 1, S, S]."""
-    order_S = jnp.arange(segments_BS.shape[1])
-    causal_ST = order_S[:, None] >= order_S[None, :]
-    same_BST = segments_BS[:, :, None] == segments_BS[:, None, :]
-    return (causal_ST[None] & same_BST)[:, None]
+def causal_mask(segments_BN: Array, queries: int | None = None) -> Array:
+    """A token sees itself and what stands before it in its own segment, [B, 1, S, N] for so many queries: those of this
+    context rank, by default all. `segments_BN` are those of whole rows, in order."""
+    seq = segments_BN.shape[1]
+    is_cut = queries not in (None, seq)
+    order_S = places(TOKENS, queries) if is_cut else jnp.arange(seq)
+    own_BS = own_tokens(segments_BN, axis=1) if is_cut else segments_BN
+    causal_SN = order_S[:, None] >= jnp.arange(seq)[None, :]
+    same_BSN = own_BS[:, :, None] == segments_BN[:, None, :]
+    return (causal_SN[None] & same_BSN)[:, None]
 
 
-def training_context(
-    rope: Rope, positions_BS: Array, segments_BS: Array, rows_B: Array, key: Array | None, *, masked: bool = True
-) -> Context:
-    """The context of whole windows: causal inside each document. Not `masked`, it holds the segments alone."""
-    tables = rope.tables(positions_BS)
-    if not masked:
-        return Context(tables, None, rows_B, key, segments_BS=segments_BS)
-    return Context(tables, causal_mask(segments_BS), rows_B, key)
+def training_context(rope: Rope, positions_BS: Array, segments_BN: Array, rows_B: Array, key: Array | None) -> Context:
+    """The context of whole windows: causal inside each document. Positions are those of this context rank's tokens,
+    segments those of all."""
+    return Context(rope.tables(positions_BS), rows_B, key, segments_BN)

@@ -9,6 +9,7 @@ from jax import Array
 
 from parallax.sharding.collectives import offset
 from parallax.sharding.layout import Layout
+from parallax.sharding.zigzag import places
 
 
 class Dropout(nn.Module):
@@ -35,7 +36,7 @@ class Dropout(nn.Module):
 
     def _bits(self, x_BSD: Array, rows_B: Array, key: Array) -> Array:
         layout = Layout.parse(self.layout)
-        seq_S = offset(layout, "seq", x_BSD.shape[1]) + jnp.arange(x_BSD.shape[1])
+        seq_S = places(layout, x_BSD.shape[1])
         dim_D = offset(layout, "d_model", x_BSD.shape[2]) + jnp.arange(x_BSD.shape[2])
         place_SD = seq_S[:, None] * self.sizes["d_model"] + dim_D[None, :]
         key = jax.random.fold_in(key, self.site)

@@ -10,7 +10,7 @@ from jax import Array
 from parallax.model.dropout import Dropout
 from parallax.model.norm import RMSNorm
 from parallax.model.padding import without_padding
-from parallax.sharding.activations import with_rows
+from parallax.sharding.activations import SEQ, with_rows
 from parallax.sharding.collectives import cut, offset, reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
@@ -41,9 +41,9 @@ class TableForm(NamedTuple):
 
 EMBEDDINGS = {
     # Every rank has a part of the vocab and works on all tokens: partial sums, logits cut over the vocab.
-    "vocab_parallel": TableForm("vocab/tp", "seq"),
+    "vocab_parallel": TableForm("vocab/tp", SEQ),
     # Every rank has the whole vocab and works on its part of the tokens; all-to-all leads to the residual.
-    "all_to_all": TableForm("vocab", "seq/tp"),
+    "all_to_all": TableForm("vocab", f"{SEQ}/tp"),
 }
 
 INITIAL_STD = 0.02
@@ -88,7 +88,7 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
         table = vocab_table(self, self.form, self.sizes, self.entries).astype(self.dtype)
-        ids = cut(f"{self.rows} seq -> {self.form.ids(self.rows)}", ids_BS)
+        ids = cut(f"{self.rows} {SEQ} -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.table, "vocab", table.shape[0])
         found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         # A factor: the backward pass needs it alone, and not the table again.

@@ -1,8 +1,28 @@
-"""The two tensor-parallel families: which strings a layer is built from."""
+"""The tensor-parallel families, and the forms of context parallelism: which strings a layer is built from."""
 
 from typing import NamedTuple
 
-from parallax.sharding.activations import activation
+from parallax.model.blockwise import GATHERED, RING, WHOLE
+from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
+
+
+class ContextForm(NamedTuple):
+    """How the softmax core has its tokens: a dim that says whether cp cuts seq, and "/cp" behind heads if it cuts those."""
+
+    queries: str  # of seq
+    keys: str
+    meets: str  # whose keys a query meets: see parallax/model/blockwise.py
+    heads: str = "heads/tp"
+
+
+CONTEXTS = {
+    # Every rank has its queries and all keys, gathered.
+    "all_gather": ContextForm(SEQ, "seq", GATHERED),
+    # Every rank has its queries; keys go from rank to rank.
+    "ring": ContextForm(SEQ, SEQ, RING),
+    # Every rank has all tokens of its heads (Jacobs et al. 2023).
+    "ulysses": ContextForm("seq", "seq", WHOLE, f"heads/tp/{CONTEXT_AXIS}"),
+}
 
 
 class Family(NamedTuple):
@@ -11,14 +31,15 @@ class Family(NamedTuple):
     x: str  # the layout of a projection's input, behind the rows
     kernel: str  # the cut of the kernel's contracted dim
     keeps_tp: bool  # whether the kernel's output dims are cut over tp
+    context: ContextForm = ContextForm(SEQ, SEQ, WHOLE)
 
-    def input(self, dim: str) -> str:
+    def input(self, dim: str, *, seq: str = SEQ) -> str:
         """The layout that an input of `dim` must have.
 
         >>> FAMILIES["scatter"].input("d_model")
-        'batch/replica/dp seq d_model/tp'
+        'batch/replica/dp seq/cp d_model/tp'
         """
-        return activation(self.x.format(dim=dim))
+        return activation(self.x.format(dim=dim), seq=seq)
 
     def into(self, dim: str, out: str) -> str:
         """The layout of a kernel from `dim` to `out`; `out` says how the output is cut.

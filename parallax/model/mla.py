@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.attention import attend, sow_intermediates, update_kv_cache
+from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
-from parallax.sharding.activations import activation
+from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.einsum import einsum
+from parallax.sharding.zigzag import reshard_in_order
 
 UP_WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
@@ -60,8 +61,9 @@ class MLA(nn.Module):
         self.down = self._dense("d_model", "d_latent/tp")
         self.k_rope = self._dense("d_model", "d_rope")
         self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps)
-        heads = activation("heads/tp d_head")
-        up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent"), heads
+        heads, seq = activation("heads/tp d_head"), self._seq_of_keys
+        up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
+        up = (*up, activation("heads/tp d_head", seq=seq))
         self.up_k = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
         self.up_v = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
         kernel = self.family.back("heads/tp d_head")
@@ -69,11 +71,16 @@ class MLA(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
+        of_tokens, of_keys = (self.family.input("d_latent", seq=seq) for seq in (SEQ, self._seq_of_keys))
+        latent = reshard_in_order(f"{of_tokens} -> {of_keys}", latent)
+        of_tokens, of_keys = (activation("d_rope", seq=seq) for seq in (SEQ, self._seq_of_keys))
+        k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
         k, v = (checkpoint_name(up(latent), "attention") for up in (self.up_k, self.up_v))
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
         k = jnp.concatenate([k, shared], axis=-1)
         sow_intermediates(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
-        return self.out(attend(q, k, v, context, scale=self._scale, kernel=self.kernel))
+        how = dict(keys=self._seq_of_keys, scale=self._scale, kernel=self.kernel)
+        return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """Attend from new tokens inside the latent space; returns the longer cache too."""
@@ -93,6 +100,12 @@ class MLA(nn.Module):
     def cache_layouts(self) -> dict[str, str]:
         """The layouts of what one layer caches; the same on every `tp` rank."""
         return {name: activation(dim, seq="kv_seq") for name, dim in (("latent", "d_latent"), ("k_rope", "d_rope"))}
+
+    @property
+    def _seq_of_keys(self) -> str:
+        """How cp cuts seq of what heads are expanded from: where keys are gathered, the latent is, which is smaller."""
+        form = self.family.context
+        return form.keys if form.queries == SEQ else SEQ
 
     @property
     def _scale(self) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import flax.linen as nn
+import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -45,5 +46,10 @@ class GatedMLP(nn.Module):
             scale=self.out_scale,
             name="down",
         )
-        gate, up = checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")
-        return down(nn.silu(gate) * up)
+        # The backward pass makes the product again: it keeps gate and up alone.
+        return down(_gated(checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")))
+
+
+@jax.checkpoint
+def _gated(gate: Array, up: Array) -> Array:
+    return nn.silu(gate) * up

@@ -21,7 +21,7 @@ from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
 from parallax.model.transformer import Parts
 from parallax.pipeline.buffers import index
-from parallax.sharding.activations import BATCH_AXES, ROWS, SHARED_ROWS, TOKENS, with_rows
+from parallax.sharding.activations import ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import ShardingPlan
@@ -29,18 +29,19 @@ from parallax.sharding.plan import ShardingPlan
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A batch as one device has it, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks."""
+    """A batch as one device has it, in microbatches: int32 arrays [M, B, S], the same on all pp and tp ranks; tokens of
+    context ranks are in the order of parallax/sharding/zigzag.py."""
 
     ids: Array
     labels: Array
-    segments: Array
+    segments: Array  # [M, B, N], those of whole rows, in order
     positions: Array
     rows: Array  # [M, B], indices in the global batch
     key: Array | None  # of this step's dropout
 
     def count(self) -> Array:
         """Labels in the whole global batch that are not ignored, float32."""
-        return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), BATCH_AXES)
+        return sum_over(jnp.sum(self.labels != IGNORED).astype(jnp.float32), TOKEN_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ class EmbedAndHead:
 
     def _tokens(self, hidden, labels_BS):
         rows = self.parts.head.rows
-        labels = cut(f"{rows} seq -> {self._form.ids(rows)}", labels_BS)
+        labels = cut(f"{rows} {SEQ} -> {self._form.ids(rows)}", labels_BS)
         return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
     def zero_grads(self) -> Any:
@@ -244,9 +245,10 @@ class MicrobatchHead(PipelineBoundary):
     def _own_labels(self, labels_BS: Array) -> Array:
         """Labels of this rank's share, folded as every tp rank folds its own piece of seq."""
         fold = folds(len(labels_BS), lax.axis_size("pp"))
-        pieces = math.prod(map(lax.axis_size, residual_layouts(self.embed_and_head)[0].cut_of("seq")))
+        further = residual_layouts(self.embed_and_head)[0].without(*TOKEN_AXES).cut_of("seq")
+        pieces = math.prod(map(lax.axis_size, further))
         folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
-        return cut(f"{TOKENS} -> {SHARED_ROWS} seq", folded)
+        return cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
 
 
 class LossOnly(MicrobatchHead):
@@ -325,7 +327,7 @@ class BatchedHead(PipelineBoundary):
 
     def _own_rows(self, x_MB: Array) -> Array:
         flat = x_MB.reshape(-1, *x_MB.shape[2:])
-        rest = " seq" if flat.ndim == 2 else ""
+        rest = f" {SEQ}" if flat.ndim == 2 else ""
         return cut(f"{ROWS}{rest} -> {SHARED_ROWS}{rest}", flat)
 
     def _to_first(self, x: Array) -> Array:

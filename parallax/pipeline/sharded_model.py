@@ -31,7 +31,7 @@ from parallax.model.checks import (
 )
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
-from parallax.model.families import FAMILIES
+from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
@@ -41,12 +41,22 @@ from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name, gpipe_on
-from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, SHARED_ROWS, residual_layout
-from parallax.sharding.collectives import as_varying, offset, sum_over
+from parallax.sharding.activations import (
+    BATCH,
+    BATCH_AXES,
+    CONTEXT_AXIS,
+    ROWS,
+    SHARED_ROWS,
+    TOKENS,
+    residual_layout,
+    with_rows,
+)
+from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.plan import Policies, ShardingPlan
+from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
 
@@ -167,15 +177,20 @@ class ShardedModel:
         check_multiple("data.global_batch", global_batch, pieces, f"{axes} x pipeline.microbatches={microbatches}")
         if self.schedule.head == "between":
             self._check_shared_rows(global_batch)
-        check_multiple("data.seq", seq, tp, f"mesh.tp={tp}")
+        cp = self.axis_sizes.get(CONTEXT_AXIS, 1)
+        chunks = 1 if cp == 1 else 2 * cp
+        if cp > 1:
+            check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}, for each context rank has two chunks of a row")
+        at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
+        check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
         check_window(self.model, seq)
         check_kernel_seq(self.model, seq)
         # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
-        folded = folds(rows, pp) * tp
+        folded = folds(rows, pp) * tp * cp
         why = f"share the head of a microbatch, which has {rows} rows on a device"
-        over = f"{folded}: mesh.pp={pp} ranks and mesh.tp={tp} {why}"
-        check_multiple("data.seq", seq, folded, over, instead=", or more rows")
+        over = f"{folded}: mesh.pp={pp} ranks and {at_once} {why}"
+        check_multiple("data.seq", seq, math.lcm(chunks, folded), over, instead=", or more rows")
 
     @property
     def _data_ranks(self) -> tuple[int, str]:
@@ -202,7 +217,8 @@ class ShardedModel:
     # ---- parameters
 
     def _parts(self, rows: str) -> Parts:
-        family, form = FAMILIES[self.layout.tensor_parallel], EMBEDDINGS[self.layout.embedding]
+        family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
+        form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
         return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows)
 
@@ -255,8 +271,12 @@ class ShardedModel:
         schedule = gpipe_on(self.schedule.placement, 1)
         executor = self._executor(params, self._tokens(batch, None, 1), schedule, BatchedHead, SHARED_ROWS)
         boundary = executor.boundary
-        outputs = executor.run_forward(boundary.start(1)).boundary.exits
-        return boundary.embed_and_head.logits(boundary.from_last(outputs))
+        outputs = boundary.from_last(executor.run_forward(boundary.start(1)).boundary.exits)
+        residual = with_rows(residual_layout(self.layout), SHARED_ROWS)
+        # In order, which tokens that tp cuts too would have to leave for a moment.
+        whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
+        outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
+        return boundary.embed_and_head.logits(reshard(f"{whole} -> {residual}", outputs))
 
     def _executor(self, params, tokens, schedule, boundary, rows, *, weight=1.0, stage=Stage):
         """What runs a schedule on these tokens, with a boundary of this kind; `rows` is how the batch is cut for the
@@ -278,8 +298,10 @@ class ShardedModel:
         )
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:
-        cut = {name: array.reshape(microbatches, -1, array.shape[-1]) for name, array in batch.items()}
         rows = offset(BATCH, "batch", len(batch["tokens"])) + jnp.arange(len(batch["tokens"]))
+        own, segments = _in_context_order(batch)
+        cut = {name: array.reshape(microbatches, -1, array.shape[-1]) for name, array in own.items()}
+        cut["segments"] = segments.reshape(microbatches, -1, segments.shape[-1])
         key = None
         if noise is not None and self.model.dropout > 0:
             root = jax.random.fold_in(jax.random.key(noise[0]), DROPOUT)
@@ -290,8 +312,7 @@ class ShardedModel:
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
-        masked = self.model.kernel != "splash"
-        return training_context(Rope(self.model), positions, segments, rows, tokens.key, masked=masked)
+        return training_context(Rope(self.model), positions, segments, rows, tokens.key)
 
     def _stage(self, kind: type[Stage]) -> Stage:
         loop = LayerLoop(
@@ -322,6 +343,21 @@ class ShardedModel:
         form = EMBEDDINGS[self.layout.embedding]
         ids = form.ids(SHARED_ROWS)
         return Layout((*ids.names, "vocab"), (*ids.axes, form.vocab_axes))
+
+
+def _in_context_order(batch: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
+    """The tokens of this context rank, in the order of parallax/sharding/zigzag.py, and the segments of whole rows.
+
+    Communication:
+        forward   all_gather of the batch's arrays over cp
+        backward  nothing
+    """
+    if context_ranks() == 1:
+        return dict(batch), batch["segments"]
+    arrays = Layout.parse(f"entries {TOKENS}")
+    whole = all_gather(f"{arrays} -> {arrays.without(CONTEXT_AXIS)}", jnp.stack(list(batch.values())))
+    own = own_tokens(whole, axis=2)
+    return dict(zip(batch, own)), dict(zip(batch, whole))["segments"]
 
 
 def check_multiple(key: str, value: int, of: int, over: str, *, instead: str = "") -> None:

@@ -7,19 +7,22 @@ from parallax.config.sections import RESIDUAL_VALUES, LayoutConfig
 from parallax.sharding.layout import Layout
 
 BATCH_AXES = ("replica", "dp")
+CONTEXT_AXIS = "cp"
+TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)  # those over which a batch's tokens are cut
 ROWS = "/".join(("batch", *BATCH_AXES))
-TOKENS = f"{ROWS} seq"  # ids; activations of a layer's inside, of which every tp rank has all positions
+SEQ = f"seq/{CONTEXT_AXIS}"
+TOKENS = f"{ROWS} {SEQ}"  # ids; activations of a layer's inside, of which every tp rank has all of its cp rank's
 SHARED_ROWS = f"{ROWS}/pp"  # where pipeline ranks share embedding and head
 # The residual stream between layers, by the values of layout.residual, which leave the batch's other axes unsaid.
-RESIDUALS = {value: value.replace("batch/dp", ROWS) for value in RESIDUAL_VALUES}
+RESIDUALS = {value: value.replace("batch/dp", ROWS).replace("seq", SEQ) for value in RESIDUAL_VALUES}
 BATCH = Layout.parse(TOKENS)
 
 
-def activation(dims: str, *, seq: str = "seq") -> str:
+def activation(dims: str, *, seq: str = SEQ) -> str:
     """The layout of an activation with these dims behind rows and positions.
 
     >>> activation("d_ff/tp")
-    'batch/replica/dp seq d_ff/tp'
+    'batch/replica/dp seq/cp d_ff/tp'
     """
     return f"{ROWS} {seq} {dims}"
 

@@ -260,6 +260,27 @@ def permute(layout: str, x: Array, *, axis: str, shift: int = 1) -> Array:
     return lax.ppermute(as_varying(x, [axis]), axis, [(i, (i + shift) % size) for i in range(size)])
 
 
+def to_next_rank(tree: Any, axis: str, *, apart: bool = False) -> Any:
+    """What each rank holds, sent to the next along `axis`, the last rank's to the first.
+
+    With `apart` other ranks may not come here: where a branch is taken on some stages alone. Permutes of simulated
+    devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
+
+    Communication:
+        forward   permute of x over the axis
+        backward  the transposes
+    """
+    size = lax.axis_size(axis)
+
+    def sent(x: Array) -> Array:
+        x = as_varying(x, [axis])
+        if apart:
+            return jnp.take(lax.all_gather(x, axis), (lax.axis_index(axis) - 1) % size, axis=0)
+        return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+    return jax.tree.map(sent, tree)
+
+
 def _checked(pattern: str, x: Array) -> tuple[Layout, Layout]:
     before, after = parse_move(pattern)
     check_rank(pattern, before, x)

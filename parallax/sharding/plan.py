@@ -39,7 +39,7 @@ from parallax.sharding.collectives import (
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, layouts_of
 
-DATA_AXES = ("dp",)  # axes that may cut a parameter at rest; `replica` never does
+DATA_AXES = ("dp", "cp")  # axes that may cut a parameter at rest, major first; `replica` never does
 SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
 
 
@@ -326,7 +326,7 @@ def _row(
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     part, _, module = name.rpartition("/")[0].partition("/")
     compute = declared.layout
-    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest)))
+    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest, axis_sizes)))
     at_rest = staged = stay.at_rest
     if part == "blocks" and order and not order.in_order:
         at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
@@ -369,15 +369,17 @@ class _Line(NamedTuple):
         return _Line((name, str(row.at_rest), *cuts, hop, travels, *sizes), row.at_rest, held)
 
 
-def cut_over_data(layout: Layout, dim: str) -> Layout:
-    """The layout with `dim` cut over the data axes, too, behind those that cut it; itself where `dim` is "".
+def cut_over_data(layout: Layout, dim: str, axes: Iterable[str]) -> Layout:
+    """The layout with `dim` cut over those of a mesh's axes that are data axes, too, behind those that cut it; itself
+    where `dim` is "".
 
-    >>> str(cut_over_data(Layout.parse("d_model/tp d_ff"), "d_model"))
+    >>> str(cut_over_data(Layout.parse("d_model/tp d_ff"), "d_model", ("pp", "dp", "tp")))
     'd_model/tp/dp d_ff'
     """
     if not dim:
         return layout
-    return layout.with_cut(dim, (*layout.cut_of(dim), *(a for a in DATA_AXES if a not in layout.used_axes())))
+    further = (axis for axis in DATA_AXES if axis in axes and axis not in layout.used_axes())
+    return layout.with_cut(dim, (*layout.cut_of(dim), *further))
 
 
 def cut_over_pp(

@@ -1,0 +1,234 @@
+"""Attention that holds no square of scores: an online softmax over blocks of keys, on every backend.
+
+Milakov and Gimelshein 2018 for the softmax, Dao et al. 2022 for the backward pass, which makes the scores again from
+what is kept: queries, keys, values, the output and two numbers a query. Liu et al. 2023 for the ring. Only blocks that
+the causal mask leaves are computed; which these are is known when a program is made, for each context rank.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from parallax.runtime.errors import divisors
+from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, varying_axes
+from parallax.sharding.mesh import is_simulated
+from parallax.sharding.zigzag import chunks_of, context_ranks
+
+BLOCK = 256  # tokens on a side of a block of scores, at most
+SMALLEST_BLOCK = 64  # smaller ones cost more than they save
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that weighs nothing beside any other, and is no infinity
+# Whose keys a query meets: all that the device holds, in order; gathered ones, of queries that context ranks share;
+# those of all ranks, one after the other.
+WHOLE, GATHERED, RING = "whole", "gathered", "ring"
+
+
+def blockwise_attention(
+    q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BN: Array, *, scale: float, keys: str = WHOLE
+) -> Array:
+    """Softmax attention of each token to those before it in its own segment, [B, S, H, K], as q's dtype.
+
+    Groups of H / G query heads share a key head. `segments_BN` are those of whole rows, in order. `keys` is WHOLE,
+    GATHERED or RING: under the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
+    Statistics and sums are float32.
+
+    Communication, ring:
+        forward   permute of k and v over cp
+        backward  permute of k, v and their gradients in float32 over cp
+    """
+    arrays = q_BSHJ, k_BTGJ, v_BTGK, segments_BN
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
+
+
+def block_tokens(tokens: int) -> int:
+    """Tokens on a side of a block: the largest divisor of `tokens` that is no larger than BLOCK, or the smallest that is
+    no smaller than SMALLEST_BLOCK where that one is too small.
+
+    >>> [block_tokens(tokens) for tokens in (16, 256, 1000, 4096, 521)]
+    [16, 256, 250, 256, 521]
+    """
+    fit = max(size for size in divisors(tokens) if size <= BLOCK)
+    return fit if fit >= min(SMALLEST_BLOCK, tokens) else min(s for s in divisors(tokens) if s >= SMALLEST_BLOCK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> Array:
+    return _forward(q, k, v, segments, scale, keys)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> tuple[Array, Any]:
+    hops = _hops(q.shape[1], k.shape[1], keys)
+    blocks = _Blocks(q, k, segments, hops.size, scale)
+    q_blocks = blocks.of_queries(q)
+    zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
+    start = zeros(v.shape[-1]), zeros() + HIDDEN, zeros()
+
+    def step(state: Any, kv: Any, pair: Array) -> tuple[Any, Any]:
+        query, key = pair[0], pair[1]
+        out, top, total = (_read(x, query) for x in state)
+        k_block, v_block = (_read(x, key) for x in kv)
+        scores = blocks.scores(_read(q_blocks, query), k_block, pair)
+        higher = jnp.maximum(top, scores.max(axis=-1))
+        weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        seen = _product("BGQT,BGTK->BGQK", weights.astype(v_block.dtype), v_block)
+        new = out * fade[..., None] + seen, higher, total * fade + weights.sum(axis=-1)
+        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), kv
+
+    (out, top, total), _ = hops.run(step, start, (blocks.of_keys(k), blocks.of_keys(v)))
+    out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
+    logsumexp = top + jnp.log(total)
+    out, logsumexp = (checkpoint_name(x, "attention") for x in (out, logsumexp))
+    return out, (q, k, v, segments, out, logsumexp)
+
+
+def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, segments, out, logsumexp = saved
+    hops = _hops(q.shape[1], k.shape[1], keys)
+    blocks = _Blocks(q, k, segments, hops.size, scale)
+    q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
+    own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
+    kv = blocks.of_keys(k), blocks.of_keys(v)
+
+    def step(dq: Array, moving: Any, pair: Array) -> tuple[Array, Any]:
+        query, key = pair[0], pair[1]
+        q_block, dy_block = _read(q_blocks, query), _read(dy_blocks, query)
+        k_block, v_block, dk_block, dv_block = (_read(x, key) for x in moving)
+        scores = blocks.scores(q_block, k_block, pair)
+        weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
+        d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
+        d_scores = (scale * weights * (d_weights - _read(own, query)[..., None])).astype(q.dtype)
+        dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
+        dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
+        dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
+        dk, dv = _write(moving[2], dk_block, key), _write(moving[3], dv_block, key)
+        return dq, (*moving[:2], dk, dv)
+
+    start = _like(q_blocks, q_blocks.shape)
+    dq, (_, _, dk, dv) = hops.run(step, start, (*kv, *(_like(q_blocks, x.shape) for x in kv)), returns=2)
+    dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
+    return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+class _Blocks:
+    """Tokens in blocks, the blocks in front: [blocks, B, G, rows, ...]; of queries the heads of a group are rows, too."""
+
+    def __init__(self, q: Array, k: Array, segments: Array, size: int, scale: float):
+        self.size, self.scale, self.groups = size, scale, k.shape[2]
+        self.heads = q.shape[2] // self.groups  # of a group
+        self.segments = rearrange(segments, "B (n b) -> n B b", b=size)
+
+    def of_queries(self, x: Array) -> Array:
+        return rearrange(x, "B (n b) (G H) W -> n B G (H b) W", b=self.size, G=self.groups)
+
+    def of_keys(self, x: Array) -> Array:
+        return rearrange(x, "B (n b) G W -> n B G b W", b=self.size)
+
+    def of_tokens(self, x: Array) -> Array:
+        return rearrange(x, "n B G (H b) W -> B (n b) (G H) W", b=self.size)
+
+    def scores(self, q: Array, k: Array, pair: Array) -> Array:
+        """Of a block of queries and one of keys, float32 [B, G, rows, keys]; HIDDEN where a query may not see."""
+        first_query, first_key = pair[2], pair[3]  # numbers of blocks in the whole row
+        rows, keys = (_read(self.segments, at) for at in (first_query, first_key))
+        at = jnp.arange(self.size)
+        before = (first_query * self.size + at)[:, None] >= (first_key * self.size + at)[None, :]
+        seen_BbT = (rows[:, :, None] == keys[:, None, :]) & before[None]
+        seen = jnp.tile(seen_BbT, (1, self.heads, 1))[:, None]
+        return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
+
+
+class _Hops:
+    """The pairs of blocks to compute, [hops, ranks, pairs, 4]: which block of the queries and of the keys that are here,
+    and which these are in the whole row. Between two hops each rank hands its keys on."""
+
+    def __init__(self, size: int, pairs: list[np.ndarray]):
+        self.size, self.pairs = size, pairs
+
+    def run(self, step: Callable, state: Any, moving: Any, returns: int = 0) -> tuple[Any, Any]:
+        """`step(state, moving, pair)` for all pairs. `moving` goes from rank to rank with the keys; its last `returns`
+        arrays come home at the end. Each move goes on while the hop before it is computed."""
+        rank = lax.axis_index(CONTEXT_AXIS) if len(self.pairs[0]) > 1 else 0
+        tables = [jnp.asarray(pairs) for pairs in self.pairs]
+        fixed = len(moving) - returns
+
+        def hop(state: Any, moving: Any, pairs: Array) -> tuple[Any, Any]:
+            return lax.scan(lambda carry, pair: (step(*carry, pair), None), (state, moving), pairs)[0]
+
+        def send(arrays: Any) -> Any:
+            return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
+
+        def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
+            state, moving = carry
+            sent = send(moving[:fixed])
+            state, moving = hop(state, moving, pairs)
+            return (state, (*sent, *send(moving[fixed:]))), None
+
+        carry, last = (state, moving), len(tables) - 1
+        if last:
+            carry, _ = hop_and_send(carry, tables[0][rank])
+            if last > 1:
+                carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
+        state, moving = hop(*carry, tables[last][rank])
+        return state, (*moving[:fixed], *(send(moving[fixed:]) if last else moving[fixed:]))
+
+
+@functools.cache
+def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np.ndarray]]:
+    """The size of a block, and for each hop the pairs of each rank."""
+    if form == WHOLE:
+        size, held = block_tokens(queries), np.arange(1)
+        first = np.arange(queries // block_tokens(queries))[None]
+    else:
+        size = block_tokens(queries // 2)
+        within = np.arange(queries // 2 // size)
+        first = (chunks_of(ranks)[:, :, None] * len(within) + within).reshape(ranks, -1)
+        held = np.arange(ranks)
+    found = []
+    for hop in range(ranks if form == RING else 1):
+        others = first[(held - hop) % len(held)] if form == RING else np.tile(np.arange(keys // size), (len(held), 1))
+        found.append(np.stack([_live(own, other) for own, other in zip(first, others)]))
+    return size, found
+
+
+def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The pairs of which some query sees some key, of numbers of blocks in the row."""
+    query, key = np.nonzero(keys[None, :] <= queries[:, None])
+    return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
+
+
+def _hops(queries: int, keys: int, form: str) -> _Hops:
+    ranks = context_ranks()
+    return _Hops(*_pairs(queries, keys, WHOLE if ranks == 1 else form, ranks))
+
+
+def _others_wait() -> bool:
+    """Whether pipeline ranks may be in other branches than this one, on devices whose permutes wait for all."""
+    return is_simulated(jax.sharding.get_abstract_mesh()) and is_bound("pp") and lax.axis_size("pp") > 1
+
+
+def _product(names: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(names, a, b, preferred_element_type=jnp.float32)
+
+
+def _like(blocks: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros in float32 that vary where these do."""
+    return as_varying(jnp.zeros(shape, jnp.float32), varying_axes(blocks))
+
+
+def _read(x: Array, at: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+
+def _write(x: Array, new: Array, at: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, new, at, 0)

@@ -1,0 +1,103 @@
+"""The order of tokens on context ranks, by which causal work is even: see docs/cp.md.
+
+A row of seq tokens is cut into 2 * cp chunks. Rank r holds chunk r and, behind it, chunk 2 * cp - 1 - r: one that sees
+few tokens and one that sees many, as many in sum on each rank. A batch arrives in the order of its text and is
+brought into this one once a step, positions and segments with it, so a layer that works token by token knows nothing of
+it. "In order" below is the order of the text.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.collectives import as_varying, is_bound, offset, reshard
+from parallax.sharding.layout import Layout
+
+
+def context_ranks() -> int:
+    """The size of cp here; 1 outside of a mesh, and on one that does not cut seq."""
+    return lax.axis_size(CONTEXT_AXIS) if is_bound(CONTEXT_AXIS) else 1
+
+
+def chunks_of(ranks: int) -> np.ndarray:
+    """The numbers of the two chunks of each rank, [ranks, 2].
+
+    >>> chunks_of(2).tolist()
+    [[0, 3], [1, 2]]
+    """
+    low = np.arange(ranks)
+    return np.stack([low, 2 * ranks - 1 - low], axis=1)
+
+
+def places(layout: str | Layout, tokens: int) -> Array:
+    """The index in its whole row of each of the `tokens` that this device holds, [tokens], of an array of this layout."""
+    layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    axes, ranks = layout.cut_of("seq"), context_ranks()
+    if CONTEXT_AXIS not in axes or ranks == 1:
+        return offset(layout, "seq", tokens) + jnp.arange(tokens)
+    further = [axis for axis in axes if axis != CONTEXT_AXIS and is_bound(axis)]
+    piece, pieces = 0, 1
+    for axis in further:  # cut the tokens that a context rank holds
+        piece, pieces = piece * lax.axis_size(axis) + lax.axis_index(axis), pieces * lax.axis_size(axis)
+    held = piece * tokens + jnp.arange(tokens)
+    chunk = tokens * pieces // 2
+    own = jnp.asarray(chunks_of(ranks))[lax.axis_index(CONTEXT_AXIS)]
+    return own[held // chunk] * chunk + held % chunk
+
+
+def own_tokens(x: Array, axis: int) -> Array:
+    """This rank's tokens of whole rows in order, whose dim `axis` is seq."""
+    ranks = context_ranks()
+    if ranks == 1:
+        return x
+    chunk = x.shape[axis] // (2 * ranks)
+    rank = lax.axis_index(CONTEXT_AXIS)
+    piece = lambda number: lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis)  # noqa: E731
+    x = as_varying(x, [CONTEXT_AXIS])
+    return jnp.concatenate([piece(rank), piece(2 * ranks - 1 - rank)], axis)
+
+
+def reshard_in_order(pattern: str, x: Array) -> Array:
+    """`reshard`, where a `seq` that cp does not cut has its tokens in order, and one that it cuts has them as this
+    module says.
+
+    Communication:
+        forward   as reshard
+        backward  the transposes
+    """
+    before, after = (Layout.parse(text.strip()) for text in pattern.split("->"))
+    ranks, at = context_ranks(), before.index("seq")
+    was_cut, is_cut = (CONTEXT_AXIS in layout.cut_of("seq") for layout in (before, after))
+    if ranks == 1 or was_cut == is_cut:
+        return reshard(pattern, x)
+    numbers = chunks_of(ranks).reshape(-1)  # of chunks, rank by rank
+    if was_cut:
+        return _reordered(reshard(pattern, x), np.argsort(numbers), at)
+    return reshard(pattern, _reordered(x, numbers, at))
+
+
+def _reordered(x: Array, numbers: np.ndarray, axis: int) -> Array:
+    """Chunk `numbers[i]` at place i of the dim."""
+    chunks = x.reshape(*x.shape[:axis], len(numbers), -1, *x.shape[axis + 1 :])
+    return jnp.take(chunks, numbers, axis=axis, unique_indices=True).reshape(x.shape)
+
+
+def to_order(x: Array, axis: int) -> Array:
+    """The same tokens in order: rank r gets chunks 2r and 2r + 1 of the rows, of its two.
+
+    Communication:
+        forward   permute of each chunk over cp
+        backward  the transposes
+    """
+    ranks = context_ranks()
+    if ranks == 1:
+        return x
+    rank, own = lax.axis_index(CONTEXT_AXIS), chunks_of(ranks)
+    low, high = jnp.split(as_varying(x, [CONTEXT_AXIS]), 2, axis)
+    # Of a rank's two chunks one has an even number. Even ones go first; their new rank has them first, too.
+    is_even = rank % 2 == 0
+    even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+    moves = [[(r, int(next(n for n in own[r] if n % 2 == parity)) // 2) for r in range(ranks)] for parity in (0, 1)]
+    even = lax.ppermute(even, CONTEXT_AXIS, moves[0])
+    return jnp.concatenate([even, lax.ppermute(odd, CONTEXT_AXIS, moves[1])], axis)
