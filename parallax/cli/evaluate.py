@@ -29,6 +29,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime import files
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
+    from parallax.sharding.activations import BATCH_AXES
     from parallax.training.batches import own_rows, put_on
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
@@ -139,7 +140,7 @@ def evaluate(workdir: Path, settings: Settings, *, data: str | None = None, step
 def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) -> Reader:
     """The text as windows, read by the run's own tokenizer; prepared in `folder` where it is not yet."""
     file, sizes = trained.tokenizer_file, trained.model.axis_sizes
-    pieces = sizes["dp"] * sizes["pp"]
+    pieces = math.prod(sizes.get(axis, 1) for axis in (*BATCH_AXES, "pp"))
     # As many windows in a batch as in training, or the next number that the mesh can cut.
     config = dataclasses.replace(config, global_batch=-(-config.global_batch // pieces) * pieces)
     if data is not None:

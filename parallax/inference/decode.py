@@ -2,8 +2,8 @@
 
 Decoding has layouts of its own, whatever the model was trained with, because one token cannot be cut over seq: the
 residual stream is whole, kernels are column then row, the vocab is cut. A layer then sends one all-reduce for its
-attention, one for its MLP, and MLA's latents. Parameters are moved to these layouts once, before the first token, and
-gathered over `dp` too: a gather per token would send all weights for every token.
+attention, one for its MLP, and MLA's latents. Context ranks are data ranks here. Parameters are moved to these layouts
+once, before the first token, and gathered over `dp` too: a gather per token would send all weights for every token.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, at_rank
-from parallax.sharding.activations import BATCH, BATCH_AXES, ROWS, activation
+from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
 from parallax.sharding.plan import DATA_AXES
 
@@ -55,7 +56,9 @@ class Decoder:
         # Fused kernels are made for many queries and narrow heads: one query has no square of scores to keep small,
         # and heads that attend in MLA's latent space are wider than cudnn takes.
         model = dataclasses.replace(model, kernel="xla")
-        self.model, self.layouts, self.mesh = model, layouts, mesh
+        # One token cannot be cut over seq: context ranks take rows, as data ranks do.
+        self.mesh = mesh = context_as_data(mesh)
+        self.model, self.layouts = model, jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
         self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
@@ -157,7 +160,7 @@ class Decoder:
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
         positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
         tables = Rope(self.model).tables(positions_BS)
-        return Context(tables, mask_BST[:, None], jnp.arange(len(new.ids_BS)), None, cursor=cursor)
+        return Context(tables, jnp.arange(len(new.ids_BS)), None, cursor=cursor, mask_B1ST=mask_BST[:, None])
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""

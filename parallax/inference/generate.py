@@ -20,7 +20,7 @@ from parallax.inference.sample import noise_keys, sample_tokens
 from parallax.model.checks import check_window
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.activations import BATCH_AXES
+from parallax.sharding.activations import TOKEN_AXES
 
 NO_END = -1  # no token has this id
 
@@ -62,7 +62,7 @@ def generate(
     check_length(model.model, prompts, config)
     how = dataclasses.replace(config, prompt="", seed=0)
     end = NO_END if end is None else end
-    batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in BATCH_AXES))
+    batch = left_padded(prompts, multiple=math.prod(model.axis_sizes.get(axis, 1) for axis in TOKEN_AXES))
     key = jax.random.key(config.seed)
     written = np.asarray(_write_ids(params, batch, key, model=model, config=how, end=end, vocab=vocab))
     return [_before_end(ids, end) for ids in written[: len(prompts)]]

@@ -13,7 +13,7 @@ import numpy as np
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import AXES, INFERRED, MeshConfig, PipelineConfig
+from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig, PipelineConfig
 from parallax.config.settings import Settings, load_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -31,7 +31,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import read_metrics
 from parallax.training.step import model_of
 
-MESH_KEYS = (*AXES, "simulate")  # what a command may change of the mesh of a run
+MESH_KEYS = (*ALL_AXES, "simulate")  # what a command may change of the mesh of a run
 LARGEST_DRAWN = 1e99
 LAST_VALUES = {"train": "train/loss", "eval": "eval/loss", "speed": "perf/tokens_per_second"}
 
@@ -109,7 +109,7 @@ class Run:
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data
         sizes = lambda axes: " ".join(f"{axis}={size}" for axis, size in axes.items())  # noqa: E731
-        trained_on = sizes({axis: self.settings.mesh.sizes[axis] for axis in AXES})
+        trained_on = sizes(self.settings.mesh.sizes)
         kind = f"{model.layers} layers, d_model {model.d_model}, {model.heads} heads, {model.attention}"
         padded = f", padded to {model.padded_vocab}" if model.padded_vocab > model.vocab else ""
         ends = {label: (name, *self.curve(name)) for label, name in LAST_VALUES.items() if name in self.numbers}
@@ -195,7 +195,7 @@ def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     """The run's mesh with the axes that were given; as many devices are simulated as it needs.
 
     >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1)
+    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1, cp=1)
     """
     mesh = dataclasses.replace(saved, **given)
     sizes = mesh.sizes.values()

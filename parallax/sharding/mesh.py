@@ -61,6 +61,18 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1, replica: int = 1, cp: int = 1
     return make_mesh(config, devices if whole else devices[: math.prod(config.sizes.values())])
 
 
+def context_as_data(mesh: Mesh) -> Mesh:
+    """The same devices in the same order, with context ranks as further data ranks: what is cut over "dp/cp" there is
+    cut over dp here, each device with the same piece.
+    """
+    sizes = dict(mesh.shape)
+    if "cp" not in sizes:
+        return mesh
+    sizes["dp"] *= sizes.pop("cp")
+    devices = mesh.devices.reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
 def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices of a mesh are CPUs, as simulated ones are; those of an abstract mesh are what it says.
 
