@@ -22,6 +22,7 @@ RUNS = {
     "account.py": r"matmuls of layers +\d+\.\d%",
     "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
+    "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "compile_time.py": r" +1 +\d+\.\d",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",

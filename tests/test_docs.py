@@ -47,10 +47,10 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
 
 README = ROOT / "README.md"
-AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "tp")]
+AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "cp", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
-MESH = (2, 2, 2)
-SIZES = {"batch": 4, "seq": 4, "d_model": 8, "d_ff": 16, "microbatches": 2}
+MESHES = {"docs/cp.md": dict(pp=1, dp=2, cp=2, tp=2)}  # of equations; others are 2·2·2
+SIZES = {"batch": 4, "seq": 4, "d_model": 8, "d_ff": 16, "microbatches": 2, "heads": 4, "d_head": 4}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 ERROR = 1e-5  # of float32 sums in another order, over the largest entry
 
@@ -253,10 +253,11 @@ def test_a_pages_backward_pass_is_what_jax_makes_of_its_forward_pass(page):
     found = equations(page)
     assert len(found) >= 2
     for names in found:
-        check_transposed(names["forward"], names["backward"], dict(names["LAYOUTS"]))
+        mesh = mesh_of(**MESHES.get(name_of(page), dict(pp=2, dp=2, tp=2)))
+        check_transposed(names["forward"], names["backward"], dict(names["LAYOUTS"]), mesh)
 
 
-def check_transposed(forward, backward, layouts):
+def check_transposed(forward, backward, layouts, mesh):
     y_layout = layouts.pop("y")
     rng = np.random.default_rng(0)
     shapes = [[SIZES[name] for name in Layout.parse(text).names] for text in (*layouts.values(), y_layout)]
@@ -268,11 +269,11 @@ def check_transposed(forward, backward, layouts):
         dy = as_varying(dy, varying_axes(y))
         return pull(dy), backward(*inputs, dy)
 
-    specs = [Layout.parse(text).spec() for text in layouts.values()]
+    specs = [Layout.parse(text).spec(mesh) for text in layouts.values()]
     mapped = jax.shard_map(
         both,
-        mesh=mesh_of(*MESH),
-        in_specs=(*specs, Layout.parse(y_layout).spec()),
+        mesh=mesh,
+        in_specs=(*specs, Layout.parse(y_layout).spec(mesh)),
         out_specs=(tuple(specs), tuple(specs)),
         check_vma=True,
     )
@@ -286,7 +287,7 @@ def test_an_equation_without_its_sum_is_found():
     *_, scale = equations(ROOT / "docs" / "dp.md")
     wrong = lambda x, scale, dy: (dy * scale[None, None], (x * dy).sum(axis=(0, 1)))  # noqa: E731
     with pytest.raises((AssertionError, ValueError)):
-        check_transposed(scale["forward"], wrong, dict(scale["LAYOUTS"]))
+        check_transposed(scale["forward"], wrong, dict(scale["LAYOUTS"]), mesh_of(2, 2, 2))
 
 
 # ---- names
