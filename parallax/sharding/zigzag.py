@@ -31,7 +31,7 @@ def chunks_of(ranks: int) -> np.ndarray:
 
 
 def order_of(ranks: int, pieces: int) -> np.ndarray:
-    """The numbers in order of the pieces of a row, tokens or blocks of them, that each rank holds, [ranks, pieces / ranks].
+    """The numbers, in the row, of the pieces that each rank holds, tokens or blocks of them, [ranks, pieces / ranks].
 
     >>> order_of(2, 8).tolist()
     [[0, 1, 6, 7], [2, 3, 4, 5]]

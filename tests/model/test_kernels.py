@@ -203,11 +203,11 @@ def long_batch(seq):
     return make_batch(rows=2, seq=seq)
 
 
-def check_context_ranks(mesh, kind, **changes):
+def check_context_ranks(mesh, kind, *, layers=1, **changes):
     """A model whose context ranks share a row, in chunks of 128, against the same on one device in blocks."""
     both = []
     for sizes, kernel in (((1, 1, 1), "xla"), (mesh, "splash")):
-        model = build(sizes, **settings(layers=1, kernel=kernel, **kind, **changes))
+        model = build(sizes, **settings(layers=layers, kernel=kernel, **kind, **changes))
         metrics, grads = jax.jit(model.loss_and_grad)(params_of(model), long_batch(256 * mesh[-1]))
         both.append((float(metrics["loss"]), jax.tree.map(np.asarray, jax.tree.leaves(grads))))
     (expected_loss, expected), (loss, grads) = both
@@ -294,7 +294,7 @@ def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     vjp, weights, x, context = layer_alone(GQA)
     y, saved = vjp.forward(weights, x, context)
     vjp.plan_split(weights, saved, context, y, saved_is_kept=True)
-    kernels = lambda *args: [e for e in equations(*args) if e.primitive.name == "pallas_call"]  # noqa: E731
+    kernels = lambda *args: [e for e in equations(*args) if is_kernel(e)]  # noqa: E731
     handed = vjp.input_backward(weights, saved, context, y)[2]
     assert len(kernels(lambda dy: vjp.input_backward(weights, saved, context, dy), y)) == 2
     assert not kernels(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
@@ -324,7 +324,7 @@ def of_a_block(equation):
 def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows):
     (q, k, v), segments = heads(rows=rows, seq=384, d_qk=96, d_v=64)  # three blocks a side
     run = lambda q, k, v: value_and_pulled(lambda q, k, v: causal_attention(q, k, v, segments, scale=0.1), (q, k, v))  # noqa: E731
-    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    kernels = [e for e in equations(run, q, k, v) if is_kernel(e)]
     assert [e.params["name"].split("_")[2] for e in kernels] == ["fwd", "dkv", "dq"]
     for equation in kernels:
         shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
@@ -357,11 +357,13 @@ def live_blocks(seq, ranks, size=256):
     return (order.reshape(-1)[:, None] >= np.arange(seq)).reshape(seq // size, size, -1, size).any(axis=(1, 3))
 
 
-def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
     (q, k, v), segments = heads()
-    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    own = SEQ // ranks  # queries, of which a mask of all is cut as well
+    bias = jnp.where(causal_mask(segments)[:, :, :own], 0.0, -1e30)
     run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
-    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    kernels = [e for e in equations(run, q[:, :own], k, v) if is_kernel(e)]
     assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
     for equation in kernels:
         a_call = sum(product_flops(e) for e in inside(equation.params["jaxpr"]) if e.primitive.name == "dot_general")
@@ -393,8 +395,8 @@ def test_windows_that_no_block_divides_are_refused():
 def test_blocks_that_would_cross_a_context_ranks_chunks_are_refused():
     model = build((1, 1, 1, 1, 2), kernel="splash", **settings(**GQA))
     assert refused(model.check_batch, 4, 640) == (
-        "data.seq=640 is not a multiple of 512 = 2 x mesh.cp=2 chunks of 128, the least block of model.kernel='splash'; "
-        "use seq=1024, or kernel='xla'."
+        "data.seq=640 is not a multiple of 512 = 2 x mesh.cp=2 chunks of 128, the least block of "
+        "model.kernel='splash'; use seq=1024, or kernel='xla'."
     )
     check_kernel_seq(model_config(kernel="splash"), 640, "ulysses", 2)  # whole rows of a rank's heads
 
