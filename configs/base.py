@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
     config.layout.tensor_parallel = "column_row"  # "column_row" | "scatter": how kernels are cut over tp
     config.layout.embedding = "vocab_parallel"  # "vocab_parallel" | "all_to_all": how tables are cut over tp
     # "all_gather" | "ring" | "ulysses": how queries meet the keys of other cp ranks: keys and values are gathered; or
-    # go from rank to rank; or heads change places with seq
+    # go from rank to rank (kernel='xla' alone); or heads change places with seq
     config.layout.context = "all_gather"
 
     # When stages run and what they keep.

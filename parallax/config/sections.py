@@ -171,8 +171,8 @@ class LayoutConfig(Section):
     embedding: str = key("vocab_parallel", "how tables are cut over tp", choices=("vocab_parallel", "all_to_all"))
     context: str = key(
         "all_gather",
-        "how queries meet the keys of other cp ranks: keys and values are gathered; or go from rank to rank; or heads "
-        "change places with seq",
+        "how queries meet the keys of other cp ranks: keys and values are gathered; or go from rank to rank "
+        "(kernel='xla' alone); or heads change places with seq",
         choices=("all_gather", "ring", "ulysses"),
         added=True,
     )

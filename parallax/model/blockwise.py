@@ -20,7 +20,7 @@ from parallax.runtime.errors import divisors
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, varying_axes
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.zigzag import chunks_of, context_ranks
+from parallax.sharding.zigzag import context_ranks, order_of
 
 BLOCK = 256  # tokens on a side of a block of scores, at most
 SMALLEST_BLOCK = 64  # smaller ones cost more than they save
@@ -190,10 +190,8 @@ def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np
         size, held = block_tokens(queries), np.arange(1)
         first = np.arange(queries // block_tokens(queries))[None]
     else:
-        size = block_tokens(queries // 2)
-        within = np.arange(queries // 2 // size)
-        first = (chunks_of(ranks)[:, :, None] * len(within) + within).reshape(ranks, -1)
-        held = np.arange(ranks)
+        size, held = block_tokens(queries // 2), np.arange(ranks)
+        first = order_of(ranks, ranks * queries // size)
     found = []
     for hop in range(ranks if form == RING else 1):
         others = first[(held - hop) % len(held)] if form == RING else np.tile(np.arange(keys // size), (len(held), 1))

@@ -7,10 +7,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from parallax.config.sections import ModelConfig
+from parallax.model.blockwise import GATHERED, RING
+from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS, LANES, widest_head
 from parallax.runtime.errors import ConfigError, divisors, listed
 from parallax.schedules import Schedule
-from parallax.sharding.layout import named_leaves
+from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.layout import Layout, named_leaves
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
@@ -24,6 +27,22 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
             f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
             f"use kv_heads in {listed(divisors(axis_sizes['tp']))} or a multiple of tp."
         )
+
+
+def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where this form of context parallelism cannot cut the model's heads, or its attention kernel
+    cannot meet keys so. One context rank does none of it."""
+    if axis_sizes.get(CONTEXT_AXIS, 1) == 1:
+        return
+    form = CONTEXTS[context]
+    if form.meets == RING and model.kernel != "xla":
+        others = ", ".join(repr(name) for name, other in CONTEXTS.items() if other.meets != RING)
+        raise ConfigError(
+            f"layout.context={context!r} sends keys from rank to rank, which model.kernel={model.kernel!r} cannot meet "
+            f"one after the other; use kernel='xla', or layout.context in {{{others}}}."
+        )
+    axes = Layout.parse(form.heads).cut_of("heads")
+    _check_dim(model, "heads", axes, axis_sizes, f", which cut them under layout.context={context!r}")
 
 
 def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
@@ -104,12 +123,15 @@ def check_window(model: ModelConfig, seq: int, key: str = "data.seq") -> None:
         )
 
 
-def check_kernel_seq(model: ModelConfig, seq: int) -> None:
-    """Raise ConfigError where the attention kernel cannot do windows of `seq` tokens."""
-    if model.kernel == "splash" and seq % LANES:
-        more = -(-seq // LANES) * LANES
+def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> None:
+    """Raise ConfigError where the attention kernel cannot do windows of `seq` tokens, with so many context ranks."""
+    chunks = 2 * ranks if ranks > 1 and CONTEXTS[context].meets == GATHERED else 1  # which no block may cross
+    least = LANES * chunks
+    if model.kernel == "splash" and seq % least:
+        more = -(-seq // least) * least
+        why = f" = 2 x mesh.cp={ranks} chunks of {LANES}" * (chunks > 1)
         raise ConfigError(
-            f"data.seq={seq} is not a multiple of {LANES}, the least block of model.kernel='splash'; "
+            f"data.seq={seq} is not a multiple of {least}{why}, the least block of model.kernel='splash'; "
             f"use seq={more}, or kernel='xla'."
         )
     if model.kernel == "cudnn" and seq % 2:

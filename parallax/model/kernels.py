@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
+from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
+from parallax.sharding.zigzag import order_of, own_tokens
 
 
 class Runs(NamedTuple):
@@ -49,13 +52,15 @@ LANES = 128  # of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
 
-def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BS: Array, *, scale: float) -> Array:
+def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BT: Array, *, scale: float) -> Array:
     """Softmax attention of each token to those before it in its own segment, [B, S, H, K]. No communication.
 
-    Blocks of the scores live in the kernel's memory, one at a time; blocks after the diagonal are skipped. The backward
-    pass makes them again from q, k, v, the output and each row's logsumexp in float32. `S` is a multiple of 128.
+    Keys, values and segments are those of whole rows, in order; queries too, or those of this context rank, see
+    parallax/sharding/zigzag.py. Blocks of the scores live in the kernel's memory, one at a time; blocks after the
+    diagonal are skipped. The backward pass makes them again from q, k, v, the output and each row's logsumexp in
+    float32. `S` is a multiple of 128, or of 256 where context ranks share the queries: a block is of one chunk.
     """
-    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BS)
+    arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BT)
     axes = frozenset().union(*map(varying_axes, arrays))
     return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
 
@@ -91,24 +96,25 @@ def devices_known() -> bool:
     return mesh.empty or mesh.abstract_device is not None
 
 
-def block_tokens(seq: int) -> int:
-    """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`.
+def block_tokens(seq: int, ranks: int = 1) -> int:
+    """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`, or a chunk
+    of it where so many context ranks share the queries.
 
-    >>> [block_tokens(seq) for seq in (128, 768, 2048, 4096)]
-    [128, 256, 512, 512]
+    >>> [block_tokens(seq) for seq in (128, 768, 2048, 4096)], block_tokens(2048, ranks=4)
+    ([128, 256, 512, 512], 256)
     """
-    return next(size for size in (LARGEST_BLOCK, 256, LANES) if seq % size == 0)
+    tokens = seq if ranks == 1 else seq // (2 * ranks)
+    return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
 
 
 # ---- the kernel and its gradient
 
 
 class Pull(NamedTuple):
-    """How the backward pass is put together again: its structure, and where each of its arrays comes from."""
+    """How the backward pass is put together again: its structure, and where each of its arrays stands."""
 
     structure: Any
-    given: tuple[int | None, ...]  # among the saved arrays
-    tables: tuple[Array | None, ...]  # constants of the kernel: which blocks are computed
+    places: tuple[int, ...]  # among q, k, v, those of the kernel, the output and the rest that is kept
 
 
 @jax.tree_util.register_static
@@ -119,65 +125,99 @@ class Fixed:
         self.value = value
 
 
+class Kernel(NamedTuple):
+    """Splash attention of a row, with tables of the blocks to compute; segments of queries [B, S] and keys [B, T]."""
+
+    of_row: Callable
+    segments: splash.SegmentIds
+
+    def __call__(self, q: Array, k: Array, v: Array) -> Array:
+        return jax.vmap(self.of_row)(q, k, v, self.segments)
+
+
 @jax.custom_vjp
 def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
-    return unchecked(lambda *arrays: _kernel_of(*arrays)(*arrays[:3]), q, k, v, segments)
+    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, _kernel_of(q, k, segments))
 
 
-def _forward(*arrays: Array) -> tuple[Array, Any]:
+def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
     made = {}
 
-    def run(*arrays: Array) -> tuple[Array, list[Array]]:
-        out, pull = jax.vjp(_kernel_of(*arrays), *arrays[:3])
+    def run(q: Array, k: Array, v: Array, kernel: Kernel) -> tuple[Array, list[Array]]:
+        out, pull = jax.vjp(kernel, q, k, v)
         leaves, structure = jax.tree.flatten(pull)
-        tables = {id(leaf): leaf for leaf in _tables(arrays[0])}
-        rest = [leaf for leaf in leaves if id(leaf) not in tables and all(leaf is not x for x in (*arrays, out))]
-        place = {id(x): at for at, x in enumerate((*arrays, out, *rest))}
-        given = tuple(place.get(id(leaf)) for leaf in leaves)
-        made["pull"] = Pull(structure, given, tuple(tables.get(id(leaf)) for leaf in leaves))
+        known = [q, k, v, *jax.tree.leaves(kernel), out]
+        rest = [leaf for leaf in leaves if all(leaf is not x for x in known)]
+        place = {id(x): at for at, x in enumerate([*known, *rest])}
+        made["pull"] = Pull(structure, tuple(place[id(leaf)] for leaf in leaves))
         return out, rest
 
-    out, rest = jax.tree.map(functools.partial(checkpoint_name, name="attention"), unchecked(run, *arrays))
-    return out, ([*arrays, out, *rest], Fixed(made["pull"]))
+    out, rest = unchecked(run, q, k, v, _kernel_of(q, k, segments))
+    out, rest = jax.tree.map(functools.partial(checkpoint_name, name="attention"), (out, rest))
+    return out, (q, k, v, segments, out, rest, Fixed(made["pull"]))
 
 
 def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
-    arrays, pull = saved[0], saved[1].value
+    q, k, v, segments, out, rest, pull = saved
 
-    def run(dy: Array, *arrays: Array) -> tuple[Array, ...]:
-        leaves = [table if at is None else arrays[at] for at, table in zip(pull.given, pull.tables, strict=True)]
-        return jax.tree.unflatten(pull.structure, leaves)(dy)
+    def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
+        leaves = jax.tree.leaves(arrays)
+        return jax.tree.unflatten(pull.value.structure, [leaves[at] for at in pull.value.places])(dy)
 
-    return *unchecked(run, dy, *arrays), None
+    # The kernel's tables and segments are made again, so that a layer keeps none.
+    return *unchecked(run, dy, q, k, v, _kernel_of(q, k, segments), out, rest), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _kernel_of(q: Array, k: Array, v: Array, segments: Array) -> Callable:
-    """The kernel for these shapes and segments, of q [B, H, S, J], k [B, G, S, J] and v [B, G, S, K]."""
-    kernel = _splash_kernel(*q.shape[1:3], _interpreted())
-    row = lambda q, k, v, segments: kernel(q, k, v, splash.SegmentIds(segments, segments))  # noqa: E731
-    return lambda q, k, v: jax.vmap(row)(q, k, v, segments)
+def _kernel_of(q: Array, k: Array, segments: Array) -> Kernel:
+    """The kernel for queries [B, H, S, J] and keys [B, G, T, J] of rows with these segments, [B, T]. Fewer queries than
+    keys are those of this context rank."""
+    (heads, queries), keys = q.shape[1:3], k.shape[2]
+    ranks = keys // queries
+    kernel = _splash_kernel(heads, keys, ranks, _interpreted())
+    if ranks == 1:
+        return Kernel(kernel, splash.SegmentIds(segments, segments))
+
+    def own(table: Array) -> Array:  # [queries], or [1, blocks of queries, blocks of keys]
+        dim = table.ndim // 2
+        size = table.shape[dim] // ranks
+        return lax.dynamic_slice_in_dim(table, lax.axis_index(CONTEXT_AXIS) * size, size, dim)
+
+    return Kernel(jax.tree.map(own, kernel), splash.SegmentIds(own_tokens(segments, axis=1), segments))
 
 
-def _tables(q: Array) -> list[Array]:
-    return jax.tree.leaves(_splash_kernel(*q.shape[1:3], _interpreted()))
+class ContextMask(splash.CausalMask):
+    """The causal mask of keys in order, and of queries in the order in which context ranks hold them."""
+
+    def __init__(self, seq: int, ranks: int):
+        super().__init__((seq, seq))
+        self.q_sequence = order_of(ranks, seq).reshape(-1).astype(np.int32)
+
+    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
+        """The mask of a block; most are of one value, which takes no comparison: at 131,072 tokens there are 65,536."""
+        queries, keys = self.q_sequence[block[0]], block[1]
+        shape = len(queries), keys.stop - keys.start
+        if queries.min() >= keys.stop - 1:
+            return np.full(shape, True)
+        return super().__getitem__(block) if queries.max() >= keys.start else np.full(shape, False)
 
 
 @functools.cache
-def _splash_kernel(heads: int, seq: int, interpreted: bool) -> Callable:
-    size = block_tokens(seq)
+def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Callable:
+    """The kernel of all context ranks: its tables are those of one after those of the other."""
+    size = block_tokens(seq, ranks)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
-    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq))] * heads)
+    mask = splash.MultiHeadMask([ContextMask(seq, ranks)] * heads)
     with jax.ensure_compile_time_eval():  # constants, whatever is being traced when they are first needed
         return splash.make_splash_mha(
             mask,
             block_sizes=splash.BlockSizes(**forward, **backward),
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=ranks,
             interpret=interpreted,
         )
 
@@ -188,8 +228,9 @@ def _interpreted() -> bool:
     return (device.platform if device else jax.default_backend()) == "cpu"
 
 
-def unchecked(function: Callable, *arrays: Array) -> Any:
-    """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does.
+def unchecked(function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)` of one device, without replication types; the results vary wherever an operand does, which
+    is an array or a tree of them.
 
     For JAX's splash kernels, which declare no replication types, so that the check refuses their results. What stands
     around the call is checked: the results have the types that they have in truth.
@@ -198,9 +239,10 @@ def unchecked(function: Callable, *arrays: Array) -> Any:
     """
     if not bound_axis_sizes():
         return function(*arrays)
-    axes = frozenset().union(*map(varying_axes, arrays))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     # A bitcast to the same type is a value of which nothing is known.
-    run = lambda *arrays: function(*(lax.bitcast_convert_type(x, x.dtype) for x in arrays))  # noqa: E731
+    unknown = lambda x: lax.bitcast_convert_type(x, x.dtype)  # noqa: E731
+    run = lambda *arrays: function(*jax.tree.map(unknown, arrays))  # noqa: E731
     mesh = jax.sharding.get_abstract_mesh()
     local = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
     return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
@@ -265,15 +307,17 @@ def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Arr
 # ---- what the kernels cost
 
 
-def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again.
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. Of as many
+    context `ranks` as share the queries, together: each computes as many.
 
     >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    blocks, size = seq // block_tokens(seq), block_tokens(seq)
+    size = block_tokens(seq, ranks)
+    blocks = seq // size
     scores = rows * heads * blocks * (blocks + 1) // 2 * size * size
     # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
     widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
@@ -292,11 +336,15 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
-        rows, seq, heads, width = float_shapes[0]
-        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
+        (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
+        flops = cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
+        return flops * queries // seq
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None
     q, _, v, *_ = float_shapes
-    *rows, heads, seq, d_qk = q
-    return attention_flops(part[1], rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=v[-1])
+    *rows, heads, queries, d_qk = q
+    seq, d_v = v[-2:]
+    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v)
+    ranks = seq // queries
+    return attention_flops(part[1], **sizes, ranks=ranks) // ranks

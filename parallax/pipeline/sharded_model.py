@@ -22,6 +22,7 @@ from parallax.config.sections import (
 )
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.checks import (
+    check_context,
     check_divides,
     check_kernel,
     check_kernel_seq,
@@ -86,6 +87,7 @@ class ShardedModel:
         self.mesh, self.fsdp, self.data_parallel = mesh, fsdp, data_parallel
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         check_divides(model, self.axis_sizes)
+        check_context(model, layout.context, self.axis_sizes)
         check_kernel(model, mesh)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         check_stages(model, self.schedule)
@@ -184,7 +186,7 @@ class ShardedModel:
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
         check_window(self.model, seq)
-        check_kernel_seq(self.model, seq)
+        check_kernel_seq(self.model, seq, self.layout.context, cp)
         # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
         folded = folds(rows, pp) * tp * cp

@@ -30,6 +30,16 @@ def chunks_of(ranks: int) -> np.ndarray:
     return np.stack([low, 2 * ranks - 1 - low], axis=1)
 
 
+def order_of(ranks: int, pieces: int) -> np.ndarray:
+    """The numbers, in the row, of the pieces that each rank holds, tokens or blocks of them, [ranks, pieces / ranks].
+
+    >>> order_of(2, 8).tolist()
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    chunk = pieces // (2 * ranks)
+    return (chunks_of(ranks)[:, :, None] * chunk + np.arange(chunk)).reshape(ranks, -1)
+
+
 def places(layout: str | Layout, tokens: int) -> Array:
     """The index in its whole row of each of the `tokens` that this device holds, [tokens], of an array of this layout."""
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)

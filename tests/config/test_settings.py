@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from configs.base import get_config
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
+from parallax.config.sections import ALL_AXES, AXES, RESIDUAL_VALUES, SECTIONS, MeshConfig
 from parallax.config.settings import read_settings
 from parallax.model.checks import check_divides, check_layouts
 from parallax.runtime.errors import ConfigError
@@ -138,7 +138,7 @@ def on(sizes, *changes, **more):
     config = {"model": SIZES, "data": {"seq": 48, "global_batch": 48}}
     for change in (*changes, more):
         config = {section: config.get(section, {}) | change.get(section, {}) for section in config | change}
-    sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+    sizes = {axis: sizes.get(axis, 1) for axis in ALL_AXES if axis in AXES or axis in sizes}
     return model_and_optimizer(read_settings(BASE, **config), AbstractMesh(tuple(sizes.values()), tuple(sizes)))[0]
 
 
@@ -183,6 +183,23 @@ def on(sizes, *changes, **more):
             "data.global_batch=4 does not divide over mesh.dp=2 x mesh.pp=4, which share embedding and head by rows",
         ),
         ({"tp": 2}, {"data": {"seq": 49}}, "data.seq=49 does not divide over mesh.tp=2; use a multiple of 2"),
+        (
+            {"cp": 4},
+            {"data": {"seq": 12}},
+            "data.seq=12 does not divide over 2 x mesh.cp=4, for each context rank has two chunks of a row; "
+            "use a multiple of 8",
+        ),
+        (
+            {"tp": 2, "cp": 4},
+            {"model": {"heads": 12}, "layout": {"context": "ulysses"}},
+            "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+            "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16",
+        ),
+        (
+            {"cp": 4},
+            {"model": {"kernel": "splash"}, "layout": {"context": "ring"}},
+            "layout.context='ring' sends keys from rank to rank, which model.kernel='splash' cannot meet",
+        ),
         (
             {"pp": 4},
             {"data": {"seq": 6, "global_batch": 4}, "pipeline": {"microbatches": 4, "schedule": "one_f_one_b"}},

@@ -21,12 +21,14 @@ from tiny import build, make_batch, mesh_of, model_config, params_of, positions_
 
 from parallax.analysis.flops import product_flops
 from parallax.model.attention import attend
-from parallax.model.checks import check_kernel, check_kernel_on, check_kernel_seq
-from parallax.model.context import Context, causal_mask
+from parallax.model.blockwise import GATHERED, blockwise_attention
+from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
+from parallax.model.context import Context, causal_mask, training_context
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.model.rope import Rope
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
+from parallax.sharding.zigzag import own_tokens
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
 MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)
@@ -56,7 +58,7 @@ def heads(*, seq=SEQ, rows=2, heads=4, kv_heads=2, d_qk=128, d_v=128, dtype=jnp.
 
 
 def with_scores(q, k, v, segments, scale):
-    return attend(q, k, v, Context(None, causal_mask(segments), None, None), scale=scale, kernel="xla")
+    return attend(q, k, v, Context(None, None, None, mask_B1ST=causal_mask(segments)), scale=scale, kernel="xla")
 
 
 def value_and_pulled(function, arrays):
@@ -87,6 +89,23 @@ def test_values_and_gradients_are_those_of_attention_with_scores(shape):
         jax.jit(lambda *arrays, f=f: value_and_pulled(lambda q, k, v: f(q, k, v, segments, scale=0.1), arrays))(*arrays)
         for f in (causal_attention, with_scores)
     )
+    for actual, expected in zip(*both, strict=True):
+        assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=4, d_qk=24, d_v=16)], ids=["groups", "narrow_values"])
+def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
+    """Documents cross from rank to rank. Each rank's gradients of keys and values are a term of those of all."""
+    arrays, segments = heads(seq=256 * ranks, rows=1, **shape)
+
+    def on_ranks(attention):
+        own = lambda q, k, v, segments: attention(own_tokens(q, axis=1), k, v, segments, scale=0.1)  # noqa: E731
+        mapped = jax.shard_map(own, mesh=mesh_of(1, 1, 1, cp=ranks), in_specs=P(), out_specs=P(None, "cp"))
+        return lambda *arrays: mapped(*arrays, segments)
+
+    blocks = functools.partial(blockwise_attention, keys=GATHERED)
+    both = (jax.jit(functools.partial(value_and_pulled, on_ranks(f)))(arrays) for f in (causal_attention, blocks))
     for actual, expected in zip(*both, strict=True):
         assert error(actual, expected) < 1e-5
 
@@ -179,6 +198,49 @@ def test_latent_attention_in_a_recomputing_pipeline():
     check_model((2, 1, 2), MLA, schedule="one_f_one_b", remat="layer")
 
 
+@functools.cache
+def long_batch(seq):
+    return make_batch(rows=2, seq=seq)
+
+
+def check_context_ranks(mesh, kind, *, layers=1, **changes):
+    """A model whose context ranks share a row, in chunks of 128, against the same on one device in blocks."""
+    both = []
+    for sizes, kernel in (((1, 1, 1), "xla"), (mesh, "splash")):
+        model = build(sizes, **settings(layers=layers, kernel=kernel, **kind, **changes))
+        metrics, grads = jax.jit(model.loss_and_grad)(params_of(model), long_batch(256 * mesh[-1]))
+        both.append((float(metrics["loss"]), jax.tree.map(np.asarray, jax.tree.leaves(grads))))
+    (expected_loss, expected), (loss, grads) = both
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert error(actual, wanted) < 1e-5
+
+
+def test_context_ranks_gather_keys():
+    check_context_ranks((1, 1, 1, 1, 2), GQA | dict(d_head=16), microbatches=1)
+
+
+CONTEXT_RANKS = [
+    ((1, 1, 1, 1, 4), GQA, dict(remat="none")),
+    ((1, 1, 2, 1, 2), MLA, dict(remat="layer")),
+    ((1, 1, 1, 1, 4), MLA, dict(remat="none", tensor_parallel="scatter")),
+    ((1, 1, 2, 1, 2), GQA, dict(context="ulysses")),
+    ((1, 1, 1, 1, 4), GQA, dict(context="ulysses")),  # more ranks than key heads
+    ((1, 1, 1, 1, 4), MLA, dict(context="ulysses", remat="layer")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, kind, changes", CONTEXT_RANKS)
+def test_context_ranks_compute_what_one_device_does(mesh, kind, changes):
+    check_context_ranks(mesh, kind, **changes)
+
+
+@pytest.mark.slow
+def test_context_ranks_in_a_zero_bubble_schedule():
+    check_context_ranks((2, 1, 2, 1, 2), GQA, layers=2, schedule="zero_bubble", remat="none")
+
+
 MORE = [
     ((1, 1, 1), GQA, dict(schedule="gpipe", remat="layer")),
     ((2, 2, 1), GQA, dict(schedule="one_f_one_b", remat="layer", prefetch=1)),
@@ -203,7 +265,7 @@ def layer_alone(kind, seq=SEQ):
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))
-    context = Context(Rope(model.model).tables(positions), None, jnp.arange(2), None, segments_BS=segments)
+    context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
     return SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context)), weights, x, context
 
@@ -232,7 +294,7 @@ def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     vjp, weights, x, context = layer_alone(GQA)
     y, saved = vjp.forward(weights, x, context)
     vjp.plan_split(weights, saved, context, y, saved_is_kept=True)
-    kernels = lambda *args: [e for e in equations(*args) if e.primitive.name == "pallas_call"]  # noqa: E731
+    kernels = lambda *args: [e for e in equations(*args) if is_kernel(e)]  # noqa: E731
     handed = vjp.input_backward(weights, saved, context, y)[2]
     assert len(kernels(lambda dy: vjp.input_backward(weights, saved, context, dy), y)) == 2
     assert not kernels(vjp.weight_backward, [saved[at] for at in vjp.read_later], handed)
@@ -243,21 +305,26 @@ def test_the_kernels_of_a_divided_backward_pass_are_in_b():
 
 def counted(equation):
     """FLOPs of a causal kernel, counted in its program: products of a block, times the blocks that run."""
+    *rows_and_heads, queries, keys = equation.params["grid_mapping"].grid
+    return of_a_block(equation) * int(np.prod(rows_and_heads)) * queries * (keys + 1) // 2
+
+
+def of_a_block(equation):
+    """FLOPs of the products in a kernel's program, which is of one block."""
     products = [inner for inner in inside(equation.params["jaxpr"]) if inner.primitive.name == "dot_general"]
     a_block = 0
     for product in products:
         (contracted, _), _ = product.params["dimension_numbers"]
         terms = [product.invars[0].aval.shape[dim] for dim in contracted]
         a_block += 2 * int(np.prod([*product.outvars[0].aval.shape, *terms]))
-    *rows_and_heads, queries, keys = equation.params["grid_mapping"].grid
-    return a_block * int(np.prod(rows_and_heads)) * queries * (keys + 1) // 2
+    return a_block
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows):
     (q, k, v), segments = heads(rows=rows, seq=384, d_qk=96, d_v=64)  # three blocks a side
     run = lambda q, k, v: value_and_pulled(lambda q, k, v: causal_attention(q, k, v, segments, scale=0.1), (q, k, v))  # noqa: E731
-    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    kernels = [e for e in equations(run, q, k, v) if is_kernel(e)]
     assert [e.params["name"].split("_")[2] for e in kernels] == ["fwd", "dkv", "dq"]
     for equation in kernels:
         shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
@@ -265,11 +332,38 @@ def test_flops_of_kernels_are_those_of_the_products_in_the_blocks_that_run(rows)
     assert kernel_flops("another", []) is None
 
 
-def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_flops_of_a_context_rank_are_those_of_the_blocks_that_its_tables_name(ranks):
+    """Chunks in zigzag order: as many on each rank."""
+    arrays, segments = heads(seq=512 * ranks, rows=1, d_qk=96, d_v=64)  # a chunk is a block of 256
+    own = lambda q, k, v: causal_attention(own_tokens(q, axis=1), k, v, segments, scale=0.1)  # noqa: E731
+    mapped = jax.shard_map(own, mesh=mesh_of(1, 1, 1, cp=ranks), in_specs=P(), out_specs=P(None, "cp"))
+    kernels = [e for e in equations(lambda *arrays: value_and_pulled(mapped, arrays), *arrays) if is_kernel(e)]
+    assert len(kernels) == 3
+    live = [int((table > 0).sum()) for table in np.split(live_blocks(512 * ranks, ranks), ranks)]
+    assert len(set(live)) == 1
+    for equation in kernels:
+        shapes = [var.aval.shape for var in equation.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+        assert kernel_flops(equation.params["name"], shapes) == of_a_block(equation) * 4 * live[0]
+
+
+def is_kernel(equation):
+    return equation.primitive.name == "pallas_call"
+
+
+def live_blocks(seq, ranks, size=256):
+    """Blocks of queries, rank by rank, that see something of blocks of keys."""
+    order = np.concatenate([np.arange(seq).reshape(2 * ranks, -1)[[r, 2 * ranks - 1 - r]] for r in range(ranks)])
+    return (order.reshape(-1)[:, None] >= np.arange(seq)).reshape(seq // size, size, -1, size).any(axis=(1, 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
     (q, k, v), segments = heads()
-    bias = jnp.where(causal_mask(segments), 0.0, -1e30)
+    own = SEQ // ranks  # queries, of which a mask of all is cut as well
+    bias = jnp.where(causal_mask(segments)[:, :, :own], 0.0, -1e30)
     run = lambda *heads: value_and_pulled(lambda q, k, v: described_attention(q, k, v, bias, 0.1), heads)  # noqa: E731
-    kernels = [e for e in equations(run, q, k, v) if e.primitive.name == "pallas_call"]
+    kernels = [e for e in equations(run, q[:, :own], k, v) if is_kernel(e)]
     assert [e.params["name"] for e in kernels] == ["cudnn_fwd", "cudnn_bwd"]
     for equation in kernels:
         a_call = sum(product_flops(e) for e in inside(equation.params["jaxpr"]) if e.primitive.name == "dot_general")
@@ -295,7 +389,36 @@ def test_windows_that_no_block_divides_are_refused():
     assert refused(model.check_batch, 4, 200) == (
         "data.seq=200 is not a multiple of 128, the least block of model.kernel='splash'; use seq=256, or kernel='xla'."
     )
-    check_kernel_seq(model_config(kernel="xla"), 200)
+    check_kernel_seq(model_config(kernel="xla"), 200, "all_gather", 1)
+
+
+def test_blocks_that_would_cross_a_context_ranks_chunks_are_refused():
+    model = build((1, 1, 1, 1, 2), kernel="splash", **settings(**GQA))
+    assert refused(model.check_batch, 4, 640) == (
+        "data.seq=640 is not a multiple of 512 = 2 x mesh.cp=2 chunks of 128, the least block of "
+        "model.kernel='splash'; use seq=1024, or kernel='xla'."
+    )
+    check_kernel_seq(model_config(kernel="splash"), 640, "ulysses", 2)  # whole rows of a rank's heads
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_keys_that_go_from_rank_to_rank_are_for_one_kernel(kernel):
+    ring = lambda cp: check_context(model_config(kernel=kernel, **GQA), "ring", dict(tp=1, cp=cp))  # noqa: E731
+    assert refused(ring, 2) == (
+        f"layout.context='ring' sends keys from rank to rank, which model.kernel='{kernel}' cannot meet one after the "
+        "other; use kernel='xla', or layout.context in {'all_gather', 'ulysses'}."
+    )
+    ring(1)
+
+
+def test_heads_that_context_ranks_cannot_share_are_refused():
+    share = lambda context, tp, cp: check_context(model_config(heads=12), context, dict(tp=tp, cp=cp))  # noqa: E731
+    assert refused(share, "ulysses", 2, 4) == (
+        "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+        "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16."
+    )
+    share("ulysses", 2, 3)
+    share("all_gather", 2, 4)
 
 
 def test_gpus_are_told_that_they_have_no_such_kernel():
@@ -327,33 +450,40 @@ def test_heads_wider_than_cudnn_takes_on_a_gpu_are_refused_and_those_of_no_whole
 # ---- the compiler for TPU
 
 COMPILE = """
+import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from parallax.model.kernels import causal_attention
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-mesh = Mesh(np.array(devices).reshape(2, 2), ("dp", "tp"))
+axis = sys.argv[1]
+mesh = Mesh(np.array(devices).reshape(2, 2), (axis, "tp"))
 
 def local(scale, q, k, v, segments):
     loss = lambda scale, q, k, v: (causal_attention(q * scale, k, v, segments, scale=0.1).astype("float32") ** 2).sum()
-    return jax.grad(lambda *args: jax.lax.psum(loss(*args), ("dp", "tp")), argnums=(0, 1, 2, 3))(scale, q, k, v)
+    return jax.grad(lambda *args: jax.lax.psum(loss(*args), (axis, "tp")), argnums=(0, 1, 2, 3))(scale, q, k, v)
 
-cut = P("dp", None, "tp")
-step = jax.shard_map(local, mesh=mesh, in_specs=(P(), cut, cut, cut, P("dp")), out_specs=(P(), cut, cut, cut))
+rows = P("dp") if axis == "dp" else P()
+keys = P(*rows or (None,), None, "tp")
+queries = keys if axis == "dp" else P(None, "cp", "tp")
+specs = P(), queries, keys, keys
+step = jax.shard_map(local, mesh=mesh, in_specs=(*specs, rows), out_specs=specs)
 array = lambda spec, dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-heads = [array(cut, "bfloat16", 2, 2048, *shape) for shape in ((16, 192), (4, 192), (4, 128))]
-compiled = jax.jit(step).lower(array(P(), "bfloat16"), *heads, array(P("dp"), "int32", 2, 2048)).compile()
+heads = zip(specs[1:], ((16, 192), (4, 192), (4, 128)))
+heads = [array(spec, "bfloat16", 2, 2048, *shape) for spec, shape in heads]
+compiled = jax.jit(step).lower(array(P(), "bfloat16"), *heads, array(rows, "int32", 2, 2048)).compile()
 print(compiled.as_text().count('custom_call_target="tpu_custom_call"'), compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed")
-def test_it_compiles_for_tpu_without_room_for_the_scores():
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_it_compiles_for_tpu_without_room_for_the_scores(axis):
     tpu = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | tpu
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COMPILE, axis], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     calls, temporaries = map(int, done.stdout.split()[-2:])
     assert calls == 3
