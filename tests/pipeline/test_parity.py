@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import optax
 import pytest
 from pairwise import pairs_of, pairwise_cases
 from reference import plain_losses_and_grad
-from tiny import HIDDEN_CUT, MESHES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from tiny import HIDDEN_CUT, MESHES, SCHEDULES, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import POLICY_NAMES
 from parallax.training.optimizer import make_optimizer
@@ -29,6 +30,13 @@ COSTS = {
     "reduce": ["float32", "compute"],
     "tied": [True, False],
 }
+# Context parallelism beside each other axis.
+CONTEXT_CUTS = CUTS | {
+    "mesh": [(2, 1, 1, 1, 4), (1, 2, 1, 1, 4), (1, 1, 2, 1, 4), (1, 1, 1, 2, 4), (2, 1, 2, 1, 2)],
+    "context": ["all_gather", "ring", "ulysses"],
+    "microbatches": [4],
+}
+CONTEXT_COSTS = {"schedule": list(SCHEDULES)} | COSTS
 # What models of other projects have besides.
 IMPORTED = dict(qk_norm=True, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_fast_turns=4.0) | dict(
     rope_original_seq=8, rope_temperature=1.2, rope_magnitude=0.9
@@ -55,9 +63,9 @@ def is_empty(case):
     return ahead_of_all or all_bubble
 
 
-def whole_grid():
+def whole_grid(cuts, costs):
     """Every way to cut, with the settings of cost taking turns."""
-    return [case | cost for case, cost in zip(grid(CUTS), itertools.cycle(grid(COSTS)))]
+    return [case | cost for case, cost in zip(grid(cuts), itertools.cycle(grid(costs)))]
 
 
 def name_of(case):
@@ -67,13 +75,29 @@ def name_of(case):
     return "-".join(["x".join(map(str, mesh)), *(words.get(word, str(word)) for word in rest), *tied])
 
 
+def some_with_context(count):
+    """So many legal cases of all that there are with context ranks, which are too many to choose among."""
+    pick, factors = random.Random(0), CONTEXT_CUTS | CONTEXT_COSTS
+    drawn = ({key: pick.choice(values) for key, values in factors.items()} for _ in itertools.count())
+    return list(itertools.islice((case for case in drawn if not is_empty(case)), count))
+
+
 FAST = pairwise_cases(grid(CUTS | COSTS))
+WITH_CONTEXT = pairwise_cases(some_with_context(3000))
 
 
 def test_every_pair_of_settings_is_in_a_fast_case():
     wanted = {pair for case in grid(CUTS | COSTS) for pair in pairs_of(case)}
     assert wanted == {pair for case in FAST for pair in pairs_of(case)}
     assert len(FAST) <= 40  # eight meshes with five policies each
+
+
+def test_every_pair_of_settings_with_context_is_in_a_fast_case():
+    factors = CONTEXT_CUTS | CONTEXT_COSTS
+    pairs = itertools.combinations(((key, value) for key, values in factors.items() for value in values), 2)
+    wanted = {pair for pair in pairs if pair[0][0] != pair[1][0] and not is_empty(dict(pair) | {"microbatches": 4})}
+    assert wanted == {pair for case in WITH_CONTEXT for pair in pairs_of(case)}
+    assert len(WITH_CONTEXT) <= 40
 
 
 @functools.cache
@@ -107,7 +131,7 @@ def reference(**changes):
 
 
 def check_parity(case, record_property):
-    model = build(z_coefficient=Z_COEFFICIENT, **case)
+    model = build(z_coefficient=Z_COEFFICIENT, **SCHEDULES.get(case.get("schedule"), {}) | case)
     tx = optimizer(model.layouts)
 
     def step(params, batch):
@@ -145,6 +169,11 @@ def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check_parity(case, record_property)
 
 
+@pytest.mark.parametrize("case", WITH_CONTEXT, ids=name_of)
+def test_context_ranks_give_the_plain_models_loss_gradients_and_update(case, record_property):
+    check_parity(case, record_property)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", CUTS["attention"])
 def test_what_stands_between_products_made_again_gives_the_same(attention, record_property):
@@ -161,7 +190,7 @@ def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", whole_grid(), ids=name_of)
+@pytest.mark.parametrize("case", whole_grid(CUTS, COSTS) + whole_grid(CONTEXT_CUTS, CONTEXT_COSTS), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case, record_property):
     check_parity(case, record_property)
 
