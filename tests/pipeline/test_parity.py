@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ import optax
 import pytest
 from pairwise import pairs_of, pairwise_cases
 from reference import plain_losses_and_grad
-from tiny import HIDDEN_CUT, MESHES, SCHEDULES, SEQ_CUT, build, make_batch, optimizer_config, params_of
+from tiny import HIDDEN_CUT, MESHES, MODEL, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.config.sections import POLICY_NAMES
 from parallax.training.optimizer import make_optimizer
@@ -30,13 +29,6 @@ COSTS = {
     "reduce": ["float32", "compute"],
     "tied": [True, False],
 }
-# Context parallelism beside each other axis.
-CONTEXT_CUTS = CUTS | {
-    "mesh": [(2, 1, 1, 1, 4), (1, 2, 1, 1, 4), (1, 1, 2, 1, 4), (1, 1, 1, 2, 4), (2, 1, 2, 1, 2)],
-    "context": ["all_gather", "ring", "ulysses"],
-    "microbatches": [4],
-}
-CONTEXT_COSTS = {"schedule": list(SCHEDULES)} | COSTS
 # What models of other projects have besides.
 IMPORTED = dict(qk_norm=True, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_fast_turns=4.0) | dict(
     rope_original_seq=8, rope_temperature=1.2, rope_magnitude=0.9
@@ -75,15 +67,7 @@ def name_of(case):
     return "-".join(["x".join(map(str, mesh)), *(words.get(word, str(word)) for word in rest), *tied])
 
 
-def some_with_context(count):
-    """So many legal cases of all that there are with context ranks, which are too many to choose among."""
-    pick, factors = random.Random(0), CONTEXT_CUTS | CONTEXT_COSTS
-    drawn = ({key: pick.choice(values) for key, values in factors.items()} for _ in itertools.count())
-    return list(itertools.islice((case for case in drawn if not is_empty(case)), count))
-
-
 FAST = pairwise_cases(grid(CUTS | COSTS))
-WITH_CONTEXT = pairwise_cases(some_with_context(3000))
 
 
 def test_every_pair_of_settings_is_in_a_fast_case():
@@ -92,17 +76,9 @@ def test_every_pair_of_settings_is_in_a_fast_case():
     assert len(FAST) <= 40  # eight meshes with five policies each
 
 
-def test_every_pair_of_settings_with_context_is_in_a_fast_case():
-    factors = CONTEXT_CUTS | CONTEXT_COSTS
-    pairs = itertools.combinations(((key, value) for key, values in factors.items() for value in values), 2)
-    wanted = {pair for pair in pairs if pair[0][0] != pair[1][0] and not is_empty(dict(pair) | {"microbatches": 4})}
-    assert wanted == {pair for case in WITH_CONTEXT for pair in pairs_of(case)}
-    assert len(WITH_CONTEXT) <= 40
-
-
 @functools.cache
-def batch():
-    return make_batch()
+def batch(seq):
+    return make_batch(seq=seq)
 
 
 def optimizer(layouts):
@@ -115,31 +91,31 @@ def one_update(tx, params, grads):
     return optax.apply_updates(params, updates)
 
 
-OF_MODEL = ("attention", "tied", *IMPORTED)
+OF_MODEL = ("attention", "tied", *MODEL, *IMPORTED)
 
 
 @functools.cache
-def reference(**changes):
+def reference(seq, **changes):
     """Losses, gradients and updated parameters of the plain model; how it is cut is no part of it."""
     model = build((1, 1, 1), **changes)
     params = params_of(model)
-    losses, grads = plain_losses_and_grad(model.model, params, batch(), Z_COEFFICIENT)
+    losses, grads = plain_losses_and_grad(model.model, params, batch(seq), Z_COEFFICIENT)
     update = functools.partial(one_update, optimizer(model.layouts))
     # Compiled as one program: else each of the optimizer's operations is compiled for itself, two seconds of them.
     updated = jax.jit(update)(params, jax.tree.map(np.float32, grads))
     return losses, grads, jax.tree.map(np.asarray, updated)
 
 
-def check_parity(case, record_property):
-    model = build(z_coefficient=Z_COEFFICIENT, **SCHEDULES.get(case.get("schedule"), {}) | case)
+def check_parity(case, record_property, seq=SEQ):
+    model = build(z_coefficient=Z_COEFFICIENT, **case)
     tx = optimizer(model.layouts)
 
     def step(params, batch):
         metrics, grads = model.loss_and_grad(params, batch)
         return (metrics["loss"], metrics["z_loss"]), grads, one_update(tx, params, grads)
 
-    actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch()))
-    expected = reference(layers=model.model.layers, **{key: case[key] for key in OF_MODEL if key in case})
+    actual = jax.tree.map(np.asarray, jax.jit(step)(params_of(model), batch(seq)))
+    expected = reference(seq, **{key: case[key] for key in OF_MODEL if key in case})
     np.testing.assert_allclose(actual[0], expected[0], rtol=LOSS_ERROR)
     errors = leaf_errors(actual[1], expected[1])
     record_property("largest relative gradient error", float(max(errors.values())))
@@ -169,11 +145,6 @@ def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check_parity(case, record_property)
 
 
-@pytest.mark.parametrize("case", WITH_CONTEXT, ids=name_of)
-def test_context_ranks_give_the_plain_models_loss_gradients_and_update(case, record_property):
-    check_parity(case, record_property)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", CUTS["attention"])
 def test_what_stands_between_products_made_again_gives_the_same(attention, record_property):
@@ -190,7 +161,7 @@ def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", whole_grid(CUTS, COSTS) + whole_grid(CONTEXT_CUTS, CONTEXT_COSTS), ids=name_of)
+@pytest.mark.parametrize("case", whole_grid(CUTS, COSTS), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model_on_the_whole_grid(case, record_property):
     check_parity(case, record_property)
 
@@ -201,9 +172,9 @@ def test_layers_gathered_ahead_give_the_same_bits():
 
     def results(prefetch):
         model = build((2, 2, 1), schedule="one_f_one_b", attention="gqa", prefetch=prefetch)
-        lowered = jax.jit(model.loss_and_grad).lower(params_of(model), batch())
+        lowered = jax.jit(model.loss_and_grad).lower(params_of(model), batch(SEQ))
         step = lowered.compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
-        return jax.tree.map(np.asarray, step(params_of(model), batch()))
+        return jax.tree.map(np.asarray, step(params_of(model), batch(SEQ)))
 
     jax.tree.map(np.testing.assert_array_equal, results(0), results(1))
 
