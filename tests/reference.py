@@ -26,7 +26,9 @@ def plain_parts(model):
 def plain_logits(model, params, batch):
     """Logits of a batch [B, S] in float32."""
     parts, rows = plain_parts(model), jnp.arange(len(batch["tokens"]))
-    context = Context(Rope(model).tables(batch["positions"]), causal_mask(batch["segments"]), rows, None)
+    # With a mask attention is jax.nn.dot_product_attention, which knows no blocks.
+    mask = causal_mask(batch["segments"])
+    context = Context(Rope(model).tables(batch["positions"]), rows, None, mask_B1ST=mask)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
     x, _ = jax.lax.scan(lambda x, w: (parts.block.apply({"params": w}, x, context), None), x, params["blocks"])
     hidden = parts.head.apply({"params": params["head"]}, x)

@@ -43,9 +43,11 @@ class Topology(NamedTuple):
     tp: int
     schedule: str = "gpipe"
     virtual: int = 1
+    cp: int = 1
 
     def __str__(self):
-        return f"{self.pp}·{self.dp}·{self.tp}" + (f"·v{self.virtual}" if self.virtual > 1 else "")
+        further = (f"·{name}{size}" for name, size in (("v", self.virtual), ("cp", self.cp)) if size > 1)
+        return f"{self.pp}·{self.dp}·{self.tp}" + "".join(further)
 
 
 TOPOLOGIES = {
@@ -56,17 +58,19 @@ TOPOLOGIES = {
         Topology(4, 1, 2),
         Topology(1, 8, 1),
         Topology(4, 2, 1, "interleaved", 2),
+        Topology(1, 2, 1, cp=4),
     )
 }
 
 
 def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
     """The parts of a run on the first devices, as many as the topology has."""
-    pp, dp, tp, schedule, virtual = topology
-    changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "pipeline.schedule": schedule, "pipeline.virtual": virtual}
+    pp, dp, tp, schedule, virtual, cp = topology
+    changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "mesh.cp": cp}
+    changes |= {"pipeline.schedule": schedule, "pipeline.virtual": virtual}
     changes |= {"model.layers": 8, "data.global_batch": 8, "pipeline.microbatches": 8 // dp if pp > 1 else 1}
     settings = read_settings(tiny_config(corpus, **changes))
-    first = jax.devices()[: pp * dp * tp]
+    first = jax.devices()[: pp * dp * tp * cp]
     with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
         return run_module.build(settings, RunFolder(folder))
 

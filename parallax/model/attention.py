@@ -51,14 +51,15 @@ def attend_over_context(
     form: ContextForm, q: Array, k: Array, v: Array, context: Context, *, keys: str, scale: float, kernel: str
 ) -> Array:
     """`attend` of the queries of this context rank to the keys of all, [B, S, H, K]. `keys` is how cp cuts seq of `k` and
-    `v` now: where it cuts it and the form does not, they are gathered, or change places with heads.
+    `v` now: where it cuts it and the form does not, they are gathered, or change places with heads. A ring sends what
+    `blockwise_attention` says.
 
     Communication, all_gather:
         forward   all_gather of k and v over cp if they are cut over it
         backward  the transposes
     Communication, ring:
-        forward   permute of k and v over cp
-        backward  permute of k, v and their gradients in float32 over cp
+        forward   nothing
+        backward  nothing
     Communication, ulysses:
         forward   all_to_all of q, k, v and the result over cp
         backward  the transposes
@@ -103,7 +104,8 @@ class GQA(nn.Module):
 
     Where `tp` is larger than `kv_heads`, `kv` is "kv_heads": every rank projects all of them and keeps the ones
     that its query heads read. With `qk_norm` each query and key head has an RMSNorm before it is rotated, with one
-    scale for all of them (Henry et al. 2020, as Qwen3 has it): heads are whole, so it sends nothing.
+    scale for all of them (Henry et al. 2020, as Qwen3 has it): heads are whole, so it sends nothing. Over `cp` it sends
+    what `attend_over_context` does.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp

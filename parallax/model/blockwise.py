@@ -37,11 +37,15 @@ def blockwise_attention(
 
     Groups of H / G query heads share a key head. `segments_BN` are those of whole rows, in order. `keys` is WHOLE,
     GATHERED or RING: under the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
-    Statistics and sums are float32.
+    Statistics and sums are float32. A ring of cp ranks makes cp - 1 hops; the gradients of k and v, in float32, make one
+    more at the end, home.
 
-    Communication, ring:
+    Communication, a hop:
         forward   permute of k and v over cp
-        backward  permute of k, v and their gradients in float32 over cp
+        backward  permute of k, v, the gradient of k and the gradient of v over cp
+    Communication, the end:
+        forward   nothing
+        backward  permute of the gradient of k and the gradient of v over cp
     """
     arrays = q_BSHJ, k_BTGJ, v_BTGK, segments_BN
     axes = frozenset().union(*map(varying_axes, arrays))

@@ -30,6 +30,9 @@ class MLA(nn.Module):
     Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers a token and never expands:
     W_UK is absorbed into the queries, W_UV into the output.
 
+    Where context ranks gather keys, they gather the latent, which is smaller, and expand the tokens of all. In the other
+    forms it sends over `cp` what `attend_over_context` does.
+
     Communication, column_row:
         forward   all_gather of x and the latent over tp; all_gather of the queries' latent over tp if d_latent_q > 0;
                   all_reduce of the latent's squares over tp;
@@ -44,6 +47,9 @@ class MLA(nn.Module):
                   all_reduce of the queries' latent's squares over tp if d_latent_q > 0
         backward  the transposes; all_reduce of the rotated key's gradient and what the latent's norm needs over tp;
                   all_reduce of what the queries' latent's norm needs over tp if d_latent_q > 0
+    Communication, all_gather:
+        forward   all_gather of the latent and the rotated key over cp
+        backward  the transposes
     """
 
     residual: str

@@ -267,7 +267,7 @@ def to_next_rank(tree: Any, axis: str, *, apart: bool = False) -> Any:
     devices wait for all devices, so there all ranks of the axis gather, and each takes its own.
 
     Communication:
-        forward   permute of x over the axis
+        forward   permute of x over the axis if not `apart`; all_gather of x over the axis if `apart`
         backward  the transposes
     """
     size = lax.axis_size(axis)

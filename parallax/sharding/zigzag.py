@@ -97,7 +97,7 @@ def to_order(x: Array, axis: int) -> Array:
     """The same tokens in order: rank r gets chunks 2r and 2r + 1 of the rows, of its two.
 
     Communication:
-        forward   permute of each chunk over cp
+        forward   permute of the even chunk and the odd one over cp
         backward  the transposes
     """
     ranks = context_ranks()

@@ -90,7 +90,7 @@ def test_a_narrow_value_head_is_padded_and_cut_back():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 5, 3, width)), jnp.float32) for width in (6, 6, 4))
     mask = jnp.ones((2, 1, 5, 5), bool)
-    narrow = attend(q, k, v, Context(None, mask, None, None), scale=0.5, kernel="xla")
+    narrow = attend(q, k, v, Context(None, None, None, mask_B1ST=mask), scale=0.5, kernel="xla")
     weights = jax.nn.softmax(0.5 * jnp.einsum("BSHJ,BTHJ->BHST", q, k), axis=-1)
     np.testing.assert_allclose(narrow, jnp.einsum("BHST,BTHK->BSHK", weights, v), rtol=1e-5, atol=1e-6)
 
@@ -122,7 +122,7 @@ def decode_all(layer, rope, prefill):
             order = jnp.arange(SEQ)
             mask = jnp.broadcast_to(order[None, :] <= order[start:stop, None], (len(ids), 1, stop - start, SEQ))
             rows = jnp.arange(len(ids))
-            context = Context(rope.tables(positions[:, start:stop]), mask, rows, None, start)
+            context = Context(rope.tables(positions[:, start:stop]), rows, None, cursor=start, mask_B1ST=mask)
             method = type(layer).decode
             y, cache = layer.apply({"params": params}, x[:, start:stop], context, cache, method=method)
             outputs.append(y)

@@ -17,39 +17,44 @@ from tiny import HIDDEN_CUT, SEQ_CUT, build, mesh_of, model_config
 import parallax.sharding.einsum as contraction
 from parallax import model as layers
 from parallax.analysis.collectives import collectives, step_collectives
-from parallax.config.sections import AXES
+from parallax.model.attention import attend_over_context
+from parallax.model.blockwise import blockwise_attention
 from parallax.model.context import training_context
 from parallax.model.dense import Dense
 from parallax.model.dropout import Dropout
-from parallax.model.families import FAMILIES
+from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.loss import cross_entropy
 from parallax.model.mla import MLA, Reshard, Up
 from parallax.model.rope import Rope
 from parallax.model.transformer import Block, Parts
 from parallax.pipeline.boundary import BatchedHead, MicrobatchHead
 from parallax.pipeline.layer_order import layers_from_ranks, layers_to_ranks
+from parallax.pipeline.sharded_model import _in_context_order
 from parallax.sharding import collectives as moves
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
+from parallax.sharding.zigzag import reshard_in_order, to_order
 
 MESH = (2, 2, 2)
+TOKENS, ROWS_OF_SEGMENTS = "batch/dp seq/cp", "batch/dp seq"
 
 
-def sent(local, arrays, layouts, *, vary=True):
+def sent(local, arrays, layouts, *, vary=True, sizes=MESH):
     """What a device calls forward and backward, as {(kind, axis): count}, when it runs `local` on pieces of arrays and
     takes the gradient in those of floats. They vary over every axis: the sum of a whole one's gradient is not counted.
     """
     varying = lambda x: as_varying(x) if vary else x  # noqa: E731
+    mesh = mesh_of(*sizes)
 
     def passes(*pieces):
         y, pull = jax.vjp(local, *jax.tree.map(varying, pieces))
         gradients = [leaf for leaf in jax.tree.leaves(pull(y)) if leaf.dtype != jax.dtypes.float0]
         return as_varying(sum(leaf.sum() for leaf in gradients)[None])
 
-    specs = jax.tree.map(lambda layout: Layout.parse(str(layout)).spec(), layouts, is_leaf=_is_layout)
-    mapped = jax.shard_map(passes, mesh=mesh_of(*MESH), in_specs=specs, out_specs=P(AXES))
+    specs = jax.tree.map(lambda layout: Layout.parse(str(layout)).spec(mesh), layouts, is_leaf=_is_layout)
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names))
     found = {"forward": Counter(), "backward": Counter()}
-    for one in collectives(mapped, *arrays, at=dict.fromkeys(AXES, 0), sizes=dict(zip(AXES, MESH))):
+    for one in collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape)):
         found[one.direction][one.kind.replace("-", "_"), "/".join(one.axes)] += one.count
     return found["forward"], found["backward"]
 
@@ -78,8 +83,15 @@ LAYERS |= {f"{part}_{form}": form for part in ("embedding", "head") for form in 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_sends_what_it_says(name, family, residual):
+    found, said, _ = found_and_said(name, FAMILIES[family], family, residual, MESH)
+    assert found == said
+
+
+def found_and_said(name, how, family, residual, sizes):
+    """What a layer of LAYERS sends on a mesh, what it says for its family, and its class."""
+    variant = family if LAYERS[name] == "family" else LAYERS[name]
     name, _, kv = name.partition(" ")
-    layer = residual_layers(residual, FAMILIES[family], kv=kv or "kv_heads/tp")[name]
+    layer = residual_layers(residual, how, kv=kv or "kv_heads/tp")[name]
     rope = Rope(model_config(attention="gqa" if "gqa" in name else "mla"))
     layouts, params = declared(layer, rope)
     facts = {
@@ -90,9 +102,67 @@ def test_a_layer_sends_what_it_says(name, family, residual):
         "kv_heads are whole": bool(kv),
         "d_latent_q > 0": name == "mla_latent_queries",
     }
-    found = sent(call(layer, rope), (params, *windows()), (layouts, residual, *["batch/dp seq"] * 3))
-    variant = family if LAYERS[name] == "family" else LAYERS[name]
-    assert found == promised(type(layer), variant, facts)
+    arrays = params, *windows()
+    found = sent(call(layer, rope), arrays, (layouts, residual, TOKENS, TOKENS, ROWS_OF_SEGMENTS), sizes=sizes)
+    return found, promised(type(layer), variant, facts), type(layer)
+
+
+def added(*both):
+    """Counts (forward, backward) of things that are sent one after the other."""
+    return tuple(sum(counters, Counter()) for counters in zip(*both))
+
+
+# A ring of 4 makes 3 hops.
+ON_CONTEXT = (1, 1, 2, 1, 4)
+
+
+def over_context(form, *, is_mla):
+    """What the softmax core says that it sends over cp."""
+    if form == "ring":
+        return added(*3 * [promised(blockwise_attention, "a hop", {})], promised(blockwise_attention, "the end", {}))
+    gathered = is_mla and form == "all_gather"
+    core = promised(attend_over_context, form, {"they are cut over it": not gathered})
+    return added(core, promised(MLA, form, {})) if gathered else core
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", CONTEXTS)
+@pytest.mark.parametrize("name", ["gqa", "gqa kv_heads", "mla", "mla_latent_queries"])
+def test_attention_sends_over_context_ranks_what_it_says(name, form, family, residual):
+    how = FAMILIES[family]._replace(context=CONTEXTS[form])
+    found, said, layer = found_and_said(name, how, family, residual, ON_CONTEXT)
+    assert found == added(said, over_context(form, is_mla=layer is MLA))
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if "gqa" not in name and "mla" not in name])
+def test_no_other_layer_sends_anything_over_context_ranks(name, residual):
+    found, said, _ = found_and_said(name, FAMILIES["column_row"], "column_row", residual, ON_CONTEXT)
+    assert found == said
+
+
+def test_tokens_come_back_into_order_by_the_messages_that_are_said():
+    layout = f"{ROWS_OF_SEGMENTS}/cp d_model"
+    found = sent(lambda x: to_order(x, axis=1), ones(layout), (layout,), sizes=ON_CONTEXT)
+    assert found == promised(to_order, "", {})
+
+
+@pytest.mark.parametrize("after", ["batch/dp seq d_model", "batch/dp seq d_model/cp"])
+def test_a_move_of_tokens_sends_what_it_would_send_in_any_order(after):
+    before = "batch/dp seq/cp d_model"
+    for pattern in (f"{before} -> {after}", f"{after} -> {before}"):
+        found, said = (
+            sent(lambda x, move=move: move(pattern, x), ones(before), (pattern.split(" -> ")[0],), sizes=ON_CONTEXT)
+            for move in (reshard_in_order, moves.reshard)
+        )
+        assert found == said
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2, 1, 2), (1, 1, 1, 1, 4)], ids=str)
+def test_the_batch_is_brought_into_context_order_once_a_step_as_is_said(mesh):
+    model = build(mesh, schedule="one_f_one_b", microbatches=4)
+    assert sent_in(_in_context_order, model) == said_of(promised(_in_context_order, "", {}))
 
 
 def test_a_block_sends_what_its_parts_send():
@@ -112,7 +182,7 @@ def test_a_block_sends_what_its_parts_send():
     facts = {"the last dim is cut over tp": True}
     whole = [promised(type(parts[part]), name, facts) for part, name in (("gqa", "column_row"), ("mlp", "column_row"))]
     whole += 2 * [promised(type(parts["norm"]), "", facts)]
-    assert found == tuple(sum(counters, Counter()) for counters in zip(*whole))
+    assert found == added(*whole)
 
 
 # ---- layers that are what their strings say
@@ -190,16 +260,24 @@ def test_cross_entropy_sends_what_it_says(table):
     [("one_f_one_b", MicrobatchHead, "a microbatch", 4), ("gpipe", BatchedHead, "a step", 1)],
 )
 def test_the_pipelines_ends_send_what_they_say(schedule, ends, variant, times):
-    model = build(MESH, schedule=schedule, microbatches=4)
-    section, found = sections(ends)[variant], Counter()
-    (text, first), file = inspect.getsourcelines(ends), inspect.getmodule(ends).__name__.replace(".", "/")
-    own = {f"{file}.py:{line}" for line in range(first, first + len(text))}
+    found = sent_in(ends, build(MESH, schedule=schedule, microbatches=4))
+    assert found == said_of(promised(ends, variant, {}), times)
+
+
+def sent_in(thing, model):
+    """What the lines of a class or function send in a step, as {(direction, kind, axis): calls}."""
+    (text, first), file = inspect.getsourcelines(thing), inspect.getmodule(thing).__name__.replace(".", "/")
+    own, found = {f"{file}.py:{line}" for line in range(first, first + len(text))}, Counter()
     for one in step_collectives(model, 64, 16):
         if one.source in own:
             found[one.direction, one.kind.replace("-", "_"), *one.axes] += one.count
-    both = ((way, expected(getattr(section, way), {})) for way in ("forward", "backward"))
-    said = {(way, *key): count * times for way, counts in both for key, count in counts.items()}
-    assert found == said
+    return found
+
+
+def said_of(both, times=1):
+    """What is promised so many times, as `sent_in` has it."""
+    ways = zip(("forward", "backward"), both)
+    return {(way, *key): count * times for way, counts in ways for key, count in counts.items()}
 
 
 def test_layers_that_change_ranks_are_packed_into_the_messages_that_are_said():
@@ -235,6 +313,9 @@ COLLECTIVES = [  # name, function, layout of x, conditions that hold; whether x 
     ("max_over", lambda x: moves.max_over(jax.lax.stop_gradient(x), ["tp"]) * x, WHOLE, {}, True),
     ("all_to_all", lambda x: moves.all_to_all(f"{CUT} -> {OVER_SEQ}", x), CUT, {}, True),
     ("permute", lambda x: moves.permute(WHOLE, x, axis="tp"), WHOLE, {}, True),
+    ("to_next_rank", lambda x: moves.to_next_rank(x, "tp"), WHOLE, {"not `apart`": True, "`apart`": False}, True),
+    ("to_next_rank", lambda x: moves.to_next_rank(x, "tp", apart=True), WHOLE, {"not `apart`": False, "`apart`": True},
+     True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": False}, True),
     ("cut", lambda x: moves.cut(f"{WHOLE} -> {CUT}", x), WHOLE, {"x does not vary over it": True}, False),
     ("as_varying", lambda x: as_varying(x, ["tp"]), WHOLE, {"x does not vary over them": False}, True),
@@ -290,7 +371,8 @@ def test_every_collective_has_a_case_here():
     functions = {name: thing for module in (moves, contraction)
                  for name, thing in inspect.getmembers(module, inspect.isfunction)
                  if thing.__module__ == module.__name__ and not name.startswith("_")}  # fmt: skip
-    public = {name for name, f in functions.items() if inspect.signature(f).return_annotation is jax.Array}
+    public = {name for name, f in functions.items() if sections(f)}
+    assert public >= {name for name, f in functions.items() if inspect.signature(f).return_annotation is jax.Array}
     assert public == {case[0] for case in COLLECTIVES}
 
 

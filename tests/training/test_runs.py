@@ -28,8 +28,12 @@ SLOW = [case for case in zip(MESHES[1:], itertools.cycle([MLA, GQA])) if case[0]
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
-        for case in itertools.product(MESHES[1:], [MLA, GQA])
+        *(
+            pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+            for case in itertools.product(MESHES[1:], [MLA, GQA])
+        ),
+        ((1, 2, 1, 1, 4), MLA),
+        pytest.param((2, 1, 1, 1, 4), GQA, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -78,6 +82,7 @@ def test_twenty_steps_have_the_same_losses_on_one_device_and_on_eight(residual):
     [
         ((2, 2, 2), {"residual": HIDDEN_CUT}),
         pytest.param((1, 2, 4), {"residual": SEQ_CUT, "embedding": "all_to_all"}, marks=pytest.mark.slow),
+        ((1, 1, 2, 1, 4), {"residual": SEQ_CUT}),
     ],
 )
 def test_dropout_does_not_depend_on_the_mesh(mesh, changes):

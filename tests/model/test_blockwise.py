@@ -1,0 +1,231 @@
+"""Attention in blocks is the plain form to float32 rounding, and holds no square of scores."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
+from tiny import mesh_of
+
+from parallax.model.attention import attend_over_context
+from parallax.model.blockwise import BLOCK, SMALLEST_BLOCK, block_tokens, blockwise_attention
+from parallax.model.context import Context
+from parallax.model.families import CONTEXTS
+from parallax.sharding.activations import SEQ, activation
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout
+from parallax.sharding.zigzag import own_tokens, to_order
+
+ROWS, SCALE = 2, 0.3
+# Sums over up to 600 float32 terms in another order.
+ERROR = 2e-6
+HEADS = {  # heads, key heads, width of queries and keys, width of values
+    "mha": (4, 4, 8, 8),
+    "gqa": (4, 2, 8, 8),
+    "mqa": (4, 1, 8, 8),
+    "mla": (4, 4, 12, 8),
+    "wide values": (4, 2, 4, 16),
+}
+SEQS = [16, 97, 512, 600, 521]  # one block of all; a prime; 2 blocks; blocks of 200; a prime that is more than a block
+
+
+def documents(seq, seed=0):
+    """Segments of packed rows [ROWS, seq], the last of a row padding (0): documents of uneven lengths, across blocks."""
+    rng = np.random.default_rng(seed)
+    segments = 1 + np.cumsum(rng.random((ROWS, seq)) < 5 / seq, axis=1).astype(np.int32)
+    segments[0, -seq // 5 :] = 0
+    return segments
+
+
+def arrays(heads, seq, dtype=np.float32):
+    """(q, k, v) and a weight for each entry of the output."""
+    queries, keys, width, width_of_values = HEADS[heads]
+    rng = np.random.default_rng(1)
+    shapes = (queries, width), (keys, width), (keys, width_of_values), (queries, width_of_values)
+    return [rng.normal(size=(ROWS, seq, *shape)).astype(np.float32).astype(dtype) for shape in shapes]
+
+
+def plain(q, k, v, segments, scale=SCALE):
+    """A softmax over whole rows of scores."""
+    group, seq = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    seen = (segments[:, :, None] == segments[:, None, :]) & np.tri(seq, dtype=bool)[None]
+    scores = jnp.where(seen[:, None], scale * jnp.einsum("BSHJ,BTHJ->BHST", q, k), -jnp.inf)
+    return jnp.einsum("BHST,BTHK->BSHK", jax.nn.softmax(scores, axis=-1), v)
+
+
+def with_gradients(function, q, k, v, dy):
+    """(y, dq, dk, dv), as one compiled program."""
+
+    def run(q, k, v, dy):
+        y, pull = jax.vjp(function, q, k, v)
+        return y, *pull(dy)
+
+    return jax.tree.map(np.asarray, jax.jit(run)(q, k, v, dy))
+
+
+def exact(heads, seq, segments, dtype=np.float32):
+    """`with_gradients` of the plain form in float64."""
+    with jax.enable_x64(True):
+        given = [np.asarray(x, np.float64) for x in arrays(heads, seq, dtype)]
+        return with_gradients(lambda q, k, v: plain(q, k, v, segments), *given)
+
+
+def check(found, expected, error):
+    for name, a, e in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
+        assert a.shape == e.shape and np.isfinite(a).all()
+        assert np.abs(a - e).max() <= error * np.abs(e).max(), name
+
+
+@pytest.mark.parametrize("seq", SEQS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_values_and_gradients_are_those_of_the_plain_form(heads, seq):
+    segments = documents(seq)
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=SCALE)  # noqa: E731
+    check(with_gradients(blocks, *arrays(heads, seq)), exact(heads, seq, segments), ERROR)
+
+
+def test_scores_that_are_large_overflow_nothing():
+    """And what is hidden stays so: the largest score of a row may be one that a query does not see."""
+    segments, (q, k, v, dy) = documents(512), arrays("gqa", 512)
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=300.0)  # noqa: E731
+    found = with_gradients(blocks, q, k, v, dy)
+    with jax.enable_x64(True):
+        given = [np.asarray(x, np.float64) for x in (q, k, v, dy)]
+        expected = with_gradients(lambda q, k, v: plain(q, k, v, segments, 300.0), *given)
+    # A score near 3000 has an error of 1e-4 by its own rounding, and its exponential as much.
+    check(found, expected, 1e-3)
+
+
+def test_bfloat16_has_float32_statistics():
+    """Inputs, weights and the output are rounded to 8 bits, 2^-9 each; sums are not."""
+    segments = documents(512)
+    blocks = lambda q, k, v: blockwise_attention(q, k, v, jnp.asarray(segments), scale=SCALE)  # noqa: E731
+    found = with_gradients(blocks, *arrays("gqa", 512, jnp.bfloat16))
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    expected = exact("gqa", 512, segments, jnp.bfloat16)
+    check([np.asarray(x, np.float64) for x in found], expected, 2**-7)
+
+
+def test_a_token_that_sees_itself_alone_gets_its_own_value():
+    q, k, v, _ = arrays("mha", 512)
+    alone = np.broadcast_to(np.arange(512, dtype=np.int32), (ROWS, 512))
+    np.testing.assert_array_equal(blockwise_attention(q, k, v, jnp.asarray(alone), scale=SCALE), v)
+
+
+def test_what_comes_later_changes_nothing():
+    q, k, v, _ = arrays("gqa", 600)
+    one = jnp.ones((ROWS, 600), jnp.int32)
+    run = jax.jit(lambda k, v: blockwise_attention(q, k, v, one, scale=SCALE))
+    before = run(k, v)
+    for at in (1, 250, 450):
+        later = np.arange(600)[:, None, None] >= at
+        np.testing.assert_array_equal(run(np.where(later, 9, k), np.where(later, 9, v))[:, :at], before[:, :at])
+
+
+# ---- what it holds
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_queries_keys_values_the_output_and_one_number_a_query_are_kept(heads):
+    seq, (queries, keys, width, of_values) = 512, HEADS[heads]
+    q, k, v, _ = arrays(heads, seq)
+    segments = jnp.asarray(documents(seq))
+    kept = jax.eval_shape(lambda *x: jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), *x)[1], q, k, v)
+    entries = sorted(leaf.size for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    tokens = ROWS * seq
+    expected = [queries, queries * width, keys * width, keys * of_values, queries * of_values]
+    assert entries == sorted(tokens * each for each in expected)
+
+
+def test_the_largest_array_is_a_block_of_scores():
+    seq = 4 * BLOCK
+    q, k, v, dy = arrays("gqa", seq)
+    segments = jnp.asarray(documents(seq))
+
+    def run(q, k, v):
+        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), q, k, v)
+        return pull(dy)
+
+    largest = max(var.aval.size for equation in equations(run, q, k, v) for var in equation.outvars)
+    assert largest == ROWS * 4 * BLOCK**2
+
+
+def temporaries(seq):
+    """Bytes that the compiled forward and backward pass holds besides its operands and results."""
+    q, k, v, dy = arrays("gqa", seq)
+    segments = jnp.ones((ROWS, seq), jnp.int32)
+
+    def run(q, k, v, dy):
+        y, pull = jax.vjp(lambda *x: blockwise_attention(*x, segments, scale=SCALE), q, k, v)
+        return y, pull(dy)
+
+    return jax.jit(run).lower(q, k, v, dy).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_seq_and_not_with_its_square():
+    short, middle, long = (temporaries(seq) for seq in (1024, 2048, 4096))
+    assert long - middle == pytest.approx(2 * (middle - short), rel=0.05)
+    assert long < ROWS * 4 * 4096**2  # a byte a score
+
+
+def test_only_blocks_that_some_query_sees_are_computed():
+    """With n blocks on a side, n (n + 1) / 2 of n * n."""
+    q, k, v, _ = arrays("mha", 4 * BLOCK)
+    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * BLOCK), jnp.int32), scale=SCALE)  # noqa: E731
+    assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 * 5 // 2]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
+def test_a_block_divides_the_tokens_and_is_neither_small_nor_needlessly_large(tokens):
+    size = block_tokens(tokens)
+    assert tokens % size == 0 and size >= min(tokens, SMALLEST_BLOCK)
+    fits = any(tokens % other == 0 for other in range(min(tokens, SMALLEST_BLOCK), BLOCK + 1))
+    assert (size <= BLOCK) == fits
+
+
+# ---- on context ranks
+
+
+def over_context(form, heads, ranks, seq, tp=1):
+    """`attend_over_context` as a function of whole arrays in the order of the text."""
+    segments = jnp.asarray(documents(seq))
+    mesh = mesh_of(1, 1, tp, 1, ranks)
+
+    def local(q, k, v):
+        q, k, v, whole = (as_varying(x) for x in (q, k, v, segments))
+        # Of the text's order each rank has its piece; `own_tokens` wants whole rows.
+        q, k, v = (own_tokens(jax.lax.all_gather(x, "cp", axis=1, tiled=True), axis=1) for x in (q, k, v))
+        context = Context(None, None, None, segments_BN=whole)
+        y = attend_over_context(CONTEXTS[form], q, k, v, context, keys=SEQ, scale=SCALE, kernel="xla")
+        return jax.lax.pmean(to_order(y, axis=1), ("pp", "dp"))
+
+    spec = Layout.parse(activation("heads/tp d_head")).spec(mesh)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=True)
+    return run, segments
+
+
+OVER_CONTEXT = [("gqa", 4, 64, 1), ("gqa", 2, 1040, 2), ("mla", 2, 600, 1), ("mqa", 4, 128, 1)]
+OVER_CONTEXT = [(form, *case) for form in CONTEXTS for case in OVER_CONTEXT]
+OVER_CONTEXT += [("all_gather", "mha", 3, 96, 1), ("ring", "mha", 3, 96, 1)]  # 4 heads do not divide over 3 ranks
+
+
+@pytest.mark.parametrize(("form", "heads", "ranks", "seq", "tp"), OVER_CONTEXT, ids=str)
+def test_context_ranks_have_values_and_gradients_of_the_plain_form(form, heads, ranks, seq, tp):
+    """Of several blocks a chunk, and of less than one."""
+    run, segments = over_context(form, heads, ranks, seq, tp)
+    check(with_gradients(run, *arrays(heads, seq)), exact(heads, seq, np.asarray(segments)), ERROR)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_compute_as_many_blocks_together_as_one_device_alone(ranks):
+    """Of 2 * cp chunks on a side; those of a ring 3 with its own keys, then 2 with those of each other rank."""
+    seq, chunks = 16 * ranks, 2 * ranks
+
+    def turns(form):
+        run, _ = over_context(form, "gqa", ranks, seq)
+        return [e.params["length"] for e in equations(run, *arrays("gqa", seq)[:3]) if e.primitive.name == "scan"]
+
+    assert turns("all_gather") == [chunks * (chunks + 1) // 2 // ranks] == [3 + 2 * (ranks - 1)]
+    assert turns("ring") == ([3, 2] if ranks == 2 else [3, ranks - 2, 2, 2])  # a loop over the hops between
