@@ -8,10 +8,10 @@ The estimate needs no compiler and no device:
 its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
 over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
 to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
-are the traced collectives over the links of their axes. Gathers of layers over dp, one by one, hide behind the work,
-and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all
-others are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
-bandwidth.
+are the traced collectives over the links of their axes. Gathers of layers over data axes, one by one, hide behind the
+work, as the permutes of layout.context="ring" do, and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their
+gradients, as far as `hidden_secs` says; all others are exposed. The *update* reads and writes parameters and optimizer
+state, and reads gradients, at memory bandwidth.
 """
 
 import dataclasses
@@ -48,8 +48,9 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
+from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import layouts_of_policy
+from parallax.sharding.plan import DATA_AXES, layouts_of_policy
 from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
@@ -184,10 +185,17 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
-        hides = one.axes == ("dp",) and can_hide and beside and not topology.shared
+        # Of the ring, keys travel while those before them are met.
+        ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
+        hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
         secs = one.total_bytes * spread / bandwidth
         found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
+
+
+def _is_of_parameters(one: Sent) -> bool:
+    """Whether weights or their gradients are sent, over the data axes that cut them."""
+    return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
 
 
 def _is_per_use(one: Sent, settings: Settings) -> bool:
@@ -201,7 +209,7 @@ def _ticks(one: Sent, settings: Settings) -> bool:
     what layers send is of their passes, weights that are gathered once aside."""
     if settings.pipeline.microbatches > 1:
         return one.count >= settings.pipeline.microbatches
-    of_passes = "pp" not in one.axes and ("dp" not in one.axes or _is_per_use(one, settings))
+    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
     return one.module.startswith(LAYER_PARTS) and of_passes
 
 
