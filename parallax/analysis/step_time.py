@@ -275,6 +275,7 @@ def step_time(
     model_flops: float,
     *,
     dtype: str = "bfloat16",
+    kernel_efficiency: float = 1.0,
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 
@@ -282,13 +283,13 @@ def step_time(
     A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
     axes follow each other, but messages in two directions travel at once. What compute between its start and its end
     does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
-    peak and of reading operands and writing results once, which no kernel beats. Raises ConfigError where the program
-    has no cycles, as on backends other than TPU.
+    `kernel_efficiency` of peak and of reading operands and writing results once; at 1 no kernel beats it. Raises
+    ConfigError where the program has no cycles, as on backends other than TPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
     mesh, events = compiled.mesh, compiled.timeline
-    critical, own = (Clock(mesh, chip, dtype, lockstep).run(events) for lockstep in (True, False))
+    critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
     used = mfu(model_flops, total, chip.peak(dtype))
@@ -306,8 +307,9 @@ def step_time(
 class Clock:
     """Simulates a timeline, and adds up where its time goes."""
 
-    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool):
-        self.mesh, self.chip, self.dtype, self.lockstep = mesh, chip, dtype, lockstep
+    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool, kernel_efficiency: float):
+        self.mesh, self.chip, self.lockstep = mesh, chip, lockstep
+        self.kernel_rate = kernel_efficiency * chip.peak(dtype)
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
@@ -343,9 +345,9 @@ class Clock:
         return {}
 
     def _kernel_secs(self, kernel: Kernel) -> float:
-        """FLOPs at peak, or operands and results once through memory."""
+        """FLOPs at the rate of kernels, or operands and results once through memory."""
         moved = kernel.operand_bytes + kernel.result_bytes
-        return max(kernel.flops / self.chip.peak(self.dtype), moved / self.chip.hbm_bandwidth)
+        return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
 
     def _collective_secs(self, call: CompiledCollective) -> float:
         """How long one call takes with the links to itself."""
