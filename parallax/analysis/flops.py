@@ -80,6 +80,12 @@ def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
     return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + attention
 
 
+# Of each kernel of attention, and the passes that it has.
+ATTENTION_FLOPS = {
+    "xla": (blockwise_flops, ("fwd", "bwd")),
+    "cudnn": (cudnn_flops, ("fwd", "bwd")),
+    "splash": (attention_flops, ("fwd", "dq", "dkv")),
+}
 UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -208,16 +214,14 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs that attention's core takes on all devices, less those that are the model's."""
     config, widths = model.model, (qk_width(model.model), model.model.d_head)
     causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
-    ranks = model.axis_sizes.get(CONTEXT_AXIS, 1)
-    meets = CONTEXTS[model.layout.context].meets if ranks > 1 else WHOLE
-    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1])
-    if config.kernel == "xla":
-        parts = (blockwise_flops(part, **sizes, keys=meets, ranks=ranks) for part in ("fwd", "bwd"))
-        return config.layers * sum(parts) - causal
-    if config.kernel == "cudnn":
-        return config.layers * sum(cudnn_flops(part, **sizes) for part in ("fwd", "bwd")) - causal
-    products = sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv"))
-    products += 2 * rows * config.heads * seq * config.d_head  # of each output with its gradient, before both kernels
+    # Where all tokens of a row meet on one rank, heads are cut over context ranks, and no queries.
+    shared = CONTEXTS[model.layout.context].meets != WHOLE
+    ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
+    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
+    flops_of, parts = ATTENTION_FLOPS[config.kernel]
+    products = ranks * sum(flops_of(part, **sizes) for part in parts)
+    if config.kernel == "splash":  # of each output with its gradient, before both kernels
+        products += 2 * rows * config.heads * seq * config.d_head
     return config.layers * products - causal
 
 
