@@ -1,13 +1,14 @@
-"""How much of what FSDP and TP send hides behind compute, in the step that the TPU compiler makes; no TPU is needed.
+"""How much of what FSDP, TP and CP send hides behind compute, in the step that the TPU compiler makes; no TPU is needed.
 
-    python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3]
+    python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 0.7]
 
 Needs the TPU compiler: pip install -e '.[tpu]'. One row for each way to send: as the config has it, without what
-hides it, and layouts of other meshes. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits*
-are in milliseconds as parallax.analysis estimates them. *dp* and *tp* are the shares of bytes over these axes
-that go on while something is computed: asynchronous, with compute between start and done. The compiler gives attention
-kernels no cycles; they are priced at the longer of their FLOPs at peak and their bytes, and *MFU* is with them, *MFU-*
-leaves them out.
+hides it, and layouts of other meshes; on more chips than the config is for, dp and the batch are larger. *GiB* are
+arguments and temporaries of a chip. *compute*, *kernels* and *waits* are in milliseconds as parallax.analysis estimates
+them, and *share* is that of waits in the step. *dp*, *cp* and *tp* are the shares of bytes over these axes, *dp* with
+those over dp and cp together, that go on while something is computed: asynchronous, with compute between start and
+done. The compiler gives attention kernels no cycles; they are priced at the longer of their FLOPs, at the share of peak
+that --kernels says, and their bytes, and *MFU* is with them, *MFU-* leaves them out.
 """
 
 import argparse
@@ -39,6 +40,7 @@ AHEAD = {"fsdp.prefetch": 1}
 LAYER = {"pipeline.remat": "layer"}
 PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
+RING = {"layout.context": "ring", "model.kernel": "xla"}
 ROWS = {
     "llama_1b_16": [
         Row({}),
@@ -64,10 +66,16 @@ ROWS = {
         Row(LAYER | {"mesh.dp": 16, "mesh.tp": 4}),
         Row(PIPELINE | {"mesh.dp": 16, "pipeline.virtual": 2, "pipeline.microbatches": 16}),
     ],
+    "llama_1b_128k": [
+        Row({}),
+        Row({"layout.context": "all_gather"}),
+        Row(RING),
+        Row(RING | {"layout.context": "all_gather"}),
+    ],
     "tiny_gqa": [Row({})],
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
-COLUMNS = ("GiB", "compute", "kernels", "waits", "dp", "tp", "MFU", "MFU-")
+COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "tp", "MFU", "MFU-")
 
 
 def main() -> None:
@@ -75,6 +83,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
+    parser.add_argument("--kernels", type=float, default=1.0, help="share of peak that attention kernels reach")
     args = parser.parse_args()
     rows = ROWS[args.config]
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
@@ -109,6 +118,8 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
 
     config = config_of(args.config)
     config.update_from_flattened_dict(row.changes)
+    times = max(1, len(devices) // math.prod(px.read_settings(config.to_dict()).mesh.sizes.values()))
+    config.mesh.dp, config.data.global_batch = times * config.mesh.dp, times * config.data.global_batch
     settings = px.read_settings(config.to_dict())
     mesh = px.make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     shape = settings.data.global_batch, settings.data.seq
@@ -118,21 +129,23 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     model = step.model
     read = read_compiled(program, mesh, branch_shares(model))
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
-    found = step_time(read, chip(args.topology), flops)
+    found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
     millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()))
     return [
         f"{(read.arguments + read.temporaries) / 2**30:.2f}",
         *(f"{1e3 * secs:.0f}" for secs in millis),
-        *(hidden(read.collectives, axis) for axis in ("dp", "tp")),
+        f"{100 * sum(found.exposed_secs.values()) / found.total_secs:.1f} %",
+        *(hidden(read.collectives, axes) for axes in (("dp",), ("cp",), ("tp",))),
         *(f"{100 * share:.1f} %" for share in (found.mfu, without)),
     ]
 
 
-def hidden(collectives: Any, axis: str) -> str:
-    """The share of bytes over this axis alone that are sent while something is computed."""
+def hidden(collectives: Any, axes: tuple[str, ...]) -> str:
+    """The share of bytes over these axes that are sent while something is computed; of dp, over dp and cp, too."""
+    known = [axes, ("dp", "cp")] if axes == ("dp",) else [axes]
     sent = [(made.bytes * made.count, made.asynchronous and made.cycles_between > 0) for made in collectives
-            if made.axes == (axis,)]  # fmt: skip
+            if made.axes in known]  # fmt: skip
     total = sum(size for size, _ in sent)
     return f"{100 * sum(size for size, beside in sent if beside) / total:.0f} %" if total else "-"
 

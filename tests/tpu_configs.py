@@ -4,6 +4,7 @@ python tests/tpu_configs.py CONFIG CHIP
 """
 
 import importlib
+import math
 import sys
 
 from parallax.analysis.layouts import model_on_topology
@@ -22,10 +23,11 @@ SLICES = {2: {8: "2x4", 16: "4x4", 64: "8x8"}, 3: {8: "2x2x2", 16: "2x2x4", 64: 
 def main(name: str, kind: str) -> None:
     without_chips(["--topology"])
     config = importlib.import_module(f"configs.{name}").get_config()
-    sizes = config.mesh.pp, config.mesh.dp, config.mesh.tp
-    count = 8 if -1 in sizes else sizes[0] * sizes[1] * sizes[2]
+    settings = with_likely_vocab(read_settings(config.to_dict()))
+    sizes = settings.mesh.sizes.values()
+    count = 8 if -1 in sizes else math.prod(sizes)
     where = f"{kind}:{SLICES[chip(kind).torus_dims][count]}"
-    settings, topology = located(with_likely_vocab(read_settings(config.to_dict())), where)
+    settings, topology = located(settings, where)
     found = compile_and_read(settings, topology, devices_of(topology))
     predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
     assert not found.refused, found.refused

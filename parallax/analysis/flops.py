@@ -12,8 +12,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import AXES, ModelConfig
+from parallax.model.blockwise import WHOLE, blockwise_flops
+from parallax.model.families import CONTEXTS
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.pipeline import ShardedModel
+from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
 
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
@@ -77,6 +80,12 @@ def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
     return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + attention
 
 
+# Of each kernel of attention, and the passes that it has.
+ATTENTION_FLOPS = {
+    "xla": (blockwise_flops, ("fwd", "bwd")),
+    "cudnn": (cudnn_flops, ("fwd", "bwd")),
+    "splash": (attention_flops, ("fwd", "dq", "dkv")),
+}
 UNCOUNTED = ("ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
@@ -165,15 +174,16 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
     ranks = _by_rank(counted, global_batch, seq)
     mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
     (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
-    alone = sum(one.values()) / devices
+    alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
     counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
     useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
     masked = _attention_beyond_model(counted, global_batch, seq) / devices
     return Flops(
         model=useful,
         masked=masked,
-        padding=alone - useful - masked,
-        repeated=mean["forward"] + mean["backward"] - alone,
+        padding=alone - useful - on_one / devices,
+        # Blocks of scores are smaller where cp cuts seq, and hide less.
+        repeated=mean["forward"] + mean["backward"] - alone - (masked - on_one / devices),
         recomputed=mean["recompute"],
         waiting=_waiting(model, _layer(model, mean, tokens), ranks),
     )
@@ -204,13 +214,14 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     """FLOPs that attention's core takes on all devices, less those that are the model's."""
     config, widths = model.model, (qk_width(model.model), model.model.d_head)
     causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
-    if config.kernel == "xla":
-        return causal  # every token reads all, twice as many as come before it
-    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1])
-    if config.kernel == "cudnn":
-        return config.layers * sum(cudnn_flops(part, **sizes) for part in ("fwd", "bwd")) - causal
-    products = sum(attention_flops(part, **sizes) for part in ("fwd", "dq", "dkv"))
-    products += 2 * rows * config.heads * seq * config.d_head  # of each output with its gradient, before both kernels
+    # Where all tokens of a row meet on one rank, heads are cut over context ranks, and no queries.
+    shared = CONTEXTS[model.layout.context].meets != WHOLE
+    ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
+    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
+    flops_of, parts = ATTENTION_FLOPS[config.kernel]
+    products = ranks * sum(flops_of(part, **sizes) for part in parts)
+    if config.kernel == "splash":  # of each output with its gradient, before both kernels
+        products += 2 * rows * config.heads * seq * config.d_head
     return config.layers * products - causal
 
 

@@ -1,6 +1,7 @@
 """The layouts that a sweep tries: mesh, microbatches, schedule, remat and the sharding policy."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import POLICY_NAMES, REMAT, ModelConfig
 from parallax.config.settings import Settings
-from parallax.model.checks import check_kernel_on
+from parallax.model.checks import check_context, check_kernel_on
+from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError, ParallaxError, divisors
@@ -22,7 +24,7 @@ VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 # Of the settings that a sweep varies, the section of the config.
-SECTION_OF = dict.fromkeys(("pp", "dp", "tp"), "mesh") | {"prefetch": "fsdp"}
+SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "tp"), "mesh") | {"prefetch": "fsdp", "context": "layout"}
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 
@@ -40,11 +42,22 @@ class Choice(NamedTuple):
     policy: str  # of data_parallel, as its exceptions
     exceptions: str
     prefetch: int
+    cp: int = 1
+    context: str = "all_gather"
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
         """The layout of settings whose mesh has no -1."""
         return cls(*(getattr(getattr(settings, SECTION_OF[name]), name) for name in cls._fields))
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in short, pp·dp·tp, and behind it what cuts seq.
+
+        >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, cp=4, context="ring").mesh
+        '1·4·1 cp=4 ring'
+        """
+        return f"{self.pp}·{self.dp}·{self.tp}" + f" cp={self.cp} {self.context}" * (self.cp > 1)
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
@@ -64,29 +77,53 @@ def with_changes(settings: Settings, section: str, **changes: object) -> Setting
     return dataclasses.replace(settings, **{section: dataclasses.replace(getattr(settings, section), **changes)})
 
 
-def policies(pp: int, dp: int) -> list[tuple[str, str, int]]:
-    """Policies over dp with exceptions, and how many layers ahead weights are gathered, as far as it makes a
-    difference; tables are worth an exception where each rank of a pipeline would hold them whole."""
-    if dp == 1:
+def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
+    """Policies over so many data ranks with exceptions, and how many layers ahead weights are gathered, as far as it
+    makes a difference; tables are worth an exception where each rank of a pipeline would hold them whole."""
+    if ranks == 1:
         return [("zero3", "", 0)]
     return [*((policy, "", 0) for policy in POLICY_NAMES), ("zero3", "", 1), *[("zero1", SHARDED_TABLES, 0)] * (pp > 1)]
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
     """Every combination worth a try on so many devices, legal or not."""
+    for cp, context in contexts(settings, devices):
+        for pp, dp, tp in factorisations(devices // cp):
+            if settings.data.global_batch % dp == 0 and _takes(settings.model, cp, tp, context):
+                yield from _choices_on(settings, pp, dp, tp, cp, context)
+
+
+def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str) -> Iterator[Choice]:
     own = settings.pipeline.schedule, settings.pipeline.virtual
-    for pp, dp, tp in factorisations(devices):
-        for microbatches in divisors(settings.data.global_batch // dp) if settings.data.global_batch % dp == 0 else ():
-            for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
-                for remat in REMAT:
-                    for policy in policies(pp, dp):
-                        yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy)
+    for microbatches in divisors(settings.data.global_batch // dp):
+        for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
+            for remat in REMAT:
+                for policy in policies(pp, dp * cp):
+                    yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy, cp, context)
+
+
+def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
+    """The sizes of cp that are worth a try on so many devices, each with the forms of context parallelism: sizes over
+    1 only where the settings have context ranks, or fewer rows than there are devices."""
+    found = [(1, settings.layout.context)]
+    if settings.mesh.cp > 1 or settings.data.global_batch < devices:
+        sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
+        found += itertools.product(sizes, CONTEXTS)
+    return found
+
+
+def _takes(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
+    try:
+        check_context(model, context, {"cp": cp, "tp": tp})
+    except ConfigError:
+        return False
+    return True
 
 
 def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
     """The settings with every mesh axis a number; ConfigError where these are not the topology's devices."""
     simulate = topology.devices if topology.shared else 0
-    return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate, replica=1)
+    return with_changes(settings, "mesh", **sizes_on(settings.mesh, topology), simulate=simulate)
 
 
 def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:

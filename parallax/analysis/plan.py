@@ -1,6 +1,7 @@
 """Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,9 +21,11 @@ from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
+from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
+from parallax.sharding.activations import BATCH_AXES
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,7 +103,7 @@ class Comparison:
     def __repr__(self) -> str:
         lines = [f"{self.name} on {self.topology.name}", *sweep_table(self._rows, {}, self.front, self.own)]
         verdicts = (verdict(plan.peak_bytes, self.topology, "predicted") for plan in self.too_large)
-        layouts = ("{pp}·{dp}·{tp} remat {remat}".format(**plan.layout._asdict()) for plan in self.too_large)
+        layouts = (f"{plan.layout.mesh} remat {plan.layout.remat}" for plan in self.too_large)
         return "\n".join([*lines, *(f"{layout} {said}" for layout, said in zip(layouts, verdicts))])
 
     def _repr_svg_(self) -> str:
@@ -188,7 +191,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
-    if settings.fsdp.reduce == "float32" != settings.model.dtype and settings.mesh.dp > 1:
+    if settings.fsdp.reduce == "float32" != settings.model.dtype and own.dp * own.cp > 1:
         yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
@@ -202,12 +205,16 @@ def _layouts(own: Choice) -> Iterator[Choice]:
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)
-    for policy, exceptions, prefetch in policies(own.pp, own.dp):
+    for policy, exceptions, prefetch in policies(own.pp, own.dp * own.cp):
         if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
             yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
-    for one, other in (("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")):
+    halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
+    for one, other in halved + [("dp", "cp"), ("cp", "dp"), ("cp", "tp"), ("tp", "cp")] * (own.cp > 1):
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
+    for context in CONTEXTS if own.cp > 1 else ():
+        if context != own.context:
+            yield own._replace(context=context)
     if own.pp > 1:
         for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
             if (schedule, virtual) != (own.schedule, own.virtual):
@@ -221,16 +228,18 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     """What is planned, and where."""
     mesh = " ".join(f"{axis}={size}" for axis, size in settings.mesh.sizes.items())
     data, pipeline = settings.data, settings.pipeline
-    windows = data.global_batch // settings.mesh.dp // pipeline.microbatches
+    ranks = math.prod(getattr(settings.mesh, axis) for axis in BATCH_AXES)
+    windows, seq = data.global_batch // ranks // pipeline.microbatches, data.seq // settings.mesh.cp
     stages = f" v={pipeline.virtual}" * (pipeline.virtual > 1)
     schedule = pipeline.schedule + stages if settings.mesh.pp > 1 else "accumulate"
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
+    context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
     return "\n".join(
         [
             f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
-            f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {data.seq} tokens a device",
-            f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}",
+            f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
+            f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         ]
     )
 
@@ -300,21 +309,25 @@ def sweep_table(
     rows: Iterable[PricedLayout], compiled: dict[Choice, CompiledStep], front: Sequence[Choice], own: Choice
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
-    head = ["", "pp", "dp", "tp", "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
+    rows = list(rows)
+    cut = any(choice.cp > 1 for choice, _ in rows)
+    mesh = ["pp", "dp", *["cp", "keys"] * cut, "tp"]
+    head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
     lines = []
     for choice, found in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == own else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
-        sizes = map(str, (choice.pp, choice.dp, choice.tp, choice.microbatches))
+        context = [str(choice.cp), choice.context if choice.cp > 1 else "-"] * cut
+        sizes = str(choice.pp), str(choice.dp), *context, str(choice.tp), str(choice.microbatches)
         figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
         lines.append([marks, *sizes, schedule, choice.remat, _policy(choice), *figures])
         if choice in compiled:
-            lines.append(["", "", "", "", "", "  compiled", "", "", *_figures(compiled[choice])])
+            lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
     yield from (line.rstrip() for line in text_table(head, lines, left=1))
 
 
 def _policy(choice: Choice) -> str:
-    if choice.dp == 1:
+    if choice.dp * choice.cp == 1:
         return "-"
     exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(choice.exceptions, f" {choice.exceptions}")
     return choice.policy + exceptions + ", ahead" * choice.prefetch

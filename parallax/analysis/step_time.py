@@ -8,10 +8,10 @@ The estimate needs no compiler and no device:
 its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
 over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
 to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
-are the traced collectives over the links of their axes. Gathers of layers over dp, one by one, hide behind the work,
-and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their gradients, as far as `hidden_secs` says; all
-others are exposed. The *update* reads and writes parameters and optimizer state, and reads gradients, at memory
-bandwidth.
+are the traced collectives over the links of their axes. Gathers of layers over data axes, one by one, hide behind the
+work, as the permutes of layout.context="ring" do, and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their
+gradients, as far as `hidden_secs` says; all others are exposed. The *update* reads and writes parameters and optimizer
+state, and reads gradients, at memory bandwidth.
 """
 
 import dataclasses
@@ -48,8 +48,9 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
+from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import layouts_of_policy
+from parallax.sharding.plan import DATA_AXES, layouts_of_policy
 from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
@@ -184,10 +185,17 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
         beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
-        hides = one.axes == ("dp",) and can_hide and beside and not topology.shared
+        # Of the ring, keys travel while those before them are met.
+        ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
+        hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
         secs = one.total_bytes * spread / bandwidth
         found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
+
+
+def _is_of_parameters(one: Sent) -> bool:
+    """Whether weights or their gradients are sent, over the data axes that cut them."""
+    return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
 
 
 def _is_per_use(one: Sent, settings: Settings) -> bool:
@@ -201,7 +209,7 @@ def _ticks(one: Sent, settings: Settings) -> bool:
     what layers send is of their passes, weights that are gathered once aside."""
     if settings.pipeline.microbatches > 1:
         return one.count >= settings.pipeline.microbatches
-    of_passes = "pp" not in one.axes and ("dp" not in one.axes or _is_per_use(one, settings))
+    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
     return one.module.startswith(LAYER_PARTS) and of_passes
 
 
@@ -267,6 +275,7 @@ def step_time(
     model_flops: float,
     *,
     dtype: str = "bfloat16",
+    kernel_efficiency: float = 1.0,
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 
@@ -274,13 +283,13 @@ def step_time(
     A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
     axes follow each other, but messages in two directions travel at once. What compute between its start and its end
     does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
-    peak and of reading operands and writing results once, which no kernel beats. Raises ConfigError where the program
-    has no cycles, as on backends other than TPU.
+    `kernel_efficiency` of peak and of reading operands and writing results once; at 1 no kernel beats it. Raises
+    ConfigError where the program has no cycles, as on backends other than TPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
         raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
     mesh, events = compiled.mesh, compiled.timeline
-    critical, own = (Clock(mesh, chip, dtype, lockstep).run(events) for lockstep in (True, False))
+    critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
     total = sum(critical.values())
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
     used = mfu(model_flops, total, chip.peak(dtype))
@@ -298,8 +307,9 @@ def step_time(
 class Clock:
     """Simulates a timeline, and adds up where its time goes."""
 
-    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool):
-        self.mesh, self.chip, self.dtype, self.lockstep = mesh, chip, dtype, lockstep
+    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool, kernel_efficiency: float):
+        self.mesh, self.chip, self.lockstep = mesh, chip, lockstep
+        self.kernel_rate = kernel_efficiency * chip.peak(dtype)
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
@@ -335,9 +345,9 @@ class Clock:
         return {}
 
     def _kernel_secs(self, kernel: Kernel) -> float:
-        """FLOPs at peak, or operands and results once through memory."""
+        """FLOPs at the rate of kernels, or operands and results once through memory."""
         moved = kernel.operand_bytes + kernel.result_bytes
-        return max(kernel.flops / self.chip.peak(self.dtype), moved / self.chip.hbm_bandwidth)
+        return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
 
     def _collective_secs(self, call: CompiledCollective) -> float:
         """How long one call takes with the links to itself."""

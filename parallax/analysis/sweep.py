@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component
+from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component, qk_width
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.render import LEFT, SVG_HEIGHT, SVG_WIDTH, Frame
@@ -46,7 +46,9 @@ from parallax.schedules import Costs, Figures, by_name, figures
 from parallax.sharding.plan import layouts_of_policy
 
 PARAMETER_BYTES = 4  # float32
-SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
+# Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
+# write scores or gradients of weights.
+SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
 DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
 
 
@@ -74,8 +76,10 @@ class LeastWork:
         attention = self.flops - FLOPS_PER_WEIGHT * (self._layers + model.vocab * model.d_model)
         scores = 0
         weights = self.flops - attention + 2 * self._made_again(choice)
-        if model.kernel == "xla":  # all scores are computed, and pass through memory
-            attention, scores = 2 * attention, SCORES_MOVED * size * model.heads * self.settings.data.seq
+        if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
+            pairs = model.layers * model.heads * self.settings.data.seq / 2
+            attention += 2 * pairs * qk_width(model)
+            scores = pairs * (SCORES_MOVED * self._itemsize + FLOAT32_SCORES_MOVED * PARAMETER_BYTES)
         kept = 2 * self._width_kept(choice.remat) * size
         costs = (weights, 0), (attention, scores), (0, kept)
         return [OpCost(flops, moved, "forward", self.tokens / self.topology.devices) for flops, moved in costs]
@@ -88,8 +92,9 @@ class LeastWork:
         return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
 
     def _sent(self, choice: Choice) -> list[Sent]:
-        """Over dp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns then
-        rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back."""
+        """Over dp and cp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
+        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back.
+        What attention sends over cp is left out."""
         model, layers = self.settings.model, self._layers / (choice.pp * choice.tp)
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
@@ -97,17 +102,18 @@ class LeastWork:
         gathers = 2 * choice.microbatches if per_use else 1 - whole
         sums = choice.microbatches if per_gradient else 1 + whole
         exchange = per_gradient and self.settings.fsdp.reduce == "compute"
-        rows = self.tokens / choice.dp / choice.microbatches * model.layers / choice.pp
+        data = ("dp", "cp") if choice.cp > 1 else ("dp",)
+        tokens = self.tokens / (choice.dp * choice.cp) / choice.microbatches * model.layers / choice.pp
         calls = [
-            ("all-gather", "dp", layers, gathers),
-            ("all-to-all" if exchange else "reduce-scatter", "dp", layers, sums),
+            ("all-gather", data, layers, gathers),
+            ("all-to-all" if exchange else "reduce-scatter", data, layers, sums),
         ]
         if self.settings.layout.tensor_parallel == "column_row":
-            calls.append(("all-gather", "tp", rows * model.d_model, 8 * choice.microbatches))
-        shares = {axis: 1 - 1 / getattr(choice, axis) for axis in ("dp", "tp")}
+            calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))
+        share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
-            Sent(kind, (axis,), shares[axis] * entries * self._itemsize, count, "forward", LAYER_PARTS[0], "")
-            for kind, axis, entries, count in calls
+            Sent(kind, axes, share(axes) * entries * self._itemsize, count, "forward", LAYER_PARTS[0], "")
+            for kind, axes, entries, count in calls
         ]
 
     def _memory(self, choice: Choice, held: float) -> Memory:
@@ -118,14 +124,14 @@ class LeastWork:
         whole = self._layers / (choice.pp * choice.tp) * (self._itemsize * weights + PARAMETER_BYTES * gradients)
         state, kept = PARAMETER_BYTES * self._layers / self.topology.devices, 0.0
         if choice.remat == "none":
-            tokens = self.tokens / choice.dp / choice.microbatches * self.settings.model.layers / choice.pp
-            kept = held * tokens * self._width_kept("none") / choice.tp * self._itemsize
+            tokens = self.tokens / (choice.dp * choice.cp) / choice.microbatches * self.settings.model.layers
+            kept = held * tokens / choice.pp * self._width_kept("none") / choice.tp * self._itemsize
         none = dict.fromkeys(Memory._fields, 0.0)
         return Memory(**none | {"parameters": state, "gradients": max(state, whole), "saved_activations": kept})
 
     def _width_kept(self, remat: str) -> int:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
-        reads of the residual stream; the weights of attention."""
+        reads of the residual stream."""
         model = self.settings.model
         gate_and_up, queries = 2 * model.d_ff, model.heads * model.d_head
         if remat == "stage":
@@ -136,8 +142,7 @@ class LeastWork:
             return model.d_model + gate_and_up
         if remat == "elementwise":
             return model.d_model + gate_and_up + queries
-        scores = (model.kernel == "xla") * model.heads * self.settings.data.seq
-        return 2 * model.d_model + gate_and_up + queries + scores
+        return 2 * model.d_model + gate_and_up + queries
 
     @property
     def _layers(self) -> int:
@@ -321,8 +326,9 @@ def front(rows: Sequence[PricedLayout]) -> list[Choice]:
 
 
 # By what the mesh uses.
-MESH_COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7"}
+MESH_COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7", "cp": "#d55e00"}
 MESH_LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
+MESH_LABELS |= {"cp": "context"}
 LIGHT = ("pp", "pp tp")  # colours on which ink is dark
 KEY_LINE = 17  # the height of a line of the key
 
@@ -389,6 +395,8 @@ def _legend(rows: Sequence[PricedLayout]) -> Iterator[str]:
 
 
 def _kind(choice: Choice) -> str:
+    if choice.cp > 1:
+        return "cp"
     return " ".join(axis for axis in ("pp", "tp") if getattr(choice, axis) > 1) or "dp"
 
 
@@ -400,6 +408,6 @@ def _name(choice: Choice) -> str:
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
     return (
-        f"{choice.pp}·{choice.dp}·{choice.tp} M={choice.microbatches}{schedule} "
+        f"{choice.mesh} M={choice.microbatches}{schedule} "
         f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
     )

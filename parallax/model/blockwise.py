@@ -63,6 +63,21 @@ def block_tokens(tokens: int) -> int:
     return fit if fit >= min(SMALLEST_BLOCK, tokens) else min(s for s in divisors(tokens) if s >= SMALLEST_BLOCK)
 
 
+def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
+    """FLOPs of the matrix products of `blockwise_attention`, 2 for each multiply-add, in the blocks that it computes.
+
+    `part` is "fwd" or "bwd", which makes the scores again. So many context `ranks` share the queries of `seq` tokens,
+    and compute as many blocks each.
+
+    >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
+    True
+    """
+    size = block_tokens(seq if ranks == 1 else seq // (2 * ranks))
+    blocks = seq // size
+    widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
+    return 2 * rows * heads * blocks * (blocks + 1) // 2 // ranks * size**2 * widths[part]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> Array:
     return _forward(q, k, v, segments, scale, keys)[0]

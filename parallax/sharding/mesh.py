@@ -122,8 +122,8 @@ def factorisations(devices: int) -> list[tuple[int, ...]]:
 def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
     written = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     multiple = "a multiple of " if INFERRED in sizes.values() else ""
-    replicas = sizes.get("replica", 1)
-    others = devices // replicas if devices % replicas == 0 else devices
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in AXES and size != INFERRED)
+    others = devices // fixed if devices % fixed == 0 else devices
     legal = sorted(factorisations(others), key=lambda shape: -_kept(shape, sizes))
     shown = ", ".join("·".join(map(str, shape)) for shape in legal[:SHOWN_FACTORISATIONS])
     left_out = len(legal) - SHOWN_FACTORISATIONS

@@ -1,0 +1,45 @@
+"""A dense model of 1.2 billion parameters on windows of 131,072 tokens, each cut over 4 of 16 chips (mesh.cp).
+
+For:      long context on a small pod: books, repositories, long conversations; best from a model that was trained on
+          short windows (train.init_from), for some thousand steps.
+Numbers:  the shape of configs/llama_1b_16.py; wavelengths of rotary positions as of Llama 3's 128k (Grattafiori et al.
+          2024), rope_theta=500,000.
+Command:  python train.py --config=configs/llama_1b_128k.py --config.data.path=FILES --config.data.tokenizer=FILE
+          On 64 chips --config.mesh.dp=16 --config.data.global_batch=16 as well.
+Hardware: 16 TPU v5e chips (16 GB each), or 64.
+Memory:   MEMORY
+Time:     TIME
+Loss:     not yet run.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.llama_1b_16 import get_config as get_base
+
+
+def get_config() -> ConfigDict:
+    config = get_base()
+
+    config.mesh.dp = 4
+    config.mesh.cp = 4
+
+    config.model.rope_theta = 500_000.0
+    # Heads change places with seq: 4 of a chip's 16 meet all tokens. It sends least of the three.
+    config.layout.context = "ulysses"
+
+    config.pipeline.microbatches = 1
+    config.pipeline.remat = "layer"
+
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.warmup_steps = 200
+
+    config.data.seq = 131_072
+    config.data.global_batch = 4
+
+    config.train.steps = 4000
+    config.train.eval_every_steps = 200
+    config.train.eval_batches = 4
+
+    config.checkpoint.every_steps = 200
+
+    return config
