@@ -1,4 +1,5 @@
-"""Parallax: transformers in JAX and Flax Linen on any pipeline, data and tensor mesh, with the same loss on each."""
+"""Parallax: transformers in JAX and Flax Linen on any pipeline, data, context and tensor mesh, with the same loss
+on each."""
 
 from importlib import import_module
 from typing import Any

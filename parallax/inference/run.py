@@ -133,8 +133,8 @@ class Run:
         return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
 
 
-def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, tp: int = 1) -> Run:
-    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of pp * dp * tp.
+def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> Run:
+    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of pp * dp * cp * tp.
 
     The mesh need not be the one of training; by default it is one device. Raises CheckpointError where the folder
     holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
@@ -144,8 +144,8 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     saved = complete_steps(RunFolder(path).checkpoints)
     if step is not None and saved and step not in saved:
         raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(saved)))}")
-    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0)
-    return load_trained(path, settings, mesh, step, "pp, dp and tp")
+    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp)
+    return load_trained(path, settings, mesh, step, "pp, dp, cp and tp")
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:
