@@ -310,24 +310,24 @@ def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Arr
 def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. Of as many
-    context `ranks` as share the queries, together: each computes as many.
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. So many context
+    `ranks` share the queries of `seq` tokens, and compute as many blocks each.
 
     >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
     size = splash_block_tokens(seq, ranks)
     blocks = seq // size
-    scores = rows * heads * blocks * (blocks + 1) // 2 * size * size
+    scores = rows * heads * blocks * (blocks + 1) // 2 // ranks * size * size
     # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
     widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
     return 2 * scores * widths[part]
 
 
-def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """The same of cuDNN's, which computes all scores, and makes them again once: `part` is "fwd" or "bwd"."""
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    return 2 * rows * heads * seq * seq * widths[part]
+    return 2 * rows * heads * seq * seq // ranks * widths[part]
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
@@ -337,14 +337,12 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
-        flops = cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
-        return flops * queries // seq
+        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None
     q, _, v, *_ = float_shapes
     *rows, heads, queries, d_qk = q
     seq, d_v = v[-2:]
-    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v)
-    ranks = seq // queries
-    return attention_flops(part[1], **sizes, ranks=ranks) // ranks
+    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
+    return attention_flops(part[1], **sizes)
