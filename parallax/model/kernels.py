@@ -96,11 +96,11 @@ def devices_known() -> bool:
     return mesh.empty or mesh.abstract_device is not None
 
 
-def block_tokens(seq: int, ranks: int = 1) -> int:
+def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     """Tokens on a side of a block of scores: the largest power of two, from 128 to 512, that divides `seq`, or a chunk
     of it where so many context ranks share the queries.
 
-    >>> [block_tokens(seq) for seq in (128, 768, 2048, 4096)], block_tokens(2048, ranks=4)
+    >>> [splash_block_tokens(seq) for seq in (128, 768, 2048, 4096)], splash_block_tokens(2048, ranks=4)
     ([128, 256, 512, 512], 256)
     """
     tokens = seq if ranks == 1 else seq // (2 * ranks)
@@ -125,7 +125,7 @@ class Fixed:
         self.value = value
 
 
-class Kernel(NamedTuple):
+class SplashKernel(NamedTuple):
     """Splash attention of a row, with tables of the blocks to compute; segments of queries [B, S] and keys [B, T]."""
 
     of_row: Callable
@@ -143,7 +143,7 @@ def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
 def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
     made = {}
 
-    def run(q: Array, k: Array, v: Array, kernel: Kernel) -> tuple[Array, list[Array]]:
+    def run(q: Array, k: Array, v: Array, kernel: SplashKernel) -> tuple[Array, list[Array]]:
         out, pull = jax.vjp(kernel, q, k, v)
         leaves, structure = jax.tree.flatten(pull)
         known = [q, k, v, *jax.tree.leaves(kernel), out]
@@ -171,21 +171,21 @@ def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
 _attention.defvjp(_forward, _backward)
 
 
-def _kernel_of(q: Array, k: Array, segments: Array) -> Kernel:
+def _kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
     """The kernel for queries [B, H, S, J] and keys [B, G, T, J] of rows with these segments, [B, T]. Fewer queries than
     keys are those of this context rank."""
     (heads, queries), keys = q.shape[1:3], k.shape[2]
     ranks = keys // queries
     kernel = _splash_kernel(heads, keys, ranks, _interpreted())
     if ranks == 1:
-        return Kernel(kernel, splash.SegmentIds(segments, segments))
+        return SplashKernel(kernel, splash.SegmentIds(segments, segments))
 
     def own(table: Array) -> Array:  # [queries], or [1, blocks of queries, blocks of keys]
         dim = table.ndim // 2
         size = table.shape[dim] // ranks
         return lax.dynamic_slice_in_dim(table, lax.axis_index(CONTEXT_AXIS) * size, size, dim)
 
-    return Kernel(jax.tree.map(own, kernel), splash.SegmentIds(own_tokens(segments, axis=1), segments))
+    return SplashKernel(jax.tree.map(own, kernel), splash.SegmentIds(own_tokens(segments, axis=1), segments))
 
 
 class ContextMask(splash.CausalMask):
@@ -207,7 +207,7 @@ class ContextMask(splash.CausalMask):
 @functools.cache
 def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Callable:
     """The kernel of all context ranks: its tables are those of one after those of the other."""
-    size = block_tokens(seq, ranks)
+    size = splash_block_tokens(seq, ranks)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
     backward = dict(block_q_dkv=size, block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size)
@@ -310,24 +310,24 @@ def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Arr
 def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """FLOPs of the matrix products of a splash kernel, 2 for each multiply-add, in the blocks that it computes.
 
-    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. Of as many
-    context `ranks` as share the queries, together: each computes as many.
+    `part` is "fwd", "dq" or "dkv": the backward pass is the last two, and both make the scores again. So many context
+    `ranks` share the queries of `seq` tokens, and compute as many blocks each.
 
     >>> attention_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    size = block_tokens(seq, ranks)
+    size = splash_block_tokens(seq, ranks)
     blocks = seq // size
-    scores = rows * heads * blocks * (blocks + 1) // 2 * size * size
+    scores = rows * heads * blocks * (blocks + 1) // 2 // ranks * size * size
     # fwd: scores, output. dq: scores, dp, dq. dkv: scores, dp, dv, dk.
     widths = {"fwd": d_qk + d_v, "dq": 2 * d_qk + d_v, "dkv": 2 * d_qk + 2 * d_v}
     return 2 * scores * widths[part]
 
 
-def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int) -> int:
+def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
     """The same of cuDNN's, which computes all scores, and makes them again once: `part` is "fwd" or "bwd"."""
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    return 2 * rows * heads * seq * seq * widths[part]
+    return 2 * rows * heads * seq * seq // ranks * widths[part]
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
@@ -337,14 +337,12 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     """
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
-        flops = cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width)
-        return flops * queries // seq
+        return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None
     q, _, v, *_ = float_shapes
     *rows, heads, queries, d_qk = q
     seq, d_v = v[-2:]
-    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v)
-    ranks = seq // queries
-    return attention_flops(part[1], **sizes, ranks=ranks) // ranks
+    sizes = dict(rows=math.prod(rows), heads=heads, seq=seq, d_qk=d_qk, d_v=d_v, ranks=seq // queries)
+    return attention_flops(part[1], **sizes)

@@ -290,6 +290,28 @@ def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segment
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
 
 
+def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
+    arrays, segments = heads(seq=512, rows=1)
+    kept = []
+
+    def own(q, k, v):
+        y, pull = jax.vjp(lambda q: causal_attention(own_tokens(q, axis=1), k, v, segments, scale=0.1), q)
+        kept.extend(leaf for leaf in jax.tree.leaves(pull) if leaf.ndim)
+        return y
+
+    mapped = jax.shard_map(own, mesh=mesh_of(1, 1, 1, cp=2), in_specs=P(), out_specs=P(None, "cp"))
+    jax.eval_shape(mapped, *arrays)
+    whole = [leaf.shape for leaf in kept if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    assert whole == [(1, 512)]
+    assert sorted(leaf.shape for leaf in kept if leaf.dtype == jnp.float32) == [
+        (1, 2, 512, 128),  # k and v
+        (1, 2, 512, 128),
+        (1, 4, 256),  # logsumexp
+        (1, 4, 256, 128),  # q and the output
+        (1, 4, 256, 128),
+    ]
+
+
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
     vjp, weights, x, context = layer_alone(GQA)
     y, saved = vjp.forward(weights, x, context)
