@@ -5,6 +5,7 @@ reduce-scatter of them, sends (n-1)/n of them; an all-reduce twice that; an all-
 """
 
 import dataclasses
+import math
 from collections import Counter
 from functools import cached_property
 from types import SimpleNamespace
@@ -33,12 +34,15 @@ class Step:
     reduce: str = "float32"  # fsdp.reduce
     tables: str = ""  # another policy for embedding and head
     replica: int = 1
+    cp: int = 1
+    context: str = "all_gather"
 
     def __post_init__(self):
         self.pp, self.dp, self.tp = self.mesh
         self.sent = Counter()
         self.tables = self.tables or self.policy
-        self.data = "replica dp" if self.replica > 1 else "dp"
+        self.fsdp = "dp cp" if self.cp > 1 else "dp"  # axes that cut parameters at rest
+        self.data = f"replica {self.fsdp}" if self.replica > 1 else self.fsdp
 
     # ---- sizes
 
@@ -48,13 +52,13 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on a data rank."""
-        return self.rows * self.seq // (self.replica * self.dp * self.microbatches)
+        """Of a microbatch, on a data and context rank."""
+        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.microbatches)
 
     @property
     def shared_tokens(self) -> int:
-        """Of the whole batch, on a rank of data and pipeline, which share the head by rows."""
-        return self.rows * self.seq // (self.replica * self.dp * self.pp)
+        """Of the whole batch, on a rank of data, context and pipeline; ranks of the pipeline share the head by rows."""
+        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.pp)
 
     @property
     def heads_between(self) -> bool:
@@ -147,11 +151,12 @@ class Step:
         if self.residual == "seq":
             self.there_and_back("tp", "all-to-all", row * m.d_model // self.tp, 2 * times)
         wide, whole = [m.d_ff, m.d_ff, m.d_model, m.d_model], []
+        expanded = self.cp if self.gathers_latent else 1  # shares of the tokens of which heads are expanded
         if m.attention == "gqa":
             wide.append(m.heads * m.d_head)
             (whole if self.whole_kv else wide).extend([m.kv_heads * m.d_head] * 2)
         else:
-            wide += [m.heads * (m.d_head + m.d_rope), m.d_latent, m.heads * m.d_head, m.heads * m.d_head, m.d_latent_q]
+            wide += [m.heads * (m.d_head + m.d_rope), m.d_latent, m.d_latent_q] + [expanded * m.heads * m.d_head] * 2
             whole.append(m.d_rope)
             self.norm(self.tokens, times * (2 if m.d_latent_q else 1))
         for width in wide:
@@ -159,6 +164,53 @@ class Step:
         for width in whole:
             for direction in ("forward", "backward"):
                 self.add("tp", "all-reduce", direction, row * width, times)
+
+    # ---- context parallelism
+
+    @property
+    def gathers_latent(self) -> bool:
+        """Context ranks gather MLA's latent and rotated key, not the keys and values that are expanded from them."""
+        return self.model.attention == "mla" and self.context == "all_gather"
+
+    def attention_over_context(self) -> None:
+        """Of a layer: each rank has T tokens of G key heads, whose keys are J wide and values K.
+
+        all_gather  (cp-1) T (G J + G K) forward, and as many gradients backward; of MLA (cp-1) T (d_latent + d_rope)
+        ring        (cp-1) T (G J + G K) forward; backward as many, and the gradients, in float32, cp T (G J + G K)
+        ulysses     (cp-1)/cp T (H (J + K) + G' (J + K)) both ways, where G' are the key heads, repeated until cp divides
+        """
+        m, times, row = self.model, self.layer_passes, self.tokens * self.bytes
+        heads = m.heads // self.tp
+        mla = m.attention == "mla"
+        keys = heads if mla else max(heads * m.kv_heads // m.heads, 1)
+        key, value = m.d_head + (m.d_rope if mla else 0), m.d_head
+        if self.gathers_latent:
+            latent = m.d_latent // (self.tp if self.family == "scatter" else 1)
+            for width in (latent, m.d_rope):
+                self.there_and_back("cp", "all-gather", self.cp * row * width, times)
+        elif self.context == "all_gather":
+            for width in (keys * key, keys * value):
+                self.there_and_back("cp", "all-gather", self.cp * row * width, times)
+        elif self.context == "ring":
+            for width in (keys * key, keys * value):
+                for direction in ("forward", "backward"):
+                    self.hop(direction, row * width, times * (self.cp - 1))
+                self.hop("backward", self.tokens * width * FLOAT32, times * self.cp)
+        else:
+            shared = math.lcm(keys, self.cp)
+            for width in (heads * key, shared * key, shared * value, heads * value):
+                self.there_and_back("cp", "all-to-all", row * width, times)
+
+    def hop(self, direction: str, size: int, times: int) -> None:
+        """Keys go to the next rank; on simulated devices with a pipeline all are gathered, and one is taken."""
+        if self.pp > 1:
+            self.add("cp", "all-gather", direction, self.cp * size, times)
+        elif self.cp > 1:
+            self.sent[("cp",), "permute", direction] += times * size
+
+    def batch_in_context_order(self) -> None:
+        """Four int32 arrays of whole rows, once a step."""
+        self.add("cp", "all-gather", "forward", 4 * 4 * self.rows * self.seq // (self.replica * self.dp))
 
     def embed_and_head(self) -> None:
         head = self.shared_tokens * self.bytes * self.model.d_model
@@ -191,14 +243,14 @@ class Step:
         stage = self.model.layers // self.pp
         for entries, over_tp in self.kernels:
             kernel, gathers, sums = self.cut(entries, over_tp), *self.times(self.policy, self.layer_passes, stage)
-            self.add("dp", "all-gather", "forward", kernel * self.bytes, gathers)
-            self.add("dp", "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
-            self.add("dp", *self.sum_of_gradients(kernel), sums)
+            self.add(self.fsdp, "all-gather", "forward", kernel * self.bytes, gathers)
+            self.add(self.fsdp, "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
+            self.add(self.fsdp, *self.sum_of_gradients(kernel), sums)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
-        axes = "pp dp" if self.tables_at_once else "dp"
+        axes = f"pp {self.fsdp}" if self.tables_at_once else self.fsdp
         self.add(axes, "all-gather", "forward", self.table * self.bytes, gathers)
-        self.add("dp", *self.sum_of_gradients(self.table), sums)
+        self.add(self.fsdp, *self.sum_of_gradients(self.table), sums)
 
     def times(self, policy: str, uses: int, once: int) -> tuple[int, int]:
         """How often a step gathers weights, and scatters gradients, that have so many uses."""
@@ -207,11 +259,11 @@ class Step:
         return uses if policy in PER_USE else once, uses if policy in ("zero2", "zero3") else once
 
     def cut_at_rest(self, entries: int, policy: str) -> int:
-        return entries if policy == "ddp" else entries // self.dp
+        return entries if policy == "ddp" else entries // (self.dp * self.cp)
 
-    def sum_at_rest(self, entries: int, policy: str, over_tp: bool) -> None:
+    def sum_at_rest(self, entries: int, policy: str, over_tp: bool, over_pp: bool = True) -> None:
         """The gradient of a parameter at rest, summed once over the axes that do not cut it."""
-        axes = ["replica"] * (self.replica > 1) + ["dp"] * (policy == "ddp") + ["tp"] * (not over_tp)
+        axes = ["pp"] * (not over_pp) + ["replica"] * (self.replica > 1) + [self.fsdp] * (policy == "ddp") + ["tp"] * (not over_tp)
         self.add(" ".join(axes), "all-reduce", "backward", self.cut_at_rest(entries, policy) * FLOAT32)
 
     def sum_of_gradients(self, entries: int) -> tuple[str, str, int]:
@@ -231,7 +283,8 @@ class Step:
             table = self.cut_at_rest(self.table, self.tables)
             self.add("pp", "all-gather", "forward", table * self.bytes, not self.tables_at_once)
             self.add("pp", "reduce-scatter", "backward", table * FLOAT32)
-            self.sum_at_rest(self.table // self.pp, self.tables, self.embedding == "vocab_parallel")
+            over_tp = self.embedding == "vocab_parallel"
+            self.sum_at_rest(self.table // self.pp, self.tables, over_tp, over_pp=self.pp > 1)
         hidden = self.residual == "hidden"
         axes = f"pp {self.data}" if hidden else f"pp {self.data} tp"
         self.add(axes, "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
@@ -287,6 +340,8 @@ class Step:
         self.sent = Counter()
         parts = (
             self.layers,
+            self.attention_over_context,
+            self.batch_in_context_order,
             self.embed_and_head,
             self.cross_entropy,
             self.data_parallel,

@@ -201,7 +201,7 @@ def test_layers_and_the_executor_know_no_data_axis(path):
         for n in ast.walk(tree)
         if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in texts
     ]
-    assert not [word for word in words if re.search(r"/(dp|replica)\b", word) or word in ("dp", "replica")]
+    assert not [word for word in words if re.search(r"/(dp|replica|cp)\b", word) or word in ("dp", "replica", "cp")]
 
 
 # What each command has, which parallax/cli/command.py calls.

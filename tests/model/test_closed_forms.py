@@ -9,6 +9,7 @@ from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, secti
 
 from parallax.analysis.collectives import bytes_by, step_collectives
 from parallax.config.sections import POLICY_NAMES
+from parallax.model.families import CONTEXTS
 from parallax.sharding.layout import Layout
 
 RESIDUALS = {"hidden": HIDDEN_CUT, "seq": SEQ_CUT}
@@ -30,6 +31,8 @@ def both(mesh, **changes):
         policy=model.data_parallel.policy,
         tables=model.data_parallel.by_name.get("head", ""),
         replica=model.axis_sizes.get("replica", 1),
+        cp=model.axis_sizes.get("cp", 1),
+        context=layout["context"],
         chunk_tokens=model.loss_config.chunk_tokens,
         rows=ROWS,
         seq=SEQ,
@@ -113,6 +116,33 @@ def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
     measured, formula = both(mesh, policy=policy, embedding="all_to_all", tied=False)
     assert measured == formula
     assert {kind for axes, kind, _ in measured if "replica" in axes} == {"all-reduce"}
+
+
+CONTEXT_MESHES = [(1, 1, 2, 1, 4), (2, 1, 2, 1, 2), (1, 2, 1, 1, 4), (1, 1, 1, 2, 4), (1, 1, 1, 1, 8), (2, 1, 1, 1, 4)]
+
+
+@meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4), (2, 1, 2, 1, 2))
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_form_of_context_parallelism_sends_what_its_formula_says(context, attention, family, mesh):
+    changes = dict(context=context, attention=attention, tensor_parallel=family, d_latent_q=16, dtype="bfloat16")
+    measured, formula = both(mesh, **changes)
+    assert measured == formula
+
+
+@meshes(CONTEXT_MESHES, (1, 1, 1, 2, 4))
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
+    measured, formula = both(mesh, policy=policy, tied=False, context="ulysses", residual="seq")
+    assert measured == formula
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_with_context_ranks_sends_what_its_formula_says(schedule):
+    changes = dict(embedding="all_to_all", context="ring", attention="gqa", **SCHEDULES[schedule])
+    measured, formula = both((2, 1, 1, 1, 4), schedule=schedule, layers=16, microbatches=8, **changes)
+    assert measured == formula
 
 
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
