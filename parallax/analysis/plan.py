@@ -269,7 +269,8 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
     yield ""
     yield time_parts(analytic_parts(found), found.secs)
     name, size = parts[0]
-    hidden = f"; {found.hidden_secs:.3f} s of messages over dp hide behind the work" * (found.hidden_secs > 0)
+    axes = "dp and cp" if any("cp" in axes.split() for axes in found.exposed_secs) else "dp"
+    hidden = f"; {found.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (found.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
 
 

@@ -171,7 +171,7 @@ def test_recomputing_costs_time_and_attention_without_scores_saves_it():
 
 
 def test_what_is_kept_is_written_and_read_and_can_cost_more_than_making_it_again():
-    wide = dict(model_d_ff=4096, data_seq=512)
+    wide = dict(model_d_ff=4096, data_global_batch=128)
     none, layer = (predict(tiny(**wide, pipeline_remat=remat), PAIR) for remat in ("none", "layer"))
     assert none.work_secs > layer.work_secs  # products whose result is much wider than what they multiply are kept
 

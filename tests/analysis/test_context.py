@@ -1,0 +1,252 @@
+"""What plans and reports say of context parallelism: bytes in closed form, memory, layouts, prices and words."""
+
+import re
+
+import jax
+import pytest
+import tiny
+from test_plan import PAIR
+from test_plan import tiny as tiny_settings
+
+import parallax as px
+from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.compiled import read_compiled
+from parallax.analysis.flops import flops_breakdown
+from parallax.analysis.layouts import Choice, build_if_legal, choices
+from parallax.analysis.memory import memory
+from parallax.analysis.plan import neighbours, plan_heading, sweep_table
+from parallax.analysis.report import report, report_text
+from parallax.analysis.step_time import predict
+from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw
+from parallax.analysis.topology import read_topology
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.mesh import resolve_sizes
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state, init_state, make_train_step
+
+ROWS, SEQ, MICROBATCHES, LAYERS, BYTES = 16, 64, 4, 8, 4
+FORMS = ("all_gather", "ring", "ulysses")
+WAYS = ("forward", "recompute", "backward")
+FOUR = read_topology("v5e:2x2")
+GQA, MLA = 2 * 4 * 8, 16 + 4  # numbers of a token that keys and values are made of: k and v, or the latent
+
+
+def build(mesh, **changes):
+    return tiny.build(mesh, microbatches=MICROBATCHES, **changes)
+
+
+def over_cp(model):
+    """Bytes that attention sends over cp in a step, by kind and direction."""
+    sent = [one for one in step_collectives(model, ROWS, SEQ) if one.module.startswith("attention")]
+    found = bytes_by([one for one in sent if one.axes == ("cp",)], "kind", "direction")
+    return {key: size for key, size in found.items() if size}
+
+
+# ---- bytes in closed form: of all layers and microbatches, `tokens` of a device
+
+
+def of_all_gather(cp, tokens, numbers):
+    return dict.fromkeys((("all-gather", "forward"), ("reduce-scatter", "backward")), (cp - 1) * tokens * numbers)
+
+
+def of_ring(cp, tokens, numbers):
+    """Forward k and v take cp - 1 hops; backward they do again, and their gradients go all the way round."""
+    return {
+        ("permute", "forward"): (cp - 1) * tokens * numbers,
+        ("permute", "backward"): (2 * cp - 1) * tokens * numbers,
+    }
+
+
+def of_ulysses(cp, tokens, numbers):
+    return {("all-to-all", way): (cp - 1) * tokens * numbers // cp for way in ("forward", "backward")}
+
+
+# For each form what a token has: GQA's 8 heads of 8 have 4 of k and v, MLA's are 12 and 8 wide.
+CLOSED = {
+    ("gqa", "all_gather"): (of_all_gather, GQA),
+    ("mla", "all_gather"): (of_all_gather, MLA),
+    ("gqa", "ring"): (of_ring, GQA),
+    ("mla", "ring"): (of_ring, 8 * (12 + 8)),
+    ("gqa", "ulysses"): (of_ulysses, 2 * 8 * 8 + GQA),
+    ("mla", "ulysses"): (of_ulysses, 2 * 8 * (12 + 8)),
+}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("attention", "context"), CLOSED)
+def test_each_form_sends_what_it_does_in_closed_form(attention, context, cp):
+    closed, numbers = CLOSED[attention, context]
+    tokens = LAYERS * ROWS * SEQ // (2 * cp)
+    expected = {key: BYTES * size for key, size in closed(cp, tokens, numbers).items()}
+    model = build((1, 2, 1, 1, cp), attention=attention, context=context, remat="none")
+    assert over_cp(model) == expected
+
+
+@pytest.mark.parametrize("context", FORMS)
+def test_what_remat_makes_again_is_sent_again(context):
+    sent = over_cp(build((1, 1, 2, 1, 4), attention="gqa", context=context, remat="layer"))
+    forward, again = ({kind: size for (kind, way), size in sent.items() if way == of} for of in WAYS[:2])
+    assert forward == again and forward
+
+
+@pytest.mark.parametrize("policy", ["zero1", "zero3"])
+def test_weights_travel_over_dp_and_cp_together(policy):
+    cut, whole = (step_collectives(build(mesh, policy=policy), ROWS, SEQ) for mesh in ((1, 2, 1, 1, 4), (1, 8, 1)))
+    of_weights = lambda sent, axes: bytes_by(  # noqa: E731
+        [one for one in sent if one.axes == axes and "norm" not in one.module and one.kind != "all-reduce"],
+        "kind", "direction", "module",
+    )  # fmt: skip
+    found = of_weights(cut, ("dp", "cp"))
+    assert found and found == of_weights(whole, ("dp",))
+
+
+# ---- memory and FLOPs
+
+
+@pytest.mark.parametrize("context", FORMS)
+def test_planned_bytes_are_those_that_a_device_holds(context):
+    model = build((1, 2, 1, 1, 4), context=context)
+    tx = make_optimizer(tiny.optimizer_config(), 10, model.layouts)
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
+    state, device = init_state(model, tx, 0), jax.devices()[0]
+    held = lambda tree: sum(  # noqa: E731
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+    assert plan.parameters == held(state.params) and plan.optimizer == held(state.opt_state)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel):
+    def saved(cp, seq, remat):
+        model = build((1, 1, 1, 1, cp), attention="gqa", remat=remat, kernel=kernel, context="ulysses")
+        opt_state = abstract_state(model, make_optimizer(tiny.optimizer_config(), 10, model.layouts)).opt_state
+        return memory(model, opt_state, global_batch=ROWS, seq=seq).saved_activations
+
+    for remat in ("none", "layer"):
+        assert saved(4, 1024, remat) == pytest.approx(saved(1, 1024, remat) / 4, rel=0.05)
+        assert saved(4, 2048, remat) == pytest.approx(2 * saved(4, 1024, remat), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", FORMS)
+def test_the_predicted_peak_is_near_the_compilers(context):
+    wide = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, chunk_tokens=256, attention="gqa")
+    model = build((1, 2, 1, 1, 4), context=context, remat="layer", **wide)
+    tx = make_optimizer(tiny.optimizer_config(), 10, model.layouts)
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=64, seq=512)
+    made = read_compiled(make_train_step(model, tx, 0).lower(64, 512).compile(), model.mesh)
+    assert plan.peak / made.together == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.parametrize("context", FORMS)
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_context_ranks_share_all_flops_but_those_of_latents_that_each_expands(attention, context):
+    found = flops_breakdown(build((1, 2, 1, 1, 4), attention=attention, context=context), ROWS, SEQ)
+    alone = flops_breakdown(build((1, 1, 1), attention=attention), ROWS, SEQ)
+    assert found.model == alone.model / 8 and found.padding == pytest.approx(alone.padding / 8)
+    assert found.masked <= alone.masked / 8 + 1  # blocks are smaller
+    expanded = attention == "mla" and context == "all_gather"
+    assert found.repeated == pytest.approx(3 * (4 - 1) * 2 * LAYERS * ROWS * SEQ / 8 * 16 * 8 * 16 * expanded, abs=1)
+
+
+# ---- layouts
+
+
+def long(**changes):
+    return tiny_settings(**dict(data_global_batch=2, data_seq=64, mesh_dp=2, mesh_cp=2, model_layers=4) | changes)
+
+
+def test_cp_is_tried_where_it_is_asked_for_or_rows_are_few():
+    tried = lambda settings: {(c.cp, c.context) for c in choices(settings, 4)}  # noqa: E731
+    all_forms = {(1, "all_gather"), *((cp, form) for cp in (2, 4) for form in FORMS)}
+    assert tried(long()) == tried(long(mesh_cp=1)) == all_forms
+    assert tried(long(mesh_cp=1, data_global_batch=4)) == {(1, "all_gather")}
+    assert tried(long(data_seq=12)) == {key for key in all_forms if key[0] < 4}  # 12 tokens are no 2 x 4 chunks
+
+
+def test_only_forms_are_tried_that_fit_heads_and_kernel():
+    heads = {c.cp * c.tp for c in choices(long(model_heads=2, model_kv_heads=2), 4) if c.context == "ulysses"}
+    assert max(heads) == 2
+    splash = choices(long(model_kernel="splash", data_seq=2048), 4)
+    assert {c.context for c in splash if c.cp > 1} == {"all_gather", "ulysses"}
+
+
+def test_a_layout_with_context_ranks_is_applied_and_asked_for_by_flags():
+    settings = long()
+    own = Choice.of(settings)
+    other = own._replace(cp=4, dp=1, context="ring")
+    assert own.cp == 2 and Choice.of(other.applied(settings)) == other
+    assert own.flags_to(other) == ["--config.mesh.dp=1", "--config.mesh.cp=4", "--config.layout.context=ring"]
+    assert build_if_legal(other.applied(settings), FOUR) is not None
+
+
+def test_bounds_are_never_above_what_is_found():
+    settings = long()
+    least = LeastWork(settings, FOUR, build_if_legal(settings, FOUR))
+    legal = [c for c in choices(settings, 4) if c.cp > 1 and c.pp == 1]
+    for choice in legal[:: len(legal) // 9]:
+        found, bound = predict(choice.applied(settings), FOUR), least.bound(choice)
+        assert bound.secs <= found.secs * (1 + 1e-9) and bound.peak_bytes <= found.peak_bytes, choice
+
+
+@pytest.mark.slow
+def test_a_sweep_prices_context_ranks_and_shows_them(tmp_path):
+    settings = long(data_global_batch=1, mesh_dp=1, mesh_cp=4)
+    search = Sweep(settings, FOUR, Cache(tmp_path), keep=30)
+    search.run()
+    found = {row.choice.cp for row in search.rows}
+    assert found == {1, 2, 4}
+    lines = list(sweep_table(search.shown(), {}, [], search.own))
+    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and any("ulysses" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+    assert "context" in draw("tiny", search.rows, FOUR, search.own)
+
+
+def test_advice_moves_context_ranks_and_names_the_other_forms():
+    flags = {flags for flags, _ in neighbours(long(), FOUR)}
+    assert {"--config.layout.context=ring", "--config.layout.context=ulysses"} <= flags
+    assert {"--config.mesh.dp=1 --config.mesh.cp=4", "--config.mesh.dp=4 --config.mesh.cp=1"} <= flags
+    assert not any("cp" in flag or "context" in flag for flag, _ in neighbours(tiny_settings(), PAIR))
+
+
+def test_replicas_stay_in_a_plan():
+    settings = tiny_settings(mesh_replica=2, mesh_dp=2, data_global_batch=8)
+    assert px.plan(settings, "v5e:2x2").settings.mesh.sizes == {"pp": 1, "replica": 2, "dp": 2, "tp": 1}
+
+
+# ---- prices and words
+
+
+def test_messages_over_cp_are_priced_between_dp_and_tp():
+    found = {form: predict(long(layout_context=form), FOUR).exposed_secs for form in FORMS}
+    assert found["all_gather"]["cp"] > found["ulysses"]["cp"] > 0
+    sizes = {"pp": 1, "dp": 4, "cp": 4, "tp": 4}
+    routes = {axis: read_topology("v5p:4x4x4").route(sizes, [axis]).bandwidth for axis in ("dp", "cp", "tp")}
+    assert routes["tp"] >= routes["cp"] >= routes["dp"]
+
+
+def test_keys_of_a_ring_travel_while_others_are_met():
+    ring = predict(long(layout_context="ring"), FOUR)
+    gathered = predict(long(layout_context="all_gather"), FOUR)
+    assert ring.hidden_secs > gathered.hidden_secs and ring.exposed_secs["cp"] < gathered.exposed_secs["cp"]
+
+
+def test_plans_and_reports_name_the_axis_and_the_form():
+    settings = long()
+    heading = plan_heading("long", settings, FOUR)
+    assert "mesh pp=1 dp=2 cp=2 tp=1" in heading and "1 microbatches of 1 x 32 tokens a device" in heading
+    assert "keys over cp by all_gather" in heading
+    model = build((1, 2, 1, 1, 4), context="ring")
+    step = make_train_step(model, make_optimizer(tiny.optimizer_config(), 10, model.layouts), 0)
+    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
+    text = report_text(report(step, batch, name="long", compiled=False))
+    assert "pp=1 dp=2 cp=4 tp=1 on 8 devices" in text and re.search(r"^cp\n +permute", text, re.MULTILINE)
+
+
+def test_a_mesh_of_other_devices_says_which_meshes_are_left_beside_cp():
+    config = px.MeshConfig(pp=1, dp=3, tp=1, simulate=0, cp=2) if hasattr(px, "MeshConfig") else long().mesh
+    with pytest.raises(ConfigError, match=r"mesh.cp=2 .* legal pp·dp·tp for 4: 1·1·4"):
+        resolve_sizes(config, 8)
