@@ -69,7 +69,9 @@ def attention(seq: int, rounds: int) -> None:
     for form in (plain, blocks):
         passes = jax.grad(lambda *heads, form=form: jnp.sum(jnp.sin(form(*heads, segments))), (0, 1, 2))
         programs[form.__name__] = jax.jit(passes).lower(*heads).compile()
-    secs = in_turns({name: lambda run=run: jax.block_until_ready(run(*heads)) for name, run in programs.items()}, rounds)
+    secs = in_turns(
+        {name: lambda run=run: jax.block_until_ready(run(*heads)) for name, run in programs.items()}, rounds
+    )
     for name, program in programs.items():
         ratio = statistics.median(own / other for own, other in zip(secs[name], secs["plain"]))
         held = program.memory_analysis().temp_size_in_bytes / 2**20

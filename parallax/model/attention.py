@@ -50,7 +50,7 @@ def _padded(kernel: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask:
 def attend_over_context(
     form: ContextForm, q: Array, k: Array, v: Array, context: Context, *, keys: str, scale: float, kernel: str
 ) -> Array:
-    """`attend` of the queries of this context rank to the keys of all, [B, S, H, K]. `keys` is how cp cuts seq of `k` and
+    """`attend` of this context rank's queries to the keys of all, [B, S, H, K]. `keys` is how cp cuts seq of `k` and
     `v` now: where it cuts it and the form does not, they are gathered, or change places with heads. A ring sends what
     `blockwise_attention` says.
 

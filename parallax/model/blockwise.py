@@ -37,7 +37,7 @@ def blockwise_attention(
 
     Groups of H / G query heads share a key head. `segments_BN` are those of whole rows, in order. `keys` is WHOLE,
     GATHERED or RING: under the last two the queries are those of this context rank, see parallax/sharding/zigzag.py.
-    Statistics and sums are float32. A ring of cp ranks makes cp - 1 hops; the gradients of k and v, in float32, make one
+    Statistics and sums are float32. A ring of cp ranks makes cp - 1 hops; gradients of k and v, in float32, make one
     more at the end, home.
 
     Communication, a hop:
@@ -53,7 +53,7 @@ def blockwise_attention(
 
 
 def block_tokens(tokens: int) -> int:
-    """Tokens on a side of a block: the largest divisor of `tokens` that is no larger than BLOCK, or the smallest that is
+    """Tokens on a side of a block: the largest divisor of `tokens` not larger than BLOCK, or the smallest that is
     no smaller than SMALLEST_BLOCK where that one is too small.
 
     >>> [block_tokens(tokens) for tokens in (16, 256, 1000, 4096, 521)]
@@ -140,7 +140,7 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """Tokens in blocks, the blocks in front: [blocks, B, G, rows, ...]; of queries the heads of a group are rows, too."""
+    """Tokens in blocks, the blocks in front: [blocks, B, G, rows, ...]; heads of a group are rows of queries, too."""
 
     def __init__(self, q: Array, k: Array, segments: Array, size: int, scale: float):
         self.size, self.scale, self.groups = size, scale, k.shape[2]
@@ -168,7 +168,7 @@ class _Blocks:
 
 
 class _Hops:
-    """The pairs of blocks to compute, [hops, ranks, pairs, 4]: which block of the queries and of the keys that are here,
+    """The pairs of blocks to compute, [hops, ranks, pairs, 4]: which block of queries and of keys that are here,
     and which these are in the whole row. Between two hops each rank hands its keys on."""
 
     def __init__(self, size: int, pairs: list[np.ndarray]):

@@ -7,7 +7,7 @@ from parallax.sharding.activations import CONTEXT_AXIS, SEQ, activation
 
 
 class ContextForm(NamedTuple):
-    """How the softmax core has its tokens: a dim that says whether cp cuts seq, and "/cp" behind heads if it cuts those."""
+    """How the softmax core has its tokens: whether cp cuts seq of queries and of keys, or their heads."""
 
     queries: str  # of seq
     keys: str

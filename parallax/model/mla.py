@@ -30,7 +30,7 @@ class MLA(nn.Module):
     Training expands the latent to heads. Decoding caches `d_latent + d_rope` numbers a token and never expands:
     W_UK is absorbed into the queries, W_UV into the output.
 
-    Where context ranks gather keys, they gather the latent, which is smaller, and expand the tokens of all. In the other
+    Where context ranks gather keys, they gather the latent, which is smaller, and expand all tokens. In the other
     forms it sends over `cp` what `attend_over_context` does.
 
     Communication, column_row:

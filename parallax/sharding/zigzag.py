@@ -41,7 +41,7 @@ def order_of(ranks: int, pieces: int) -> np.ndarray:
 
 
 def places(layout: str | Layout, tokens: int) -> Array:
-    """The index in its whole row of each of the `tokens` that this device holds, [tokens], of an array of this layout."""
+    """The index in its whole row of each of the `tokens` that a device holds of an array of this layout, [tokens]."""
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
     axes, ranks = layout.cut_of("seq"), context_ranks()
     if CONTEXT_AXIS not in axes or ranks == 1:
