@@ -177,7 +177,7 @@ class Step:
 
         all_gather  (cp-1) T (G J + G K) forward, and as many gradients backward; of MLA (cp-1) T (d_latent + d_rope)
         ring        (cp-1) T (G J + G K) forward; backward as many, and the gradients, in float32, cp T (G J + G K)
-        ulysses     (cp-1)/cp T (H (J + K) + G' (J + K)) both ways, where G' are the key heads, repeated until cp divides
+        ulysses     (cp-1)/cp T (H + G') (J + K) both ways, where G' are the key heads, repeated until cp divides them
         """
         m, times, row = self.model, self.layer_passes, self.tokens * self.bytes
         heads = m.heads // self.tp
@@ -263,7 +263,12 @@ class Step:
 
     def sum_at_rest(self, entries: int, policy: str, over_tp: bool, over_pp: bool = True) -> None:
         """The gradient of a parameter at rest, summed once over the axes that do not cut it."""
-        axes = ["pp"] * (not over_pp) + ["replica"] * (self.replica > 1) + [self.fsdp] * (policy == "ddp") + ["tp"] * (not over_tp)
+        axes = (
+            ["pp"] * (not over_pp)
+            + ["replica"] * (self.replica > 1)
+            + [self.fsdp] * (policy == "ddp")
+            + ["tp"] * (not over_tp)
+        )
         self.add(" ".join(axes), "all-reduce", "backward", self.cut_at_rest(entries, policy) * FLOAT32)
 
     def sum_of_gradients(self, entries: int) -> tuple[str, str, int]:

@@ -9,8 +9,8 @@ from configs.base import get_config
 ROWS, SEQ, VOCAB = 16, 16, 64
 MODEL = dict(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, d_latent=16, d_rope=4, vocab=VOCAB)
 SECTIONS = {  # of the keys of a row
-    "mesh": ["pp", "dp", "tp", "replica"],
-    "layout": ["tensor_parallel", "residual", "embedding"],
+    "mesh": ["pp", "dp", "tp", "replica", "cp"],
+    "layout": ["tensor_parallel", "residual", "embedding", "context"],
     "pipeline": ["schedule", "virtual", "microbatches", "remat"],
     "data_parallel": ["policy", "exceptions"],
     "fsdp": ["reduce", "prefetch"],
@@ -73,6 +73,15 @@ all-ddp         2x2x2 mla scatter    seq    interleaved   layer       ddp       
 all-zero2       2x2x2 gqa column_row hidden zero_bubble_v none        zero2      compute 0 tied   adamw dtype=bfloat16
 all-lean        2x2x2 mla column_row seq    one_f_one_b   attention   lean       float32 1 untied muon
 replicas        1x2x2 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw replica=2
+
+cp-gather       1x1x1 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw cp=2
+cp-latent       1x2x2 mla scatter    seq    gpipe         none        zero1      float32 0 untied adamw cp=2
+cp-ring         1x1x2 gqa column_row seq    gpipe         attention   zero3      float32 0 tied   adamw cp=4 \
+    context=ring
+cp-ring-stages  2x1x1 mla column_row hidden one_f_one_b   layer       zero3      float32 0 untied adamw cp=2 \
+    context=ring
+cp-ulysses      2x1x2 gqa scatter    hidden zero_bubble   layer       ddp        compute 0 tied   adamw cp=2 \
+    context=ulysses dtype=bfloat16
 """
 
 

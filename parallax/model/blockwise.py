@@ -22,8 +22,8 @@ from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, va
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.zigzag import context_ranks, order_of
 
-BLOCK = 256  # tokens on a side of a block of scores, at most
-SMALLEST_BLOCK = 64  # smaller ones cost more than they save
+LONGEST_SIDE = 256  # tokens on a side of a block of scores, at most
+SHORTEST_SIDE = 64  # smaller ones cost more than they save
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that weighs nothing beside any other, and is no infinity
 # Whose keys a query meets: all that the device holds, in order; gathered ones, of queries that context ranks share;
 # those of all ranks, one after the other.
@@ -52,15 +52,15 @@ def blockwise_attention(
     return _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
 
 
-def block_tokens(tokens: int) -> int:
-    """Tokens on a side of a block: the largest divisor of `tokens` not larger than BLOCK, or the smallest that is
-    no smaller than SMALLEST_BLOCK where that one is too small.
+def tokens_of_block(tokens: int) -> int:
+    """Tokens on a side of a block: the largest divisor of `tokens` not larger than LONGEST_SIDE, or the smallest that
+    is no smaller than SHORTEST_SIDE where that one is too small.
 
-    >>> [block_tokens(tokens) for tokens in (16, 256, 1000, 4096, 521)]
+    >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 521]
     """
-    fit = max(size for size in divisors(tokens) if size <= BLOCK)
-    return fit if fit >= min(SMALLEST_BLOCK, tokens) else min(s for s in divisors(tokens) if s >= SMALLEST_BLOCK)
+    fit = max(size for size in divisors(tokens) if size <= LONGEST_SIDE)
+    return fit if fit >= min(SHORTEST_SIDE, tokens) else min(s for s in divisors(tokens) if s >= SHORTEST_SIDE)
 
 
 def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
@@ -72,7 +72,7 @@ def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
     >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    size = block_tokens(seq if ranks == 1 else seq // (2 * ranks))
+    size = tokens_of_block(seq if ranks == 1 else seq // (2 * ranks))
     blocks = seq // size
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
     return 2 * rows * heads * blocks * (blocks + 1) // 2 // ranks * size**2 * widths[part]
@@ -206,10 +206,10 @@ class _Hops:
 def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np.ndarray]]:
     """The size of a block, and for each hop the pairs of each rank."""
     if form == WHOLE:
-        size, held = block_tokens(queries), np.arange(1)
-        first = np.arange(queries // block_tokens(queries))[None]
+        size, held = tokens_of_block(queries), np.arange(1)
+        first = np.arange(queries // tokens_of_block(queries))[None]
     else:
-        size, held = block_tokens(queries // 2), np.arange(ranks)
+        size, held = tokens_of_block(queries // 2), np.arange(ranks)
         first = order_of(ranks, ranks * queries // size)
     found = []
     for hop in range(ranks if form == RING else 1):

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from tiny import mesh_of
 
 from parallax.model.attention import attend_over_context
-from parallax.model.blockwise import BLOCK, SMALLEST_BLOCK, block_tokens, blockwise_attention
+from parallax.model.blockwise import LONGEST_SIDE, SHORTEST_SIDE, blockwise_attention, tokens_of_block
 from parallax.model.context import Context
 from parallax.model.families import CONTEXTS
 from parallax.sharding.activations import SEQ, activation
@@ -31,7 +30,7 @@ SEQS = [16, 97, 512, 600, 521]  # one block of all; a prime; 2 blocks; blocks of
 
 
 def documents(seq, seed=0):
-    """Segments of packed rows [ROWS, seq], the last of a row padding (0): documents of uneven lengths, across blocks."""
+    """Segments of packed rows [ROWS, seq]: documents of uneven lengths, across blocks, and padding (0) at one's end."""
     rng = np.random.default_rng(seed)
     segments = 1 + np.cumsum(rng.random((ROWS, seq)) < 5 / seq, axis=1).astype(np.int32)
     segments[0, -seq // 5 :] = 0
@@ -140,7 +139,7 @@ def test_queries_keys_values_the_output_and_one_number_a_query_are_kept(heads):
 
 
 def test_the_largest_array_is_a_block_of_scores():
-    seq = 4 * BLOCK
+    seq = 4 * LONGEST_SIDE
     q, k, v, dy = arrays("gqa", seq)
     segments = jnp.asarray(documents(seq))
 
@@ -149,7 +148,7 @@ def test_the_largest_array_is_a_block_of_scores():
         return pull(dy)
 
     largest = max(var.aval.size for equation in equations(run, q, k, v) for var in equation.outvars)
-    assert largest == ROWS * 4 * BLOCK**2
+    assert largest == ROWS * 4 * LONGEST_SIDE**2
 
 
 def temporaries(seq):
@@ -172,17 +171,17 @@ def test_memory_grows_with_seq_and_not_with_its_square():
 
 def test_only_blocks_that_some_query_sees_are_computed():
     """With n blocks on a side, n (n + 1) / 2 of n * n."""
-    q, k, v, _ = arrays("mha", 4 * BLOCK)
-    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * BLOCK), jnp.int32), scale=SCALE)  # noqa: E731
+    q, k, v, _ = arrays("mha", 4 * LONGEST_SIDE)
+    run = lambda q: blockwise_attention(q, k, v, jnp.ones((ROWS, 4 * LONGEST_SIDE), jnp.int32), scale=SCALE)  # noqa: E731
     assert [e.params["length"] for e in equations(run, q) if e.primitive.name == "scan"] == [4 * 5 // 2]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
 def test_a_block_divides_the_tokens_and_is_neither_small_nor_needlessly_large(tokens):
-    size = block_tokens(tokens)
-    assert tokens % size == 0 and size >= min(tokens, SMALLEST_BLOCK)
-    fits = any(tokens % other == 0 for other in range(min(tokens, SMALLEST_BLOCK), BLOCK + 1))
-    assert (size <= BLOCK) == fits
+    size = tokens_of_block(tokens)
+    assert tokens % size == 0 and size >= min(tokens, SHORTEST_SIDE)
+    fits = any(tokens % other == 0 for other in range(min(tokens, SHORTEST_SIDE), LONGEST_SIDE + 1))
+    assert (size <= LONGEST_SIDE) == fits
 
 
 # ---- on context ranks

@@ -56,6 +56,19 @@ def test_the_mask_is_the_same_however_it_is_cut(layout):
     np.testing.assert_array_equal(jax.jit(run)(x, rows, key), drop(x, rows, key))
 
 
+@pytest.mark.parametrize("layout", [HIDDEN_CUT, SEQ_CUT])
+def test_the_mask_is_the_same_on_context_ranks(layout):
+    """Which hold chunk r and chunk 7 - r of the 8 of a row."""
+    chunks = np.arange(SHAPE[1]).reshape(8, -1)
+    order = np.concatenate([np.concatenate([chunks[rank], chunks[7 - rank]]) for rank in range(4)])
+    mesh = mesh_of(1, 1, 2, 1, 4)
+    spec = Layout.parse(layout).spec(mesh)
+    local = lambda x, rows, key: drop(x, rows, key, layout=layout)  # noqa: E731
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec, check_vma=True)
+    arrays = jnp.ones(SHAPE), jnp.arange(8), jax.random.key(0)
+    np.testing.assert_array_equal(jax.jit(run)(*arrays), drop(*arrays)[:, order])
+
+
 @pytest.mark.parametrize(
     "remat", ["attention", "stage", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "layer"))]
 )

@@ -1,4 +1,4 @@
-"""The order of tokens on context ranks: nothing is lost or twice there, causal work is even, and the way back is exact."""
+"""The order of tokens on context ranks: none is lost or twice there, causal work is even, the way back is exact."""
 
 import jax
 import jax.numpy as jnp
