@@ -7,7 +7,7 @@ import traced_counts
 from traced_settings import CASES, COLUMNS
 
 VALUES = {
-    "mesh": {"1x1x1", "2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x2x2"},
+    "mesh": {"1x1x1", "2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x1x2", "2x2x2"},
     "attention": {"mla", "gqa"},
     "tensor_parallel": {"column_row", "scatter"},
     "residual": {"hidden", "seq"},
@@ -32,6 +32,7 @@ SLOW = {
     "all-gpipe-step",
 }
 SLOW |= {"all-1f1b-step", "all-1f1b-ahead", "all-inter", "all-zb-step", "all-zb-v"}
+SLOW |= {"cp-gather", "cp-latent"}
 CALLS, AXES, KIND = -4, 1, 2  # words of a line
 
 
