@@ -71,6 +71,7 @@ ROWS = {
         Row({"layout.context": "all_gather"}),
         Row(RING),
         Row(RING | {"layout.context": "all_gather"}),
+        Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
     ],
     "tiny_gqa": [Row({})],
 }

@@ -19,6 +19,7 @@ from parallax.analysis.report import report, report_text
 from parallax.analysis.step_time import predict
 from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw
 from parallax.analysis.topology import read_topology
+from parallax.config.sections import MeshConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import resolve_sizes
 from parallax.training.optimizer import make_optimizer
@@ -33,6 +34,10 @@ GQA, MLA = 2 * 4 * 8, 16 + 4  # numbers of a token that keys and values are made
 
 def build(mesh, **changes):
     return tiny.build(mesh, microbatches=MICROBATCHES, **changes)
+
+
+def adamw(model):
+    return make_optimizer(tiny.optimizer_config(), 1000, model.layouts)
 
 
 def over_cp(model):
@@ -91,7 +96,7 @@ def test_what_remat_makes_again_is_sent_again(context):
 
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_weights_travel_over_dp_and_cp_together(policy):
-    cut, whole = (step_collectives(build(mesh, policy=policy), ROWS, SEQ) for mesh in ((1, 2, 1, 1, 4), (1, 8, 1)))
+    cut, whole = (step_collectives(build(mesh, policy=policy), 32, SEQ) for mesh in ((1, 2, 1, 1, 4), (1, 8, 1)))
     of_weights = lambda sent, axes: bytes_by(  # noqa: E731
         [one for one in sent if one.axes == axes and "norm" not in one.module and one.kind != "all-reduce"],
         "kind", "direction", "module",
@@ -106,7 +111,7 @@ def test_weights_travel_over_dp_and_cp_together(policy):
 @pytest.mark.parametrize("context", FORMS)
 def test_planned_bytes_are_those_that_a_device_holds(context):
     model = build((1, 2, 1, 1, 4), context=context)
-    tx = make_optimizer(tiny.optimizer_config(), 10, model.layouts)
+    tx = adamw(model)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
     state, device = init_state(model, tx, 0), jax.devices()[0]
     held = lambda tree: sum(  # noqa: E731
@@ -122,7 +127,7 @@ def test_planned_bytes_are_those_that_a_device_holds(context):
 def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel):
     def saved(cp, seq, remat):
         model = build((1, 1, 1, 1, cp), attention="gqa", remat=remat, kernel=kernel, context="ulysses")
-        opt_state = abstract_state(model, make_optimizer(tiny.optimizer_config(), 10, model.layouts)).opt_state
+        opt_state = abstract_state(model, adamw(model)).opt_state
         return memory(model, opt_state, global_batch=ROWS, seq=seq).saved_activations
 
     for remat in ("none", "layer"):
@@ -135,7 +140,7 @@ def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel)
 def test_the_predicted_peak_is_near_the_compilers(context):
     wide = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, chunk_tokens=256, attention="gqa")
     model = build((1, 2, 1, 1, 4), context=context, remat="layer", **wide)
-    tx = make_optimizer(tiny.optimizer_config(), 10, model.layouts)
+    tx = adamw(model)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=64, seq=512)
     made = read_compiled(make_train_step(model, tx, 0).lower(64, 512).compile(), model.mesh)
     assert plan.peak / made.together == pytest.approx(1, abs=0.25)
@@ -156,7 +161,8 @@ def test_context_ranks_share_all_flops_but_those_of_latents_that_each_expands(at
 
 
 def long(**changes):
-    return tiny_settings(**dict(data_global_batch=2, data_seq=64, mesh_dp=2, mesh_cp=2, model_layers=4) | changes)
+    few = dict(data_global_batch=2, data_seq=64, mesh_dp=2, mesh_cp=2, pipeline_microbatches=1, model_layers=4)
+    return tiny_settings(**few | changes)
 
 
 def test_cp_is_tried_where_it_is_asked_for_or_rows_are_few():
@@ -221,7 +227,7 @@ def test_replicas_stay_in_a_plan():
 
 
 def test_messages_over_cp_are_priced_between_dp_and_tp():
-    found = {form: predict(long(layout_context=form), FOUR).exposed_secs for form in FORMS}
+    found = {form: predict(long(mesh_dp=1, mesh_cp=4, layout_context=form), FOUR).exposed_secs for form in FORMS}
     assert found["all_gather"]["cp"] > found["ulysses"]["cp"] > 0
     sizes = {"pp": 1, "dp": 4, "cp": 4, "tp": 4}
     routes = {axis: read_topology("v5p:4x4x4").route(sizes, [axis]).bandwidth for axis in ("dp", "cp", "tp")}
@@ -240,13 +246,13 @@ def test_plans_and_reports_name_the_axis_and_the_form():
     assert "mesh pp=1 dp=2 cp=2 tp=1" in heading and "1 microbatches of 1 x 32 tokens a device" in heading
     assert "keys over cp by all_gather" in heading
     model = build((1, 2, 1, 1, 4), context="ring")
-    step = make_train_step(model, make_optimizer(tiny.optimizer_config(), 10, model.layouts), 0)
+    step = make_train_step(model, adamw(model), 0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS, SEQ), "int32")}
     text = report_text(report(step, batch, name="long", compiled=False))
     assert "pp=1 dp=2 cp=4 tp=1 on 8 devices" in text and re.search(r"^cp\n +permute", text, re.MULTILINE)
 
 
 def test_a_mesh_of_other_devices_says_which_meshes_are_left_beside_cp():
-    config = px.MeshConfig(pp=1, dp=3, tp=1, simulate=0, cp=2) if hasattr(px, "MeshConfig") else long().mesh
-    with pytest.raises(ConfigError, match=r"mesh.cp=2 .* legal pp·dp·tp for 4: 1·1·4"):
+    config = MeshConfig(pp=1, dp=3, tp=1, simulate=0, cp=2)
+    with pytest.raises(ConfigError, match=r"mesh.cp=2 .* legal pp·dp·tp for 4: 1·4·1"):
         resolve_sizes(config, 8)
