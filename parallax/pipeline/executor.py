@@ -534,7 +534,7 @@ class PrefetchTurns(Turns):
         if self.loop.uneven:
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1])
             there = self.loop.numbers[number] >= 0
-            carry, shares = lax.cond(there, lambda: vary_all(run()), partial(vary_all, (carry, empty)))
+            carry, shares = lax.cond(there, run, partial(vary_all, (carry, empty)))
         else:
             carry, shares = run()
         coming = gathered
