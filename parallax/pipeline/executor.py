@@ -381,8 +381,8 @@ class Stage:
         at = read()
 
         def step(carry, layer, number, gathered):
-            read, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
-            return carry, self.vjp.weight_backward(read, b_residuals)
+            saved, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
+            return carry, self.vjp.weight_backward(saved, b_residuals)
 
         turns = self.loop.turns(step, at.chunk)
         return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1])
