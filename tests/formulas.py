@@ -106,6 +106,11 @@ class Step:
         """Whether pp and dp cut the same dim of a table, the larger one, and it is gathered over both once a step."""
         return self.tables in ("zero1", "zero2") and self.model.d_model > self.model.vocab and self.pp > 1
 
+    @property
+    def sums_at_once(self) -> bool:
+        """Whether its gradient is scattered over both once a step, too; with "zero2" over dp at each use."""
+        return self.tables_at_once and self.tables == "zero1"
+
     def cut(self, entries: int, over_tp: bool) -> int:
         return entries // self.tp if over_tp else entries
 
@@ -248,9 +253,9 @@ class Step:
             self.add(self.fsdp, *self.sum_of_gradients(kernel), sums)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
-        axes = f"pp {self.fsdp}" if self.tables_at_once else self.fsdp
-        self.add(axes, "all-gather", "forward", self.table * self.bytes, gathers)
-        self.add(self.fsdp, *self.sum_of_gradients(self.table), sums)
+        axes = {True: f"pp {self.fsdp}", False: self.fsdp}
+        self.add(axes[self.tables_at_once], "all-gather", "forward", self.table * self.bytes, gathers)
+        self.add(axes[self.sums_at_once], *self.sum_of_gradients(self.table), sums)
 
     def times(self, policy: str, uses: int, once: int) -> tuple[int, int]:
         """How often a step gathers weights, and scatters gradients, that have so many uses."""
@@ -287,7 +292,7 @@ class Step:
         for _ in range(1 if m.tied else 2):
             table = self.cut_at_rest(self.table, self.tables)
             self.add("pp", "all-gather", "forward", table * self.bytes, not self.tables_at_once)
-            self.add("pp", "reduce-scatter", "backward", table * FLOAT32)
+            self.add("pp", "reduce-scatter", "backward", table * FLOAT32, not self.sums_at_once)
             over_tp = self.embedding == "vocab_parallel"
             self.sum_at_rest(self.table // self.pp, self.tables, over_tp, over_pp=self.pp > 1)
         hidden = self.residual == "hidden"

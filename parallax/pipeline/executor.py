@@ -30,6 +30,9 @@ from parallax.sharding.collectives import permute, vary_all
 # returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
 # are not taken.
 Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
+# What a pass works on: the stage's input or the gradient in its output, the microbatch's context, and its slots. A pass
+# reads it itself, so that idle ranks do not, and the first stage's rank alone embeds.
+Read = Callable[[], tuple[Array, Context, "SlotIndex"]]
 # The scopes of the passes and of what stages send each other, by which traces and profiles are read.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
@@ -115,7 +118,8 @@ class Executor(NamedTuple):
         if room is not None:
             state = state._replace(residuals=jax.tree.map(zeros, room))
         if "F" in kinds:
-            forward, idle = partial(self.forward, state, row), partial(self.idle_forward, state)
+            read, idle = partial(self.read_forward, state, row), partial(self.idle_forward, state)
+            forward = partial(self.stage.forward, self.weights, read, state.residuals)
             with jax.named_scope(FORWARD):
                 outputs["F"], residuals = forward() if row.always("F") else lax.cond(row.acts("F"), forward, idle)
             state = state._replace(residuals=residuals)
@@ -125,13 +129,16 @@ class Executor(NamedTuple):
                 boundary = head() if row.always("exit") else lax.cond(row.acts("exit"), head, wait)
                 state = state._replace(boundary=boundary)
         if "B" in kinds:
-            backward, idle = partial(self.backward, state, row), partial(self.idle_backward, state)
+            read, idle = partial(self.read_backward, state, row), partial(self.idle_backward, state)
+            end = partial(self.end_backward, state, row)
+            backward = partial(self.stage.backward, self.weights, read, state.residuals, state.grads, end)
             with jax.named_scope(BACKWARD):
                 found = backward() if row.always("B") else lax.cond(row.acts("B"), backward, idle)
             outputs["B"], grads, residuals, boundary = found
             state = state._replace(grads=grads, residuals=residuals, boundary=boundary)
         if "W" in kinds:
-            weigh, idle = partial(self.weight_gradients, state, row), partial(vary_all, state.grads)
+            read, idle = partial(self.slot_index, "W", row), partial(vary_all, state.grads)
+            weigh = partial(self.stage.weight_gradients, read, state.residuals, state.grads)
             with jax.named_scope(WEIGHTS):
                 grads = weigh() if row.always("W") else lax.cond(row.acts("W"), weigh, idle)
             state = state._replace(grads=grads)
@@ -139,15 +146,14 @@ class Executor(NamedTuple):
             state = state._replace(residuals=None)
         return self._send(state, row, outputs), None
 
-    def forward(self, state: State, row: "Row") -> tuple[Array, Any]:
-        """F of one microbatch: the stage's output, and residuals."""
+    def read_forward(self, state: State, row: "Row") -> tuple[Array, Context, "SlotIndex"]:
+        """What F of this tick works on."""
         x = row.at_end(
             "F",
             lambda: self.boundary.first_stage_input(state.boundary, row["F"]),
             lambda: index(state.messages["F"], row["message F"]),
         )
-        context, at = self.context(row["F"]), self._slot_index("F", row)
-        return vary_all(self.stage.forward(self.weights, x, context, state.residuals, at))
+        return x, self.context(row["F"]), self.slot_index("F", row)
 
     def idle_forward(self, state: State) -> tuple[Array, Any]:
         return vary_all((jnp.zeros_like(state.messages["F"][0]), state.residuals))
@@ -156,29 +162,26 @@ class Executor(NamedTuple):
         """The boundary's state after the last stage's output, which is `y` on its rank."""
         return vary_all(self.boundary.on_last_stage_output(state.boundary, row["exit"], row["exit F"], y))
 
-    def backward(self, state: State, row: "Row") -> tuple[Array, list[Array], Any, Any]:
-        """B of one microbatch: the gradient in the stage's input, summed gradients, residuals, the boundary's state."""
+    def read_backward(self, state: State, row: "Row") -> tuple[Array, Context, "SlotIndex"]:
+        """What B of this tick works on."""
         dy = row.at_end(
             "B",
             lambda: self.boundary.last_stage_gradient(state.boundary, row["B"], row["exit B"]),
             lambda: index(state.messages["B"], row["message B"]),
         )
-        context, at = self.context(row["B"]), self._slot_index("B", row)
-        dx, grads, residuals = self.stage.backward(self.weights, state.residuals, context, dy, state.grads, at)
+        return dy, self.context(row["B"]), self.slot_index("B", row)
+
+    def end_backward(self, state: State, row: "Row", dx: Array) -> Any:
+        """The boundary's state after the gradient in the first stage's input, which is `dx` on its rank."""
         in_first = (row["chunk B"] == 0) & row.acts("B")
-        boundary = row.select(
+        return row.select(
             in_first & (lax.axis_index("pp") == self.schedule.placement[0]),
             lambda: self.boundary.on_first_stage_gradient(state.boundary, row["B"], dx),
             lambda: state.boundary,
         )
-        return vary_all((dx, grads, residuals, boundary))
 
     def idle_backward(self, state: State) -> tuple[Array, list[Array], Any, Any]:
         return vary_all((jnp.zeros_like(state.messages["B"][0]), state.grads, state.residuals, state.boundary))
-
-    def weight_gradients(self, state: State, row: "Row") -> list[Array]:
-        """W of one microbatch: summed gradients."""
-        return vary_all(self.stage.weight_gradients(state.residuals, state.grads, self._slot_index("W", row)))
 
     def _send(self, state: State, row: "Row", outputs: dict[str, Array]) -> State:
         messages = dict(state.messages)
@@ -193,7 +196,7 @@ class Executor(NamedTuple):
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)
 
-    def _slot_index(self, kind: str, row: "Row") -> "SlotIndex":
+    def slot_index(self, kind: str, row: "Row") -> "SlotIndex":
         chunk = row[f"chunk {kind}"] if self.schedule.virtual > 1 else 0
         slots = {pool: row[f"{pool} {kind}"] for pool, tables in self.schedule.slot.items() if kind in tables}
         return SlotIndex(chunk, slots)
@@ -269,18 +272,18 @@ class Stage:
     in_rows: bool = False
 
     def __post_init__(self):
-        self.vjp = SplitVjp(self.layer)
+        self.vjp = SplitVjp()
 
     def plan(self, weights: Any, x: Array, context: Context) -> dict[str, list[Array]]:
         """What a layer keeps in each pool. Called once, for its shapes, before the passes below are traced."""
         gathered, context = self.loop.gathered(weights, 0), self._at(context, 0)
-        y, pull = jax.vjp(partial(self.layer, context=context), gathered, x)
-        saved = self.vjp.saved(pull, gathered, context)
+        y, saved = self.save(gathered, x, context)
         self.saved_shapes = jax.eval_shape(lambda: saved)
         in_place = self.remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
         if self.remat in REMAT_POLICIES:
-            self.vjp.plan_selection(gathered, x, context, REMAT_POLICIES[self.remat])
+            program = jax.make_jaxpr(self.save)(gathered, x, context)
+            self.vjp.plan_selection(program, REMAT_POLICIES[self.remat])
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
         if self.split:
             self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
@@ -289,6 +292,11 @@ class Stage:
             if in_place:
                 pools["FB"] = [leaf for at, leaf in enumerate(saved) if at not in self.vjp.read_later]
         return pools
+
+    def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
+        """The output of one layer, and what its backward pass reads."""
+        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+        return y, self.vjp.saved(pull, weights, context)
 
     @property
     def last_weight(self) -> int:
@@ -304,9 +312,10 @@ class Stage:
 
         return {pool: [empty(pool, leaf) for leaf in pools[pool]] for pool in slots}
 
-    def forward(self, weights: Any, x: Array, context: Context, residuals: Any, at: SlotIndex) -> tuple[Array, Any]:
-        """The stage's output, and `residuals` with what the backward pass will read; without residuals, None."""
-        of_layers = residuals
+    def forward(self, weights: Any, read: Read, residuals: Any) -> tuple[Array, Any]:
+        """F of one microbatch: the stage's output, and `residuals` with what the backward pass will read; without
+        residuals, None."""
+        (x, context, at), of_layers = read(), residuals
         if self.remat == "stage" and residuals is not None:
             of_layers, residuals = None, residuals | {"FB": write_slot(residuals["FB"], [x], at.slots["FB"])}
 
@@ -327,15 +336,17 @@ class Stage:
         turns = self.loop.turns(step, at.chunk, weights=weights)
         state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, of_layers)))
         (y, of_layers), _ = turns.end(state)
-        return y, residuals if of_layers is None else of_layers
+        return vary_all((y, residuals if of_layers is None else of_layers))
 
     def backward(
-        self, weights: Any, residuals: Any, context: Context, dy: Array, grads: list[Array], at: SlotIndex
-    ) -> tuple[Array, list[Array], Any]:
-        """The gradient in the stage's input, `grads` with this microbatch's share added, and `residuals`.
+        self, weights: Any, read: Read, residuals: Any, grads: list[Array], end: Callable[[Array], Any]
+    ) -> tuple[Array, list[Array], Any, Any]:
+        """B of one microbatch: the gradient in the stage's input, `grads` with this microbatch's share added,
+        `residuals`, and what `end` makes of that gradient.
 
         With `split` only the share that costs no matrix product, and `residuals` with those of `weight_gradients`.
         """
+        dy, context, at = read()
         if self.remat == "stage":
             turns = self.loop.turns(partial(self._save, context), at.chunk, weights=weights)
             (x,) = read_slot(residuals["FB"], at.slots["FB"])
@@ -363,17 +374,18 @@ class Stage:
         turns = self.loop.turns(step, at.chunk, weights=weights, reverse=True)
         state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((dy, residuals), grads))
         (dx, residuals), grads = turns.end(state)
-        return dx, grads, residuals
+        return vary_all((dx, grads, residuals, end(dx)))
 
-    def weight_gradients(self, residuals: Any, grads: list[Array], at: SlotIndex) -> list[Array]:
-        """`grads` with this microbatch's share of what `backward` left out."""
+    def weight_gradients(self, read: Callable[[], SlotIndex], residuals: Any, grads: list[Array]) -> list[Array]:
+        """W of one microbatch: `grads` with its share of what `backward` left out."""
+        at = read()
 
         def step(carry, layer, number, gathered):
-            read, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
-            return carry, self.vjp.weight_backward(read, b_residuals)
+            saved, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
+            return carry, self.vjp.weight_backward(saved, b_residuals)
 
         turns = self.loop.turns(step, at.chunk)
-        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1]
+        return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1])
 
     # ---- one layer
 
@@ -522,7 +534,7 @@ class PrefetchTurns(Turns):
         if self.loop.uneven:
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1])
             there = self.loop.numbers[number] >= 0
-            carry, shares = lax.cond(there, lambda: vary_all(run()), partial(vary_all, (carry, empty)))
+            carry, shares = lax.cond(there, run, partial(vary_all, (carry, empty)))
         else:
             carry, shares = run()
         coming = gathered

@@ -6,16 +6,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES
-from parallax.model.context import Context
-from parallax.pipeline.executor import SlotIndex, Stage
-from parallax.sharding.collectives import as_varying, max_over, sum_over
+from parallax.pipeline.executor import Read, Stage
+from parallax.sharding.collectives import as_varying, max_over, sum_over, vary_all
 
 
 class ObservedStage(Stage):
     """A stage that keeps nothing but what it observes: float32 [1 + layers of the model, 2], for the embedding and
     each layer how many entries of its output are not finite, and the largest of the others."""
 
-    def forward(self, weights: Any, x: Array, context: Context, seen: Array, at: SlotIndex) -> tuple[Array, Array]:
+    def forward(self, weights: Any, read: Read, seen: Array) -> tuple[Array, Array]:
+        x, context, at = read()
+
         def step(carry, layer, number, gathered):
             x, seen = carry
             own = self.loop.numbers[number]
@@ -24,7 +25,7 @@ class ObservedStage(Stage):
             return (y, _add(seen, own + 1, y, own >= 0)), {}
 
         turns = self.loop.turns(step, at.chunk, weights=weights)
-        return turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, seen))))[0]
+        return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, seen))))[0])
 
 
 def nothing_seen(layers: int) -> Array:

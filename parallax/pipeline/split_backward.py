@@ -2,7 +2,6 @@
 input needs, and W, the other gradients of weights."""
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,23 +18,15 @@ PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dil
 
 
 class SplitVjp:
-    """`y = layer(weights, x, context)` now, its gradient later, from the arrays that were saved.
+    """The gradient of `y = layer(weights, x, context)` later, from the arrays that were saved.
 
-    Weights and context are at hand again when the gradient is taken, so they are not saved. `forward` must be
+    Weights and context are at hand again when the gradient is taken, so they are not saved. `saved` must be
     traced before `backward`, `plan_split` before the two halves of a divided backward pass, and `plan_selection`
     before the forward pass that keeps little.
     """
 
-    def __init__(self, layer: Callable):
-        self.layer = layer
-
-    def forward(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
-        """The layer's output, and what `backward` needs besides weights and context."""
-        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
-        return y, self.saved(pull, weights, context)
-
     def saved(self, pull: Callable, weights: Any, context: Any) -> list[Array]:
-        """What the layer's vjp holds besides weights and context."""
+        """What `pull`, the layer's vjp in weights and x, holds besides weights and context: `backward` needs it."""
         leaves, self.structure = jax.tree.flatten(pull)
         known = {id(leaf): at for at, leaf in enumerate(jax.tree.leaves((weights, context)))}
         self.source = [known.get(id(leaf)) for leaf in leaves]
@@ -49,16 +40,9 @@ class SplitVjp:
         pull = jax.tree.unflatten(self.structure, leaves)
         return pull(dy)
 
-    def plan_selection(self, weights: Any, x: Array, context: Any, names: Collection[str]) -> None:
-        """Divide the forward pass: what has one of these names is kept, the rest made again."""
-        args, structure = jax.tree.flatten((weights, x, context))
-
-        def forward(*args):
-            weights, x, context = jax.tree.unflatten(structure, args)
-            y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
-            return [y, *self.saved(pull, weights, context)]
-
-        self.selection = select(jax.make_jaxpr(forward)(*args), now=[0], names=names)
+    def plan_selection(self, forward: ClosedJaxpr, names: Collection[str]) -> None:
+        """Divide a traced forward pass: what has one of these names is kept, the rest made again."""
+        self.selection = select(forward, now=[0], names=names)
 
     def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
         """The layer's output, and what `recompute` needs besides weights, x and context."""
@@ -66,7 +50,7 @@ class SplitVjp:
         return y, kept
 
     def recompute(self, weights: Any, x: Array, context: Any, kept: list[Array]) -> list[Array]:
-        """What `forward` saves."""
+        """What the layer's vjp saves."""
         return self.selection.recompute(*jax.tree.leaves((weights, x, context)), *kept)
 
     def plan_split(self, weights: Any, saved: list[Array], context: Any, dy: Array, *, saved_is_kept: bool) -> None:

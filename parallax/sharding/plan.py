@@ -126,6 +126,13 @@ class ParameterPlan:
         moves = self.at_rest != self.staged or self.staged != self.resident
         return self.dtype is not None and (moves or not self.is_gathered_per_use)
 
+    @property
+    def is_stored_at_once(self) -> bool:
+        """Whether a table, which `load` gathers over pp and data axes at once, is so because both cut one dim: then
+        `store` scatters its gradient over both at once, too."""
+        further = sum(old != new for old, new in zip(self.summed.axes, self.at_rest.axes, strict=True))
+        return further == 1 and self.resident == self.summed and self.at_rest != self.staged != self.summed
+
     def cast(self, weight: Array) -> Array:
         return weight.astype(self.dtype) if self.dtype else weight
 
@@ -265,15 +272,19 @@ class ShardingPlan:
     def _store(self, part: str, grads: Any) -> Any:
         rows = self._rows(part)
         leaves, structure = jax.tree.flatten(grads)
-        leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
         if part == "blocks":
+            leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
             leaves = self.order.to_model([row.at_rest for row in rows], leaves) if self.order else leaves
         else:
             leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
     def _to_ranks(self, row: ParameterPlan, grad: Array) -> Array:
-        """A table's gradient, of which each pipeline rank has a summand, cut over pp as the table is at rest."""
+        """A table's gradient, of which each pipeline rank has a summand, cut over data axes and over pp as the table is
+        at rest."""
+        if row.is_stored_at_once:
+            return self._scatter(row, row.summed, row.at_rest, grad)
+        grad = self._scatter(row, row.summed, row.staged, grad)
         if row.staged == row.at_rest:
             return grad
         with jax.named_scope(row.scope):

@@ -26,7 +26,7 @@ from parallax.model.checks import check_context, check_kernel, check_kernel_on, 
 from parallax.model.context import Context, causal_mask, training_context
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.model.rope import Rope
-from parallax.pipeline.split_backward import SplitVjp
+from parallax.pipeline.executor import Stage
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import own_tokens
 
@@ -267,15 +267,16 @@ def layer_alone(kind, seq=SEQ):
     positions = jnp.asarray(positions_of(np.asarray(segments)))
     context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
-    return SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context)), weights, x, context
+    layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
+    return Stage(layer, None, "none", split=True), weights, x, context
 
 
 def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
-    vjp, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
+    stage, weights, x, context = layer_alone(MLA, seq=384)  # in blocks of 128
 
     def both(weights, x):
-        y, saved = vjp.forward(weights, x, context)
-        return vjp.backward(weights, saved, context, y)
+        y, saved = stage.save(weights, x, context)
+        return stage.vjp.backward(weights, saved, context, y)
 
     shapes = {var.aval.shape for equation in equations(both, weights, x) for var in equation.outvars}
     assert (128, 128) in shapes
@@ -283,8 +284,8 @@ def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():
 
 
 def test_a_layer_keeps_the_output_and_a_number_a_row_but_no_table_and_no_segments():
-    vjp, weights, x, context = layer_alone(GQA)
-    _, saved = vjp.forward(weights, x, context)
+    stage, weights, x, context = layer_alone(GQA)
+    _, saved = stage.save(weights, x, context)
     assert {leaf.dtype.name for leaf in saved} <= {"float32", "bool"}
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ)) == 1  # logsumexp
     assert [leaf.shape for leaf in saved].count((2, 4, SEQ, 128)) == 2  # q, output
@@ -313,8 +314,8 @@ def test_a_context_rank_keeps_segments_of_whole_rows_but_no_table():
 
 
 def test_the_kernels_of_a_divided_backward_pass_are_in_b():
-    vjp, weights, x, context = layer_alone(GQA)
-    y, saved = vjp.forward(weights, x, context)
+    stage, weights, x, context = layer_alone(GQA)
+    vjp, (y, saved) = stage.vjp, stage.save(weights, x, context)
     vjp.plan_split(weights, saved, context, y, saved_is_kept=True)
     kernels = lambda *args: [e for e in equations(*args) if is_kernel(e)]  # noqa: E731
     handed = vjp.input_backward(weights, saved, context, y)[2]

@@ -22,7 +22,7 @@ from parallax.config.sections import (
 )
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
-from parallax.pipeline.split_backward import SplitVjp
+from parallax.pipeline.executor import Stage
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -59,8 +59,8 @@ def layer_alone():
     context = training_context(Rope(model), ids, ids, jnp.arange(4), None)
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
-    vjp = SplitVjp(lambda weights, x, context: block.apply({"params": weights}, x, context))
-    _, saved = vjp.forward(weights, x, context)
+    stage = Stage(lambda weights, x, context: block.apply({"params": weights}, x, context), None, "none", split=True)
+    vjp, (_, saved) = stage.vjp, stage.save(weights, x, context)
     vjp.plan_split(weights, saved, context, dy, saved_is_kept=True)
     return vjp, weights, saved, context, dy
 

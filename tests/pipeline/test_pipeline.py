@@ -14,7 +14,6 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
 from parallax.pipeline.executor import LayerLoop, SlotIndex, Stage
-from parallax.pipeline.split_backward import SplitVjp
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
@@ -89,15 +88,17 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
     ones = jax.tree.map(jnp.ones_like, weights)
     residuals, at = two_slots(stage, weights, x)
-    y, residuals = stage.forward(weights, x, NoDropout(), residuals, at)
-    dx, grads, residuals = stage.backward(weights, residuals, NoDropout(), dy, jax.tree.leaves(ones), at)
+    y, residuals = stage.forward(weights, lambda: (x, NoDropout(), at), residuals)
+    grads = jax.tree.leaves(ones)
+    dx, grads, residuals, end = stage.backward(weights, lambda: (dy, NoDropout(), at), residuals, grads, jnp.negative)
+    np.testing.assert_array_equal(end, -dx)
     if split:
-        grads = stage.weight_gradients(residuals, grads, at)
+        grads = stage.weight_gradients(lambda: at, residuals, grads)
     expected_y, expected_grads, expected_dx = plain_passes(weights, x, dy, layers)
     # Of the largest entry, as everywhere: small entries are what is left of large terms. On one CPU, with 3 layers, an
     # entry of 0.045 among those up to 6 is 1.3e-6 off, which is 2e-7 of the largest.
     np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-6 * np.abs(expected_y).max())
-    again, _ = stage.forward(weights, x, NoDropout(), None, at)
+    again, _ = stage.forward(weights, lambda: (x, NoDropout(), at), None)
     np.testing.assert_allclose(again, y, rtol=0, atol=1e-6 * np.abs(y).max())
     # Beside float64 on jax 0.12, with 3 layers, the plain passes are 2.5e-7 of it off, and those that make some again
     # 7.3e-7.
@@ -112,7 +113,7 @@ def test_what_is_kept_is_what_remat_says():
     for remat in REMAT:
         stage = toy_stage(remat)
         residuals, at = two_slots(stage, weights, x)
-        _, residuals = stage.forward(weights, x, NoDropout(), residuals, at)
+        _, residuals = stage.forward(weights, functools.partial(tuple, (x, NoDropout(), at)), residuals)
         shapes[remat] = [leaf.shape for leaf in residuals["FB"]]
         if remat != "none":
             np.testing.assert_array_equal(residuals["FB"][0][1].reshape(-1, *x.shape)[0], x)
@@ -138,8 +139,8 @@ def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
 def test_b_and_w_do_the_work_of_the_backward_pass_once():
     weights, x, dy = toy()
     one = jax.tree.map(lambda w: w[0], weights)
-    split = SplitVjp(toy_layer)
-    _, saved = split.forward(one, x, NoDropout())
+    stage = toy_stage("none", split=True)
+    split, (_, saved) = stage.vjp, stage.save(one, x, NoDropout())
     split.plan_split(one, saved, NoDropout(), dy, saved_is_kept=True)
     read = [saved[at] for at in split.read_later]
 
@@ -157,12 +158,12 @@ def test_b_and_w_do_the_work_of_the_backward_pass_once():
 def test_a_split_layer_saves_neither_weights_nor_context():
     weights, x, dy = toy()
     one = jax.tree.map(lambda w: w[0], weights)
-    split = SplitVjp(lambda weights, x, context: toy_layer(weights, x, None) * context)
+    stage = Stage(lambda weights, x, context: toy_layer(weights, x, None) * context, None, "none", split=True)
     context = jnp.full((2, WIDTH), 3.0)
-    y, saved = split.forward(one, x, context)
+    _, saved = stage.save(one, x, context)
     assert not any(leaf is known for leaf in saved for known in (*one.values(), context))
     expected = jax.vjp(lambda w, x: toy_layer(w, x, None) * context, one, x)[1](dy)
-    found = split.backward(one, saved, context, dy)
+    found = stage.vjp.backward(one, saved, context, dy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import MESHES, build, make_batch, mesh_of, params_of
 
@@ -62,6 +63,25 @@ def test_a_table_that_is_gathered_over_two_axes_at_once_is_whole():
     tables = jax.jit(jax.shard_map(load, mesh=model.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=True))(params)
     halves = np.split(np.asarray(params["embedding"]["table"]), 2)  # of the vocab, one for each rank of tp
     np.testing.assert_array_equal(np.asarray(tables).reshape(4, 2, 8, -1), [halves] * 4)
+
+
+@pytest.mark.parametrize("reduce", ["float32", "compute"])
+def test_a_gradient_that_is_scattered_over_two_axes_at_once_is_the_sum_of_all_ranks(reduce):
+    """Of whole numbers, whose sums are exact in any order."""
+    model = build((2, 2, 2), policy="zero1", vocab=16, reduce=reduce)
+    params = jax.tree.map(lambda leaf: np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape), model.shapes)
+
+    def local(params):
+        weights = model.plan.load(params)
+        grads = {part: model.plan.zero_grads(part, weights[part]) for part in weights}
+        share = 1 + lax.axis_index("dp") + 2 * lax.axis_index("pp")  # 1 to 4
+        grads["embedding"]["table"] = share * weights["embedding"]["table"]
+        return model.plan.store(grads)["embedding"]["table"]
+
+    specs = jax.tree.map(lambda sharding: sharding.spec, model.shardings)
+    out = specs["embedding"]["table"]
+    store = jax.jit(jax.shard_map(local, mesh=model.mesh, in_specs=(specs,), out_specs=out, check_vma=True))
+    np.testing.assert_array_equal(store(params), 10 * params["embedding"]["table"])
 
 
 def dense_and_plan(policy="zero3"):
