@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.columns import Columns
 from rich.console import CONSOLE_SVG_FORMAT, Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -50,7 +51,7 @@ QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # characters of a text to show
 LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
-NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
+NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS))
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -89,8 +90,8 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    A loss that is no number is None. A line counts when it ends; lines that are none are counted in `torn`, and what
-    stands where a finite number or null would, in `odd`.
+    The rows have finite numbers alone; a loss that is none is None. A line counts when it ends; lines that are none are
+    counted in `torn`, and what stands where a finite number or null would, in `odd`.
     """
 
     def __init__(self, path: Path):
@@ -120,7 +121,7 @@ class Metrics:
         self.losses: list[float | None] = []
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.torn = self.odd = 0
         self._inode, self._offset = 0, 0
 
@@ -128,15 +129,15 @@ class Metrics:
         if row is None:
             self.torn += 1
             return
+        numbers = {key: number_of(row[key]) for key in NUMBERS if row.get(key) is not None}
+        finite = {key: number for key, number in numbers.items() if number is not None and math.isfinite(number)}
+        self.odd += len(numbers) - len(finite)
         self.steps.append(row["step"])
-        self.losses.append(number_of(row.get("train/loss")))
-        held_out = number_of(row.get("eval/loss"))
-        if held_out is not None:
+        self.losses.append(finite.get("train/loss"))
+        if "eval/loss" in finite:
             self.eval_steps.append(row["step"])
-            self.eval_losses.append(held_out)
-        values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
-        self.odd += sum(not is_finite(value) for value in values)
-        self.recent.append(row)
+            self.eval_losses.append(finite["eval/loss"])
+        self.recent.append({"step": row["step"], **finite})
 
 
 class WatchedRun:
@@ -185,12 +186,15 @@ class WatchedRun:
     def speed(self) -> Speed | None:
         """None before a step has been taken that did not compile."""
         recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
-        secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
+        found = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
+        secs = [secs for secs in found["step_secs"] if 0 < secs < LONGEST_SECS]
         if not secs:
             return None
-        tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
-        waited = sum(_numbers(recent, "perf/data_wait_secs"))
-        return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
+        tokens, peak, memory = (
+            statistics.median(found[name]) if found[name] else None
+            for name in ("tokens_per_second", "mfu", "memory_bytes")
+        )
+        return Speed(statistics.median(secs), tokens or 0.0, peak, sum(found["data_wait_secs"]) / sum(secs), memory)
 
     @property
     def left_secs(self) -> float | None:
@@ -203,7 +207,8 @@ class WatchedRun:
     @property
     def skipped(self) -> int:
         """Steps that the guard has skipped."""
-        return int(self._last("train/skipped_steps") or 0)
+        counts = [row["train/skipped_steps"] for row in self.metrics.recent if "train/skipped_steps" in row]
+        return int(counts[-1]) if counts else 0
 
     @property
     def status(self) -> Status:
@@ -251,9 +256,6 @@ class WatchedRun:
         """The first step of the latest start, which compiles."""
         start = self._started.get("start")
         return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
-
-    def _last(self, key: str) -> float | None:
-        return next(iter(_numbers(reversed(self.metrics.recent), key)), None)
 
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
@@ -306,25 +308,9 @@ class WatchedRun:
         return _time_of(self.files.lock) > then + 1
 
 
-def is_finite(value: Any) -> bool:
-    """Whether a value of a line is a number that can be drawn."""
-    number = number_of(value)
-    return number is not None and math.isfinite(number)
-
-
 def one_line(text: str) -> str:
     """Text from a file as one printable line of limited length."""
     return printable(text[:LONGEST_LINE], keep="")
-
-
-def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """The finite values of a key."""
-    return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
-
-
-def _median(rows: Iterable[dict[str, Any]], key: str) -> float | None:
-    values = _numbers(rows, key)
-    return statistics.median(values) if values else None
 
 
 def _time_of(file: Path) -> float:
@@ -443,31 +429,22 @@ STATE_STYLES = {"running": "green", "finished": "green", "starting": "cyan", "st
 BAD = "bold red"
 
 
-def picture(runs: Sequence[WatchedRun], console: Console) -> Table:
+def picture(runs: Sequence[WatchedRun], console: Console) -> Columns:
     """All runs, as they fit on a console: a frame for each, side by side where there is room."""
     columns = max(1, min(len(runs), console.width // LEAST_FRAME))
-    lines = -(-len(runs) // columns)
+    lines, width = -(-len(runs) // columns), console.width // columns
     fits = console.height // lines - OTHER_LINES if console.is_terminal else PLOT_ROWS
     rows = max(FEWEST_ROWS, min(PLOT_ROWS, fits))
-    grid = Table.grid(expand=True)
-    for _ in range(columns):
-        grid.add_column(ratio=1)
-    unicode, width = not console.options.ascii_only, console.width // columns
-    frames = [frame(run, width=width, rows=rows, unicode=unicode) for run in runs]
-    for at in range(0, len(frames), columns):
-        grid.add_row(*frames[at : at + columns])
-    return grid
+    return Columns([frame(run, width=width, rows=rows) for run in runs], width=width, padding=0)
 
 
-def frame(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> Panel:
+def frame(run: WatchedRun, *, width: int, rows: int) -> Panel:
     """Everything of one run, in so many columns and with so many rows for its plot."""
     status = run.status
     style = STATE_STYLES.get(status.state, BAD)
-    title = Text.assemble((f" {run.name} ", "bold"), ("· " if unicode else "- ", SOFT), (f"{status.state} ", style))
-    parts: list[RenderableType] = [progress(run, status), losses(run)]
-    drawn = curves(run, width=width - 4, rows=rows, unicode=unicode)
-    parts += [Text(), drawn, Text()] if drawn else [Text("\nno step is done yet\n", style=SOFT)]
-    parts += [facts(run, status)]
+    title = Text.assemble((f" {run.name} ", "bold"), ("· ", SOFT), (f"{status.state} ", style))
+    parts: list[RenderableType] = [progress(run, status), losses(run), Text()]
+    parts += [*curves(run, width=width - 4, rows=rows), Text(), facts(run, status)]
     if status.why:
         parts.append(Text(status.why, style=style, overflow="fold"))
     return Panel(Group(*parts), title=title, title_align="left", border_style=SOFT, box=box.ROUNDED, safe_box=True)
@@ -493,40 +470,32 @@ def losses(run: WatchedRun) -> Text:
     """The latest loss of training and of evaluation."""
     metrics, line = run.metrics, Text(no_wrap=True, overflow="ellipsis")
     if metrics.steps:
-        line.append("train loss ", style=TRAIN).append(_loss(metrics.losses[-1]), style="bold")
+        loss = metrics.losses[-1]
+        line.append("train loss ", style=TRAIN)
+        line.append("not finite" if loss is None else decimal(loss, 4), style="bold")
     if metrics.eval_steps:
-        line.append("   eval loss ", style=EVAL).append(_loss(metrics.eval_losses[-1]), style="bold")
+        line.append("   eval loss ", style=EVAL).append(decimal(metrics.eval_losses[-1], 4), style="bold")
         line.append(f" at step {metrics.eval_steps[-1]:,}", style=SOFT)
     return line
 
 
-def _loss(loss: float | None) -> str:
-    return "not finite" if loss is None or not math.isfinite(loss) else decimal(loss, 4)
-
-
-def curves(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
-    """Both losses by step, with the ends of both axes."""
+def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
+    """Both losses by step, with the ends of both axes; a line of text where there is none yet."""
     metrics, wide = run.metrics, max(width - 8, 4)
     train, held_out = zip(metrics.steps, metrics.losses), zip(metrics.eval_steps, metrics.eval_losses)
     drawn = plot(train, held_out, width=wide, height=rows)
     if drawn is None:
-        return None
-    lines = [_line(drawn, at, unicode) for at in range(rows)]
-    ends = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"
-    axis = Text(" " * 8 + ends[0] + ends[1].rjust(wide - len(ends[0])), style=SOFT, no_wrap=True)
-    return Group(*lines, axis)
-
-
-def _line(drawn: Plot, row: int, unicode: bool) -> Text:
-    ends = {0: drawn.high, len(drawn.lines) - 1: drawn.low}
-    label = f"{ends[row]:6.4g}"[:6] if row in ends else ""
-    line = Text(f"{label:>6} {'│' if unicode else '|'}", style=SOFT, no_wrap=True)
-    dots = drawn.lines[row] if unicode else re.sub(r"[^ o]", "*", drawn.lines[row].replace(POINT, "o"))
-    cells = Text(dots, style=TRAIN)
-    for at, column in drawn.marks:
-        if at == row:
-            cells.stylize(EVAL, column, column + 1)
-    return line.append_text(cells)
+        yield Text("no step is done yet", style=SOFT)
+        return
+    ends = {0: f"{drawn.high:6.4g}"[:6], rows - 1: f"{drawn.low:6.4g}"[:6]}
+    for at, dots in enumerate(drawn.lines):
+        line = Text(f"{ends.get(at, ''):>6} │", style=SOFT, no_wrap=True).append(dots, style=TRAIN)
+        for row, column in drawn.marks:
+            if row == at:
+                line.stylize(EVAL, column + 8, column + 9)
+        yield line
+    first, last = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"
+    yield Text(" " * 8 + first + last.rjust(wide - len(first)), style=SOFT, no_wrap=True)
 
 
 def facts(run: WatchedRun, status: Status) -> RenderableType:
@@ -534,29 +503,24 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style=SOFT, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts_of(run, status):
-        table.add_row(name, value)
-    return table
-
-
-def facts_of(run: WatchedRun, status: Status) -> Iterator[tuple[str, Text]]:
-    """Names and values."""
-    speed = run.speed
+    add, speed = table.add_row, run.speed
     if speed is not None:
-        yield "speed", Text(f"{decimal(speed.tokens_per_second, 0)} tokens/s, {decimal(speed.step_secs, 2)} s a step")
+        tokens = decimal(speed.tokens_per_second, 0)
+        add("speed", Text(f"{tokens} tokens/s, {decimal(speed.step_secs, 2)} s a step"))
         peak = "unknown" if speed.peak_share is None else percent(speed.peak_share)
         memory = "" if speed.memory_bytes is None else f", memory {in_bytes(speed.memory_bytes)}"
-        yield "of peak", Text(f"{peak}{memory}")
-        yield "data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else "")
-    yield "checkpoints", saved_text(run.saved, status)
-    yield "skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else "")
+        add("of peak", Text(f"{peak}{memory}"))
+        add("data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else ""))
+    add("checkpoints", saved_text(run.saved, status))
+    add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
     if run.metrics.torn:
-        yield "unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow")
+        add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:
-        yield "odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
+        add("odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow"))
     started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     if run.mesh:
-        yield "mesh", Text(f"{run.mesh} on {run.devices}{started}")
+        add("mesh", Text(f"{run.mesh} on {run.devices}{started}"))
+    return table
 
 
 def saved_text(saved: Saved, status: Status) -> Text:
@@ -589,6 +553,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def watch(flags: argparse.Namespace) -> None:
     """Draw the runs, once or until they have ended."""
     runs = [WatchedRun(path) for path in flags.workdir]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no letters for curves
     console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
         console.print(picture(runs, console))
