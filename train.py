@@ -22,7 +22,6 @@ with loading(__name__, sys.stdout):
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
-    from parallax.runtime.files import is_file
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
@@ -115,7 +114,7 @@ def join_job(line: Line) -> None:
 def with_config_of_run(argv: Sequence[str]) -> list[str]:
     """The command line, with the config of the run in --workdir where none is named."""
     workdir = written(argv, "workdir")
-    if written(argv, "config") is None and workdir and is_file(saved := RunFiles(workdir).config):
+    if written(argv, "config") is None and workdir and (saved := RunFiles(workdir).config).is_file():
         return [argv[0], f"--config={saved}", *argv[1:]]
     return list(argv)
 

@@ -41,7 +41,6 @@ from parallax.runtime.errors import (
     shown,
     tell,
 )
-from parallax.runtime.files import is_file
 from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
@@ -133,7 +132,7 @@ def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     """The same, of a program that works on the run in --workdir: the config is the run's."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
-    if not workdir or not is_file(saved):
+    if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
     return read_line([argv[0], f"--config={saved}", *argv[1:]], own)
 

@@ -261,7 +261,7 @@ class WatchedRun:
         wanted = (self.files.config, self.files.metrics, self.files.log)
         if any(map(files.is_file, wanted)):
             return
-        how = "it has none of" if files.is_folder(self.path) else "it does not exist; wanted are"
+        how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
         below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
         advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
         names = ", ".join(file.name for file in wanted)
@@ -270,7 +270,7 @@ class WatchedRun:
     def _look_at_checkpoints(self) -> None:
         folder = self.files.checkpoints
         try:
-            seen = tuple((name, files.modified_ns(folder / name)) for name in files.names_in(folder))
+            seen = tuple((name, (folder / name).stat().st_mtime_ns) for name in files.names_in(folder))
         except OSError:
             seen = ()
         if seen == self._looked:  # manifests are long: they are read again only when something has changed
@@ -315,7 +315,7 @@ def one_line(text: str) -> str:
 
 def _time_of(file: Path) -> float:
     try:
-        return files.modified_ns(file) / 1e9
+        return file.stat().st_mtime_ns / 1e9
     except OSError:
         return 0.0
 

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
-from parallax.runtime.files import is_file, names_in, open_file, write_whole
+from parallax.runtime.files import names_in, open_file, write_whole
 from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
 Placed = tuple[int, int, Action]  # rank, tick, and what runs then
@@ -50,7 +50,7 @@ def _read(path: Path) -> list[list[str]]:
         with open_file(path, "r", encoding="utf-8-sig", newline="") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except FileNotFoundError:
-        there = [name for name in names_in(path.parent) if name.endswith(".csv") and is_file(path.parent / name)]
+        there = [name for name in names_in(path.parent) if name.endswith(".csv") and (path.parent / name).is_file()]
         close = difflib.get_close_matches(path.name, there, n=1)
         guess = f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
         raise ScheduleError(f"{path} does not exist{guess}") from None

@@ -424,5 +424,5 @@ def started_by_scheduler(environment: Mapping[str, str]) -> int:
 def has_tpu(environment: Mapping[str, str]) -> bool:
     """Whether this host has TPU chips, and may be one of a pod's."""
     wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
-    chips = any(files.exists(ROOT / name) for name in TPU_FILES)
+    chips = any((ROOT / name).exists() for name in TPU_FILES)
     return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
