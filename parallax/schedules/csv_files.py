@@ -18,7 +18,10 @@ Placed = tuple[int, int, Action]  # rank, tick, and what runs then
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule's grid; a file of that name is replaced. Raises ScheduleError where it cannot be written."""
     lines = (",".join("+".join(map(str, cell)) for cell in row) for row in schedule.grid())
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    try:
+        write_whole(Path(path), "".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def load_csv(path: str | Path) -> Schedule:
@@ -33,14 +36,6 @@ def load_csv(path: str | Path) -> Schedule:
     orders = tuple(tuple(action for *_, action in own) for own in by_rank)
     starts = tuple(tuple(tick for _, tick, _ in own) for own in by_rank)
     return Schedule(name, placement, microbatches, orders, starts=starts)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a whole file or none of it. Raises ScheduleError where that cannot be done."""
-    try:
-        write_whole(Path(path), text)
-    except OSError as error:
-        raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def _read(path: Path) -> list[list[str]]:

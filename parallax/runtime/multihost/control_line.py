@@ -162,16 +162,10 @@ class Hub:
         """Accept a process of the job, and return its rank; ConfigError says why it is refused."""
         if not _is_same(hello.get("token"), self._token):
             raise ConfigError("this coordinator port belongs to another job; give each job a port of its own")
-        match hello:
-            case {"hello": int(rank), "of": int(processes), "host": str(host), "clock": float(seconds)} if (
-                bool not in (type(rank), type(processes))
-                and len(host) <= LONGEST_HOST
-                and host.isprintable()
-                and math.isfinite(seconds)
-            ):
-                pass
-            case _:
-                raise ConfigError("this is not how a process of the job begins; is another program using its token?")
+        rank, processes, host, seconds = said = [hello.get(name) for name in ("hello", "of", "host", "clock")]
+        is_ours = [type(each) for each in said] == [int, int, str, float] and math.isfinite(seconds)
+        if not is_ours or len(host) > LONGEST_HOST or not host.isprintable():
+            raise ConfigError("this is not how a process of the job begins; is another program using its token?")
         if processes != self._processes:
             counts = f"{self._processes} in process 0, {processes} in process {rank}"
             raise self._for_all(f"the processes disagree: distributed.num-processes is {counts}")
