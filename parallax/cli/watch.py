@@ -18,7 +18,6 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, check_whole, exit_status, printable
-from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of, row_of
+from parallax.runtime.run_files import LARGEST_STEP, RunFiles, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
 FRESH_SECS = 1.0  # between two looks at the files
@@ -213,13 +212,13 @@ class WatchedRun:
     @property
     def status(self) -> Status:
         """Whether the run goes on, or how it has ended."""
-        alive, ended = self._owner_is_alive(), self._started.get("ended")
-        if isinstance(ended, dict) and not (alive and self._taken_again(ended)):
+        alive, ended, of = self._owner_is_alive(), self._started.get("ended"), self.files
+        taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by another start, which has none yet
+        if isinstance(ended, dict) and not taken_again:
             reason = str(ended.get("reason"))
             return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
             return Status("gone", self.last_words() or "it has left no word in its log")
-        of = self.files
         quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
         secs = self.speed.step_secs if self.speed else 0.0
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
@@ -259,7 +258,7 @@ class WatchedRun:
 
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
-        if any(map(files.is_file, wanted)):
+        if any(file.is_file() for file in wanted):
             return
         how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
         below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
@@ -299,14 +298,6 @@ class WatchedRun:
             return False
         return True
 
-    def _taken_again(self, ended: dict[str, Any]) -> bool:
-        """Whether another start has taken the folder since its latest run ended."""
-        try:
-            then = datetime.strptime(str(ended.get("time")), TIME).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return False
-        return _time_of(self.files.lock) > then + 1
-
 
 def one_line(text: str) -> str:
     """Text from a file as one printable line of limited length."""
@@ -338,6 +329,7 @@ NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
 LARGEST = 1e99  # sums and differences of them are finite
 OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
 
+Points = Iterable[tuple[float, float | None]]  # pairs of x and y
 Dot = tuple[int, int]  # column and row
 
 
@@ -352,13 +344,7 @@ class Plot(NamedTuple):
     last: float
 
 
-def plot(
-    curve: Iterable[tuple[float, float | None]],
-    points: Iterable[tuple[float, float | None]],
-    *,
-    width: int,
-    height: int,
-) -> Plot | None:
+def plot(curve: Points, points: Points, *, width: int, height: int) -> Plot | None:
     """A curve in dots of braille, and single points on top of it, in so many characters; None where there is nothing.
 
     Both are pairs of x and y; those whose y is None or not finite are left out. A column of dots has the mean of its
@@ -397,7 +383,7 @@ def plot(
     return Plot(["".join(line) for line in lines], marks, low, top, first, last)
 
 
-def _finite(pairs: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _finite(pairs: Points) -> list[tuple[float, float]]:
     """The pairs that can be drawn; what is absurdly large is drawn at the edge."""
     return [(x, min(max(y, -LARGEST), LARGEST)) for x, y in pairs if y is not None and math.isfinite(y)]
 
