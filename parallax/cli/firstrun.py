@@ -71,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def act(argv: Sequence[str]) -> None:
     """Do what the command line says; PhaseError where a phase fails, after the file is written."""
-    own = [] if written(argv, "config") else [f"--config={CONFIGS / 'base.py'}"]
-    line = read_line([argv[0], *own, *argv[1:]], FLAGS)
+    line, words = read_line(argv, FLAGS, config=CONFIGS / "base.py"), argv[1:]
     steps, out = line.values["steps"], line.values["out"]
     check_whole("--steps", steps, least=WARM_UP + 1)
     if out == "":
@@ -86,10 +85,10 @@ def act(argv: Sequence[str]) -> None:
         intro = [f"`{command(argv[1:])}`", "", "```", str(error), "```"]
         write_output("out", out, nameless(document("First run: JAX has no devices", intro, about)))
         raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
-    if own:
-        own = choose([word for word in argv[1:] if word.startswith(("--config.", "-config."))])
-        line = read_line([argv[0], *own, *argv[1:]], FLAGS)
-    found = Found(shortened(read_settings(line.config), steps), command([*own, *argv[1:]]))
+    if not written(argv, "config"):
+        words = [*choose([word for word in words if word.startswith(("--config.", "-config."))]), *words]
+        line = read_line([argv[0], *words], FLAGS)
+    found = Found(shortened(read_settings(line.config), steps), command(words))
     say(f"{about['Devices']['devices']}; {found.command}")
 
     def save() -> None:
@@ -250,18 +249,17 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
         found.phases[name] = Phase("running")
         save()
         set_phase(f"{name} of the first run", compiling=True)
-        begun, state, error = time.perf_counter(), "done", ""
+        begun, error = time.perf_counter(), ""
         with waiting(f"first run, {name}"):
             try:
                 act_of_phase(found)
             except Exception as raised:  # whatever it is, it belongs into the file
-                state = "failed"
                 error = "\n".join(f"{type(raised).__name__}: {raised}".splitlines()[:ERROR_LINES])
-        found.phases[name] = ended = Phase(state, time.perf_counter() - begun, error)
+        found.phases[name] = ended = Phase("failed" if error else "done", time.perf_counter() - begun, error)
         found.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
         save()
-        say(f"{name}: {state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
-        if state == "failed" and name != "plan":
+        say(f"{name}: {ended.state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
+        if error and name != "plan":
             return
 
 

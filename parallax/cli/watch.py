@@ -66,16 +66,6 @@ class Status(NamedTuple):
         return self.state in ("finished", "stopped", "failed", "gone")
 
 
-class Speed(NamedTuple):
-    """Of the latest steps: seconds and tokens, and the shares of the devices' peak and of waiting for data."""
-
-    step_secs: float
-    tokens_per_second: float
-    peak_share: float | None
-    wait_share: float
-    memory_bytes: float | None
-
-
 class Saved(NamedTuple):
     """Steps: whole ones, oldest first; damaged ones; those whose save has begun and not ended. `error` says why none
     of them is known."""
@@ -182,25 +172,23 @@ class WatchedRun:
         return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
     @property
-    def speed(self) -> Speed | None:
-        """None before a step has been taken that did not compile."""
+    def speed(self) -> dict[str, float]:
+        """Medians of the latest steps by name, and their share of waiting for data; empty before a step that did not
+        compile."""
         recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
         found = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
-        secs = [secs for secs in found["step_secs"] if 0 < secs < LONGEST_SECS]
-        if not secs:
-            return None
-        tokens, peak, memory = (
-            statistics.median(found[name]) if found[name] else None
-            for name in ("tokens_per_second", "mfu", "memory_bytes")
-        )
-        return Speed(statistics.median(secs), tokens or 0.0, peak, sum(found["data_wait_secs"]) / sum(secs), memory)
+        found["step_secs"] = [secs for secs in found["step_secs"] if 0 < secs < LONGEST_SECS]
+        if not found["step_secs"]:
+            return {}
+        waiting = sum(found.pop("data_wait_secs")) / sum(found["step_secs"])
+        return {name: statistics.median(values) for name, values in found.items() if values} | {"waiting": waiting}
 
     @property
     def left_secs(self) -> float | None:
         """Seconds to the last step at the current speed, without evaluations and saves."""
-        if self.steps is None or self.speed is None or self.status.over:
+        if self.steps is None or not self.speed or self.status.over:
             return None
-        left = max(self.steps - self.step, 0) * self.speed.step_secs
+        left = max(self.steps - self.step, 0) * self.speed["step_secs"]
         return left if left < LONGEST_SECS else None
 
     @property
@@ -220,7 +208,7 @@ class WatchedRun:
         if alive is False:
             return Status("gone", self.last_words() or "it has left no word in its log")
         quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
-        secs = self.speed.step_secs if self.speed else 0.0
+        secs = self.speed.get("step_secs", 0.0)
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
             return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
         return Status("running" if self.metrics.steps else "starting")
@@ -490,13 +478,13 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     table.add_column(style=SOFT, no_wrap=True)
     table.add_column(overflow="fold")
     add, speed = table.add_row, run.speed
-    if speed is not None:
-        tokens = decimal(speed.tokens_per_second, 0)
-        add("speed", Text(f"{tokens} tokens/s, {decimal(speed.step_secs, 2)} s a step"))
-        peak = "unknown" if speed.peak_share is None else percent(speed.peak_share)
-        memory = "" if speed.memory_bytes is None else f", memory {in_bytes(speed.memory_bytes)}"
+    if speed:
+        tokens = decimal(speed.get("tokens_per_second", 0.0), 0)
+        add("speed", Text(f"{tokens} tokens/s, {decimal(speed['step_secs'], 2)} s a step"))
+        peak = percent(speed["mfu"]) if "mfu" in speed else "unknown"
+        memory = f", memory {in_bytes(speed['memory_bytes'])}" if "memory_bytes" in speed else ""
         add("of peak", Text(f"{peak}{memory}"))
-        add("data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else ""))
+        add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
     add("checkpoints", saved_text(run.saved, status))
     add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
     if run.metrics.torn:
