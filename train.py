@@ -22,7 +22,6 @@ with loading(__name__, sys.stdout):
     from parallax.cli.command import Flag, Line, read_line, read_secs, run_command, written
     from parallax.config.settings import read_settings
     from parallax.runtime.errors import ConfigError
-    from parallax.runtime.files import is_file
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import agree, compare, is_first, join, leave, reporting, several
     from parallax.runtime.run_files import RunFiles
@@ -88,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Command:
     """Read a command line, program name first, and join the job; ConfigError says what is wrong with it."""
-    line = read_line(with_config_of_run(argv), FLAGS)
+    line = read_line(argv, FLAGS, config=config_of_run(argv))
     limit = line.values["max-runtime"]
     limit_secs = None if limit is None else read_secs("--max-runtime", limit) - (time.monotonic() - BEGUN)
     workdir = choose_workdir(line.values["workdir"], line.values["run-name"])
@@ -112,12 +111,11 @@ def join_job(line: Line) -> None:
     compare("config and code", config | flags | packages | code)
 
 
-def with_config_of_run(argv: Sequence[str]) -> list[str]:
-    """The command line, with the config of the run in --workdir where none is named."""
+def config_of_run(argv: Sequence[str]) -> Path | None:
+    """The config of the run in --workdir, None where there is none."""
     workdir = written(argv, "workdir")
-    if written(argv, "config") is None and workdir and is_file(saved := RunFiles(workdir).config):
-        return [argv[0], f"--config={saved}", *argv[1:]]
-    return list(argv)
+    saved = RunFiles(workdir).config if workdir else None
+    return saved if saved is not None and saved.is_file() else None
 
 
 def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
@@ -136,7 +134,7 @@ def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
 def default_workdir(path: str) -> Path:
     """The run's folder below runs/, by config and time; the same in all processes of a job."""
     started = agree("the name of the run", time.strftime("%Y%m%d-%H%M%S"))
-    return RUNS / check_run_name(f"{Path(path.split(':')[0]).stem}-{started}")
+    return RUNS / check_run_name(f"{Path(path).stem}-{started}")
 
 
 if __name__ == "__main__":

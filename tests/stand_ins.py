@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Mesh
 
 from parallax.analysis.topology import read_topology
-from parallax.config.sections import DistributedConfig
 from parallax.runtime.multihost import job
 
 AXES = ("pp", "dp", "tp")
@@ -114,10 +113,10 @@ class Line:
     def leave(self, status, why):
         self.said.append((status, why))
 
-    def set_phase(self, what, secs, setting):
+    def set_phase(self, what, setting):
         self.said.append((what, setting))
 
-    def meet(self, what, values, secs, setting):
+    def meet(self, what, values, setting):
         self.said.append(("met", what, setting))
         return {"values": values, "differences": [], "more": 0} | self.answer
 
@@ -131,7 +130,6 @@ def in_job(monkeypatch):
 
     def join(line):
         monkeypatch.setattr(job, "_line", line)
-        monkeypatch.setattr(job, "_config", DistributedConfig(1, 1, 1, 7200, 1, 1))
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return line
 

@@ -100,14 +100,14 @@ def latest_step(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """List the files of a step's folder, and write that with `content` into it, last of all."""
-    paths = [path for path in files.paths_below(folder) if files.is_file(path) and path.name != NOT_COUNTED]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NOT_COUNTED]
     sums = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
     # As JSON gives it back: keys are texts, tuples are lists.
     content = json.loads(json.dumps({**content, "files": sums}))
     files.write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "crc32": _checksum(content), "content": content}))
     # TensorStore flushes its own files: what is left are the names, and the files that belong to no part.
-    for path in [folder, *files.paths_below(folder)]:
-        if files.is_folder(path) or path.parent == folder:
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        if path.is_dir() or path.parent == folder:
             files.sync(path)
 
 
@@ -120,8 +120,8 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """
     path = folder / str(step) / MANIFEST
     try:
-        size = files.size_bytes(path)
-        if files.is_link(path) or size > LIMIT_BYTES:
+        size = path.stat().st_size
+        if path.is_symlink() or size > LIMIT_BYTES:
             raise DamagedError(folder, step, f"its {MANIFEST} is a link or has {size} bytes, more than {LIMIT_BYTES}")
         written = files.read_object(path)
         written_format = written["format"]
@@ -179,15 +179,15 @@ def is_inside(name: str) -> bool:
 def remove_step(folder: Path, step: int) -> None:
     """Remove a step, its manifest first."""
     at = folder / str(step)
-    files.move(at / MANIFEST, at / REMOVED)
+    (at / MANIFEST).replace(at / REMOVED)
     files.remove(at)
 
 
 def set_aside(folder: Path, step: int, why: str) -> Path:
     """Rename a step, as "damaged-7", so that the step can be saved again and this one be looked at."""
     names = itertools.chain([f"{why}-{step}"], (f"{why}-{step}.{number}" for number in itertools.count(2)))
-    aside = next(folder / name for name in names if not files.is_taken(folder / name))
-    return files.move(folder / str(step), aside)
+    aside = next(folder / name for name in names if name not in files.names_in(folder))
+    return (folder / str(step)).replace(aside)
 
 
 def tidy(folder: Path) -> list[str]:
@@ -216,7 +216,7 @@ def remove_unfinished(folder: Path, step: int) -> None:
 
 def _tidy(folder: Path) -> Iterator[str]:
     for step, path in unfinished_saves(folder):
-        size = in_bytes(files.tree_bytes(path))
+        size = in_bytes(sum(file.lstat().st_size for file in path.rglob("*")))
         files.remove(path)
         yield f"removed an unfinished save of step {step}, {size}: {path}"
     for name in files.names_in(folder):
@@ -224,7 +224,7 @@ def _tidy(folder: Path) -> Iterator[str]:
             files.remove(folder / name, missing_ok=True)
     for step in sorted(numbered_steps(folder) - complete_steps(folder)):
         at = folder / str(step)
-        if not files.is_link(at) and files.is_file(at / REMOVED):
+        if not at.is_symlink() and (at / REMOVED).is_file():
             files.remove(at)
             yield f"removed what was left of step {step}: {at}"
         else:
@@ -233,7 +233,7 @@ def _tidy(folder: Path) -> Iterator[str]:
 
 def _has_manifest(step: Path) -> bool:
     try:
-        return not files.is_link(step) and files.is_file(step / MANIFEST)
+        return not step.is_symlink() and (step / MANIFEST).is_file()
     except OSError:
         return True  # it cannot be known: whoever reads it says that the step is damaged
 
@@ -286,9 +286,9 @@ def _wrong_file(folder: Path, name: str, wanted: Mapping[str, int], contents: bo
     try:
         if path.resolve() != folder.resolve() / name:
             return "is a link, or in a folder that is one"
-        if not files.is_file(path):
+        if not path.is_file():
             return "is missing"
-        if (size := files.size_bytes(path)) != wanted["bytes"]:
+        if (size := path.stat().st_size) != wanted["bytes"]:
             return f"has {size} bytes instead of {wanted['bytes']}"
         return "does not match its checksum" if contents and size_and_checksum(path) != wanted else None
     except (OSError, RuntimeError) as error:  # Python up to 3.12 has a RuntimeError for links in a circle

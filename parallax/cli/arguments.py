@@ -76,6 +76,6 @@ def local_path(text: str) -> Path:
 
 def positive(text: str) -> int:
     """The type of arguments that are whole numbers from 1."""
-    if not re.fullmatch("0*[1-9][0-9]{0,4}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 99999")
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
     return int(text)

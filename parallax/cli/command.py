@@ -41,7 +41,6 @@ from parallax.runtime.errors import (
     shown,
     tell,
 )
-from parallax.runtime.files import is_file
 from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
@@ -98,13 +97,13 @@ def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings
     return read_settings(line.config.to_dict()), line.values
 
 
-def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
-    """A command line as it is written: its config is not yet checked but for names and types."""
+def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None = None) -> Line:
+    """A command line as it is written: its config, `config` if it names none, is checked for names and types alone."""
     argv = dashed(argv, own)
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(found[1] for found in words if found))
     values = flags.FlagValues()
-    for name, flag in {"config": Flag(CONFIG_MEANING), **own}.items():
+    for name, flag in {"config": Flag(CONFIG_MEANING, config and str(config)), **own}.items():
         _define(name, flag, values)
     for name in overrides:
         _define(f"config.{name}", Flag("", None if name in RENAMED else key_default(name)), values)
@@ -118,13 +117,13 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
         folder = own_values.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
         raise ConfigError(f"--config is missing{said}; use one of {', '.join(known_configs())}")
-    config = load_config(values.config)
-    with config.unlocked(), config.ignore_type():  # read_settings has its own words for a wrong type
+    found = load_config(values.config)
+    with found.unlocked(), found.ignore_type():  # read_settings has its own words for a wrong type
         for name in overrides:
             section, _, key = name.partition(".")
             value = values[f"config.{name}"].value
-            config.update({section: {key: _literal(value) if name in RENAMED else value}})
-    sections, said = renamed(config.to_dict(), chosen=overrides)
+            found.update({section: {key: _literal(value) if name in RENAMED else value}})
+    sections, said = renamed(found.to_dict(), chosen=overrides)
     warnings = [*(f"warning: {text}" for text in said), *fit_to_steps(sections, overrides)]
     return Line(ConfigDict(sections), values.config, own_values, tuple(warnings))
 
@@ -133,9 +132,9 @@ def read_line_of_run(argv: Sequence[str], own: Mapping[str, Flag]) -> Line:
     """The same, of a program that works on the run in --workdir: the config is the run's."""
     workdir = written(argv, "workdir") or ""
     saved = RunFiles(workdir).config
-    if not workdir or not is_file(saved):
+    if not workdir or not saved.is_file():
         raise CheckpointError(f"--workdir={workdir} is not the folder of a run: it has no {saved.name}")
-    return read_line([argv[0], f"--config={saved}", *argv[1:]], own)
+    return read_line(argv, own, config=saved)
 
 
 def load_config(path: str) -> ConfigDict:

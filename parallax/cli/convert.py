@@ -19,7 +19,7 @@ with loading(__name__, sys.stderr):
     import absl.logging
 
     from parallax.cli.arguments import Parser, about_command, local_path, positive
-    from parallax.cli.command import HELP, config_keys, read_line, written
+    from parallax.cli.command import HELP, config_keys, read_line
     from parallax.config.reference import CONFIGS
     from parallax.config.settings import Settings, read_settings
     from parallax.data.vocabulary import VOCAB_MULTIPLE
@@ -79,10 +79,7 @@ def settings_of_import(written_settings: Sequence[str], workdir: Path) -> Settin
     """
     # What is written comes behind these, and so counts.
     ours = [f"--config.model.vocab_multiple={VOCAB_MULTIPLE}", f"--config.data.tokenizer={workdir / 'tokenizer.json'}"]
-    argv = [__name__, *ours, *written_settings]
-    if written(argv, "config") is None:
-        argv.insert(1, f"--config={CONFIGS / 'base.py'}")
-    config = read_line(argv, {}).config
+    config = read_line([__name__, *ours, *written_settings], {}, config=CONFIGS / "base.py").config
     keys = [word.removeprefix("--config.") for word in written_settings if word.startswith("--config.")]
     check_own_keys([key.partition("=")[0] for key in keys])
     return read_settings(config)

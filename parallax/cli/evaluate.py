@@ -26,7 +26,6 @@ with loading(__name__, sys.stderr):
     from parallax.data.tokenizer import Bytes
     from parallax.data.vocabulary import with_tokenizer
     from parallax.inference.run import MESH_KEYS, Run, load_trained, mesh_config, sizes_of
-    from parallax.runtime import files
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
@@ -166,9 +165,9 @@ def _source(data: str) -> str:
     ['text', 'jsonl', 'parquet']
     """
     at = Path(data).expanduser()
-    if files.is_file(at / MANIFEST_FILE):
+    if (at / MANIFEST_FILE).is_file():
         return "prepared"
-    names = [data, *(file.name for file in files.paths_below(at))]
+    names = [data, *(file.name for file in sorted(at.rglob("*")))]
     for source in ("jsonl", "parquet"):
         if any(name.endswith(SUFFIXES[source]) for name in names):
             return source

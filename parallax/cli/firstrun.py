@@ -39,7 +39,6 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings, read_settings
     from parallax.data import as_batch
     from parallax.data.vocabulary import with_likely_vocab
-    from parallax.runtime.devices import simulate_devices
     from parallax.runtime.errors import ConfigError, ParallaxError, check_whole, tell
     from parallax.runtime.multihost.address import ADDRESS_FLAGS, read_address
     from parallax.runtime.multihost.job import connect, is_first, join, leave, reporting, set_phase, several
@@ -67,36 +66,29 @@ class PhaseError(ParallaxError):
 
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit status. What a user got wrong is one line on stderr."""
-
-    def act_in_job(argv: Sequence[str]) -> None:
-        with reporting():
-            act(argv)
-
-    return leave(lambda: run_command(act_in_job, argv, __doc__, USAGE, FLAGS))
+    return leave(lambda: run_command(reporting()(act), argv, __doc__, USAGE, FLAGS))
 
 
 def act(argv: Sequence[str]) -> None:
     """Do what the command line says; PhaseError where a phase fails, after the file is written."""
-    own = [] if written(argv, "config") else [f"--config={CONFIGS / 'base.py'}"]
-    line = read_line([argv[0], *own, *argv[1:]], FLAGS)
+    line, words = read_line(argv, FLAGS, config=CONFIGS / "base.py"), argv[1:]
     steps, out = line.values["steps"], line.values["out"]
     check_whole("--steps", steps, least=WARM_UP + 1)
     if out == "":
         raise ConfigError("--out='' names no file; write a path, as in --out=first-run.md")
     settings = read_settings(line.config)
     join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
-    if settings.mesh.simulate and not several():
-        simulate_devices(settings.mesh.simulate)
     about = {"Versions": software(), "Flags": flags()}
     try:
         about = {"Devices": devices(), **about}
     except RuntimeError as error:  # of a driver that is not there, or of chips that another process has
-        write_output("out", out, nameless(page_without_devices(command(argv[1:]), str(error), about)))
+        intro = [f"`{command(argv[1:])}`", "", "```", str(error), "```"]
+        write_output("out", out, nameless(document("First run: JAX has no devices", intro, about)))
         raise PhaseError(f"JAX has no devices: {str(error).splitlines()[0]}; {out} says more") from error
-    if own:
-        own = choose([word for word in argv[1:] if word.startswith(("--config.", "-config."))])
-        line = read_line([argv[0], *own, *argv[1:]], FLAGS)
-    found = Found(shortened(read_settings(line.config), steps), command([*own, *argv[1:]]))
+    if not written(argv, "config"):
+        words = [*choose([word for word in words if word.startswith(("--config.", "-config."))]), *words]
+        line = read_line([argv[0], *words], FLAGS)
+    found = Found(shortened(read_settings(line.config), steps), command(words))
     say(f"{about['Devices']['devices']}; {found.command}")
 
     def save() -> None:
@@ -257,18 +249,17 @@ def do_phases(found: Found, save: Callable[[], None]) -> None:
         found.phases[name] = Phase("running")
         save()
         set_phase(f"{name} of the first run", compiling=True)
-        begun, state, error = time.perf_counter(), "done", ""
+        begun, error = time.perf_counter(), ""
         with waiting(f"first run, {name}"):
             try:
                 act_of_phase(found)
             except Exception as raised:  # whatever it is, it belongs into the file
-                state = "failed"
                 error = "\n".join(f"{type(raised).__name__}: {raised}".splitlines()[:ERROR_LINES])
-        found.phases[name] = ended = Phase(state, time.perf_counter() - begun, error)
+        found.phases[name] = ended = Phase("failed" if error else "done", time.perf_counter() - begun, error)
         found.most_bytes = most_memory() if jax.default_backend() != "cpu" else None
         save()
-        say(f"{name}: {state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
-        if state == "failed" and name != "plan":
+        say(f"{name}: {ended.state} after {ended.secs:.1f} s{error and f': {error.splitlines()[0]}'}")
+        if error and name != "plan":
             return
 
 
@@ -355,31 +346,24 @@ def page(found: Found, machine: Mapping[str, Mapping[str, str]]) -> str:
     """The whole file; `machine` is sections of names and values."""
     failed = [name for name, phase in found.phases.items() if phase.state in ("failed", "running")]
     verdict = f"**Failed or interrupted: {', '.join(failed)}.**" if failed else "All phases are done."
-    if found.options:
-        machine = {**machine, "Compiler options of Parallax": found.options}
     parts = {
         "Planned and measured": compared(found),
         "Phases": phases(found),
         "Steps": steps(found),
         "Warnings": [f"- {line}" for line in warnings(found)] or ["None."],
-        **{title: table(["", ""], facts.items()) for title, facts in machine.items()},
+        **machine,
+        **({"Compiler options of Parallax": found.options} if found.options else {}),
         "Config": ["```json", json.dumps(found.settings.to_dict(), indent=1), "```"],
     }
     intro = f"`{found.command}`, {time.strftime('%Y-%m-%d')}. {verdict}"
     return document(f"First run on {machine['Devices']['devices']}", [intro], parts)
 
 
-def page_without_devices(command: str, error: str, machine: Mapping[str, Mapping[str, str]]) -> str:
-    """The file where JAX finds no devices."""
-    parts = {title: table(["", ""], facts.items()) for title, facts in machine.items()}
-    return document("First run: JAX has no devices", [f"`{command}`", "", "```", error, "```"], parts)
-
-
-def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str]]) -> str:
-    """A title, an introduction, and sections by title."""
+def document(title: str, intro: Sequence[str], parts: Mapping[str, Iterable[str] | Mapping[str, str]]) -> str:
+    """A title, an introduction, and sections by title; one of names and values is a table."""
     lines = [f"# {title}", "", *intro]
-    for heading_of_part, body in parts.items():
-        lines += ["", f"## {heading_of_part}", "", *body]
+    for heading, body in parts.items():
+        lines += ["", f"## {heading}", "", *(table(["", ""], body.items()) if isinstance(body, Mapping) else body)]
     return "\n".join([*lines, ""])
 
 

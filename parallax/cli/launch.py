@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(parsed: argparse.Namespace) -> int:
     """Start all processes, and wait for them; returns the status of the first that failed by itself, 0 if none has."""
     command = python_command(parsed.command)
-    parsed.port = parsed.port or _free_port()
     with started(command, [environment_of(parsed, rank) for rank in range(parsed.processes)]) as processes:
         readers = show_output(processes)
         status = status_of(*wait(processes, parsed.grace_secs))
@@ -196,12 +195,6 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _port(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; use a number from 1 to 65535")
-    return int(text)
-
-
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
@@ -213,10 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--devices-per-process", type=positive, metavar="N", help="CPU devices that each simulates")
     devices.add_argument("--gpus-per-process", type=positive, metavar="N", help="GPUs that each has for itself")
-    add("--port", type=_port, default=None, help="where the processes meet on 127.0.0.1 (default: one that is free)")
     add("--grace-secs", type=positive, default=60, metavar="S", help="for the others when one has ended (%(default)s)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a Python file, or -m and a module")
-    parser.set_defaults(token=secrets.token_hex(16))
+    parser.set_defaults(port=_free_port(), token=secrets.token_hex(16))
     return parser
 
 

@@ -61,7 +61,7 @@ def act(argv: Sequence[str]) -> None:
     settings, values = read_command(argv, FLAGS)
     check_flags(values, argv)
     settings, topology = located(with_likely_vocab(settings), values["topology"])
-    name = Path(written(argv, "config").split(":")[0]).stem
+    name = Path(written(argv, "config")).stem
     if values["sweep"]:
         sweep(name, settings, topology, values)
     else:

@@ -70,7 +70,7 @@ def act(argv: Sequence[str]) -> None:
         topology = read_topology(values["topology"])
         check_kernel_on(settings.model, topology.chip.platform, topology.chip.name)
         mesh, why_abstract = slice_mesh(settings.mesh, topology, compiled=compiled)
-    name = Path(written(argv, "config").split(":")[0]).stem
+    name = Path(written(argv, "config")).stem
     found = report_settings(settings, mesh, name=name)
     if found.compiled is None:
         found = dataclasses.replace(found, compiled_for=why_abstract)

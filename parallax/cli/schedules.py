@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 
 from parallax.analysis.render import text_table
-from parallax.cli.arguments import Parser
+from parallax.cli.arguments import Parser, positive, write_output
 from parallax.runtime.errors import ConfigError, check_local, exit_status
-from parallax.schedules.csv_files import load_csv, save_csv, write_text
+from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt
 from parallax.schedules.pricing import LONGEST, SHORTEST, USUAL, Costs, figures
@@ -48,7 +48,7 @@ def run(parsed: argparse.Namespace) -> None:
         if parsed.csv is not None:
             save_csv(schedule, parsed.csv)
         if parsed.svg is not None:
-            write_text(parsed.svg, gantt(schedule, costs, asynchronous=parsed.asynchronous))
+            write_output("svg", parsed.svg, gantt(schedule, costs, asynchronous=parsed.asynchronous))
     if parsed.compare:
         own = [(schedule.name, schedule)] if parsed.name and is_schedule_file(parsed.name) else []
         names = [(f"{name} v={virtual}" if virtual > 1 else name, name, virtual) for name, virtual in COMPARED]
@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m parallax.schedules", description=__doc__)
     add = parser.add_argument
     add("name", nargs="?", help=f"{', '.join(SCHEDULES)}, or the path of a .csv file")
-    add("--stages", type=_positive, metavar="P", help="pipeline ranks, each with --virtual stages")
-    add("--microbatches", type=_positive, metavar="M", help="microbatches of a step")
-    add("--virtual", type=_positive, metavar="V", help="stages on each rank, for interleaved (default: 1)")
+    add("--stages", type=positive, metavar="P", help="pipeline ranks, each with --virtual stages")
+    add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
+    add("--virtual", type=positive, metavar="V", help="stages on each rank, for interleaved (default: 1)")
     add("--tf", type=_time, default=USUAL.forward, help="time of a forward pass of all a rank's stages (%(default)s)")
     add("--tb", type=_time, default=USUAL.backward, help="time of a whole backward pass (%(default)s)")
     add("--tw", type=_time, help="the part of it for the weights' gradients (half of it)")
@@ -75,12 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--asynchronous", action="store_true", help="draw it as it runs if ranks wait for what they need alone")
     add("--compare", action="store_true", help="a table of all schedules for these stages and microbatches")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
-    return int(text)
 
 
 def _time(text: str) -> float:

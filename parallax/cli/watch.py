@@ -18,11 +18,11 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.columns import Columns
 from rich.console import CONSOLE_SVG_FORMAT, Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -34,7 +34,7 @@ from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, check_whole, exit_status, printable
-from parallax.runtime.run_files import LARGEST_STEP, TIME, RunFiles, number_of, row_of
+from parallax.runtime.run_files import LARGEST_STEP, RunFiles, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
 FRESH_SECS = 1.0  # between two looks at the files
@@ -50,7 +50,7 @@ QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # characters of a text to show
 LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
-NUMBERS = {"train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS)}
+NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS))
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -66,16 +66,6 @@ class Status(NamedTuple):
         return self.state in ("finished", "stopped", "failed", "gone")
 
 
-class Speed(NamedTuple):
-    """Of the latest steps: seconds and tokens, and the shares of the devices' peak and of waiting for data."""
-
-    step_secs: float
-    tokens_per_second: float
-    peak_share: float | None
-    wait_share: float
-    memory_bytes: float | None
-
-
 class Saved(NamedTuple):
     """Steps: whole ones, oldest first; damaged ones; those whose save has begun and not ended. `error` says why none
     of them is known."""
@@ -89,8 +79,8 @@ class Saved(NamedTuple):
 class Metrics:
     """metrics.jsonl, read as it grows: `steps` with `losses`, `eval_steps` with `eval_losses`, and the latest rows.
 
-    A loss that is no number is None. A line counts when it ends; lines that are none are counted in `torn`, and what
-    stands where a finite number or null would, in `odd`.
+    The rows have finite numbers alone; a loss that is none is None. A line counts when it ends; lines that are none are
+    counted in `torn`, and what stands where a finite number or null would, in `odd`.
     """
 
     def __init__(self, path: Path):
@@ -120,7 +110,7 @@ class Metrics:
         self.losses: list[float | None] = []
         self.eval_steps: list[int] = []
         self.eval_losses: list[float] = []
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.torn = self.odd = 0
         self._inode, self._offset = 0, 0
 
@@ -128,15 +118,15 @@ class Metrics:
         if row is None:
             self.torn += 1
             return
+        numbers = {key: number_of(row[key]) for key in NUMBERS if row.get(key) is not None}
+        finite = {key: number for key, number in numbers.items() if number is not None and math.isfinite(number)}
+        self.odd += len(numbers) - len(finite)
         self.steps.append(row["step"])
-        self.losses.append(number_of(row.get("train/loss")))
-        held_out = number_of(row.get("eval/loss"))
-        if held_out is not None:
+        self.losses.append(finite.get("train/loss"))
+        if "eval/loss" in finite:
             self.eval_steps.append(row["step"])
-            self.eval_losses.append(held_out)
-        values = (row[key] for key in row.keys() & NUMBERS if row[key] is not None)
-        self.odd += sum(not is_finite(value) for value in values)
-        self.recent.append(row)
+            self.eval_losses.append(finite["eval/loss"])
+        self.recent.append({"step": row["step"], **finite})
 
 
 class WatchedRun:
@@ -182,41 +172,43 @@ class WatchedRun:
         return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
     @property
-    def speed(self) -> Speed | None:
-        """None before a step has been taken that did not compile."""
+    def speed(self) -> dict[str, float]:
+        """Medians of the latest steps by name, and their share of waiting for data; empty before a step that did not
+        compile."""
         recent = [row for row in self.metrics.recent if row["step"] != self._first_step] or self.metrics.recent
-        secs = [secs for secs in _numbers(recent, "perf/step_secs") if 0 < secs < LONGEST_SECS]
-        if not secs:
-            return None
-        tokens, peak = (_median(recent, f"perf/{name}") for name in ("tokens_per_second", "mfu"))
-        waited = sum(_numbers(recent, "perf/data_wait_secs"))
-        return Speed(statistics.median(secs), tokens or 0.0, peak, waited / sum(secs), self._last("perf/memory_bytes"))
+        found = {name: [row[key] for row in recent if (key := f"perf/{name}") in row] for name in SPEEDS}
+        found["step_secs"] = [secs for secs in found["step_secs"] if 0 < secs < LONGEST_SECS]
+        if not found["step_secs"]:
+            return {}
+        waiting = sum(found.pop("data_wait_secs")) / sum(found["step_secs"])
+        return {name: statistics.median(values) for name, values in found.items() if values} | {"waiting": waiting}
 
     @property
     def left_secs(self) -> float | None:
         """Seconds to the last step at the current speed, without evaluations and saves."""
-        if self.steps is None or self.speed is None or self.status.over:
+        if self.steps is None or not self.speed or self.status.over:
             return None
-        left = max(self.steps - self.step, 0) * self.speed.step_secs
+        left = max(self.steps - self.step, 0) * self.speed["step_secs"]
         return left if left < LONGEST_SECS else None
 
     @property
     def skipped(self) -> int:
         """Steps that the guard has skipped."""
-        return int(self._last("train/skipped_steps") or 0)
+        counts = [row["train/skipped_steps"] for row in self.metrics.recent if "train/skipped_steps" in row]
+        return int(counts[-1]) if counts else 0
 
     @property
     def status(self) -> Status:
         """Whether the run goes on, or how it has ended."""
-        alive, ended = self._owner_is_alive(), self._started.get("ended")
-        if isinstance(ended, dict) and not (alive and self._taken_again(ended)):
+        alive, ended, of = self._owner_is_alive(), self._started.get("ended"), self.files
+        taken_again = alive and _time_of(of.lock) > _time_of(of.metadata) + 1  # by another start, which has none yet
+        if isinstance(ended, dict) and not taken_again:
             reason = str(ended.get("reason"))
             return Status(reason) if reason in ("finished", "stopped") else Status("failed", one_line(reason))
         if alive is False:
             return Status("gone", self.last_words() or "it has left no word in its log")
-        of = self.files
         quiet = self.clock() - max(map(_time_of, (of.metrics, of.log, of.metadata, of.lock, of.checkpoints)))
-        secs = self.speed.step_secs if self.speed else 0.0
+        secs = self.speed.get("step_secs", 0.0)
         if quiet > max(QUIET_SECS, QUIET_STEPS * secs) and self.metrics.steps:
             return Status("stands still", f"nothing new for {quiet:.0f} s; a step takes {secs:.2f} s")
         return Status("running" if self.metrics.steps else "starting")
@@ -252,14 +244,11 @@ class WatchedRun:
         start = self._started.get("start")
         return (start if type(start) is int and 0 <= start < LARGEST_STEP else 0) + 1
 
-    def _last(self, key: str) -> float | None:
-        return next(iter(_numbers(reversed(self.metrics.recent), key)), None)
-
     def _check(self) -> None:
         wanted = (self.files.config, self.files.metrics, self.files.log)
-        if any(map(files.is_file, wanted)):
+        if any(file.is_file() for file in wanted):
             return
-        how = "it has none of" if files.is_folder(self.path) else "it does not exist; wanted are"
+        how = "it has none of" if self.path.is_dir() else "it does not exist; wanted are"
         below = [str(file.parent) for file in files.matching(f"*/{self.files.config.name}", self.path)]
         advice = f"; runs below it: {', '.join(below[:8])}" if below else "; name the --workdir of a run"
         names = ", ".join(file.name for file in wanted)
@@ -268,7 +257,7 @@ class WatchedRun:
     def _look_at_checkpoints(self) -> None:
         folder = self.files.checkpoints
         try:
-            seen = tuple((name, files.modified_ns(folder / name)) for name in files.names_in(folder))
+            seen = tuple((name, (folder / name).stat().st_mtime_ns) for name in files.names_in(folder))
         except OSError:
             seen = ()
         if seen == self._looked:  # manifests are long: they are read again only when something has changed
@@ -297,39 +286,15 @@ class WatchedRun:
             return False
         return True
 
-    def _taken_again(self, ended: dict[str, Any]) -> bool:
-        """Whether another start has taken the folder since its latest run ended."""
-        try:
-            then = datetime.strptime(str(ended.get("time")), TIME).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return False
-        return _time_of(self.files.lock) > then + 1
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value of a line is a number that can be drawn."""
-    number = number_of(value)
-    return number is not None and math.isfinite(number)
-
 
 def one_line(text: str) -> str:
     """Text from a file as one printable line of limited length."""
     return printable(text[:LONGEST_LINE], keep="")
 
 
-def _numbers(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """The finite values of a key."""
-    return [number_of(row[key]) for row in rows if is_finite(row.get(key))]
-
-
-def _median(rows: Iterable[dict[str, Any]], key: str) -> float | None:
-    values = _numbers(rows, key)
-    return statistics.median(values) if values else None
-
-
 def _time_of(file: Path) -> float:
     try:
-        return files.modified_ns(file) / 1e9
+        return file.stat().st_mtime_ns / 1e9
     except OSError:
         return 0.0
 
@@ -352,6 +317,7 @@ NEIGHBOURS = 2  # on each side: what lasts no longer than they is a spike
 LARGEST = 1e99  # sums and differences of them are finite
 OUTLIER = 0.5  # a spike is drawn up to so much of the range of all others above them
 
+Points = Iterable[tuple[float, float | None]]  # pairs of x and y
 Dot = tuple[int, int]  # column and row
 
 
@@ -366,13 +332,7 @@ class Plot(NamedTuple):
     last: float
 
 
-def plot(
-    curve: Iterable[tuple[float, float | None]],
-    points: Iterable[tuple[float, float | None]],
-    *,
-    width: int,
-    height: int,
-) -> Plot | None:
+def plot(curve: Points, points: Points, *, width: int, height: int) -> Plot | None:
     """A curve in dots of braille, and single points on top of it, in so many characters; None where there is nothing.
 
     Both are pairs of x and y; those whose y is None or not finite are left out. A column of dots has the mean of its
@@ -411,7 +371,7 @@ def plot(
     return Plot(["".join(line) for line in lines], marks, low, top, first, last)
 
 
-def _finite(pairs: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _finite(pairs: Points) -> list[tuple[float, float]]:
     """The pairs that can be drawn; what is absurdly large is drawn at the edge."""
     return [(x, min(max(y, -LARGEST), LARGEST)) for x, y in pairs if y is not None and math.isfinite(y)]
 
@@ -443,31 +403,22 @@ STATE_STYLES = {"running": "green", "finished": "green", "starting": "cyan", "st
 BAD = "bold red"
 
 
-def picture(runs: Sequence[WatchedRun], console: Console) -> Table:
+def picture(runs: Sequence[WatchedRun], console: Console) -> Columns:
     """All runs, as they fit on a console: a frame for each, side by side where there is room."""
     columns = max(1, min(len(runs), console.width // LEAST_FRAME))
-    lines = -(-len(runs) // columns)
+    lines, width = -(-len(runs) // columns), console.width // columns
     fits = console.height // lines - OTHER_LINES if console.is_terminal else PLOT_ROWS
     rows = max(FEWEST_ROWS, min(PLOT_ROWS, fits))
-    grid = Table.grid(expand=True)
-    for _ in range(columns):
-        grid.add_column(ratio=1)
-    unicode, width = not console.options.ascii_only, console.width // columns
-    frames = [frame(run, width=width, rows=rows, unicode=unicode) for run in runs]
-    for at in range(0, len(frames), columns):
-        grid.add_row(*frames[at : at + columns])
-    return grid
+    return Columns([frame(run, width=width, rows=rows) for run in runs], width=width, padding=0)
 
 
-def frame(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> Panel:
+def frame(run: WatchedRun, *, width: int, rows: int) -> Panel:
     """Everything of one run, in so many columns and with so many rows for its plot."""
     status = run.status
     style = STATE_STYLES.get(status.state, BAD)
-    title = Text.assemble((f" {run.name} ", "bold"), ("· " if unicode else "- ", SOFT), (f"{status.state} ", style))
-    parts: list[RenderableType] = [progress(run, status), losses(run)]
-    drawn = curves(run, width=width - 4, rows=rows, unicode=unicode)
-    parts += [Text(), drawn, Text()] if drawn else [Text("\nno step is done yet\n", style=SOFT)]
-    parts += [facts(run, status)]
+    title = Text.assemble((f" {run.name} ", "bold"), ("· ", SOFT), (f"{status.state} ", style))
+    parts: list[RenderableType] = [progress(run, status), losses(run), Text()]
+    parts += [*curves(run, width=width - 4, rows=rows), Text(), facts(run, status)]
     if status.why:
         parts.append(Text(status.why, style=style, overflow="fold"))
     return Panel(Group(*parts), title=title, title_align="left", border_style=SOFT, box=box.ROUNDED, safe_box=True)
@@ -493,40 +444,32 @@ def losses(run: WatchedRun) -> Text:
     """The latest loss of training and of evaluation."""
     metrics, line = run.metrics, Text(no_wrap=True, overflow="ellipsis")
     if metrics.steps:
-        line.append("train loss ", style=TRAIN).append(_loss(metrics.losses[-1]), style="bold")
+        loss = metrics.losses[-1]
+        line.append("train loss ", style=TRAIN)
+        line.append("not finite" if loss is None else decimal(loss, 4), style="bold")
     if metrics.eval_steps:
-        line.append("   eval loss ", style=EVAL).append(_loss(metrics.eval_losses[-1]), style="bold")
+        line.append("   eval loss ", style=EVAL).append(decimal(metrics.eval_losses[-1], 4), style="bold")
         line.append(f" at step {metrics.eval_steps[-1]:,}", style=SOFT)
     return line
 
 
-def _loss(loss: float | None) -> str:
-    return "not finite" if loss is None or not math.isfinite(loss) else decimal(loss, 4)
-
-
-def curves(run: WatchedRun, *, width: int, rows: int, unicode: bool) -> RenderableType | None:
-    """Both losses by step, with the ends of both axes."""
+def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
+    """Both losses by step, with the ends of both axes; a line of text where there is none yet."""
     metrics, wide = run.metrics, max(width - 8, 4)
     train, held_out = zip(metrics.steps, metrics.losses), zip(metrics.eval_steps, metrics.eval_losses)
     drawn = plot(train, held_out, width=wide, height=rows)
     if drawn is None:
-        return None
-    lines = [_line(drawn, at, unicode) for at in range(rows)]
-    ends = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"
-    axis = Text(" " * 8 + ends[0] + ends[1].rjust(wide - len(ends[0])), style=SOFT, no_wrap=True)
-    return Group(*lines, axis)
-
-
-def _line(drawn: Plot, row: int, unicode: bool) -> Text:
-    ends = {0: drawn.high, len(drawn.lines) - 1: drawn.low}
-    label = f"{ends[row]:6.4g}"[:6] if row in ends else ""
-    line = Text(f"{label:>6} {'│' if unicode else '|'}", style=SOFT, no_wrap=True)
-    dots = drawn.lines[row] if unicode else re.sub(r"[^ o]", "*", drawn.lines[row].replace(POINT, "o"))
-    cells = Text(dots, style=TRAIN)
-    for at, column in drawn.marks:
-        if at == row:
-            cells.stylize(EVAL, column, column + 1)
-    return line.append_text(cells)
+        yield Text("no step is done yet", style=SOFT)
+        return
+    ends = {0: f"{drawn.high:6.4g}"[:6], rows - 1: f"{drawn.low:6.4g}"[:6]}
+    for at, dots in enumerate(drawn.lines):
+        line = Text(f"{ends.get(at, ''):>6} │", style=SOFT, no_wrap=True).append(dots, style=TRAIN)
+        for row, column in drawn.marks:
+            if row == at:
+                line.stylize(EVAL, column + 8, column + 9)
+        yield line
+    first, last = f"step {drawn.first:,.0f}", f"{drawn.last:,.0f}"
+    yield Text(" " * 8 + first + last.rjust(wide - len(first)), style=SOFT, no_wrap=True)
 
 
 def facts(run: WatchedRun, status: Status) -> RenderableType:
@@ -534,29 +477,24 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style=SOFT, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts_of(run, status):
-        table.add_row(name, value)
-    return table
-
-
-def facts_of(run: WatchedRun, status: Status) -> Iterator[tuple[str, Text]]:
-    """Names and values."""
-    speed = run.speed
-    if speed is not None:
-        yield "speed", Text(f"{decimal(speed.tokens_per_second, 0)} tokens/s, {decimal(speed.step_secs, 2)} s a step")
-        peak = "unknown" if speed.peak_share is None else percent(speed.peak_share)
-        memory = "" if speed.memory_bytes is None else f", memory {in_bytes(speed.memory_bytes)}"
-        yield "of peak", Text(f"{peak}{memory}")
-        yield "data wait", Text(percent(speed.wait_share), style="yellow" if speed.wait_share > 0.05 else "")
-    yield "checkpoints", saved_text(run.saved, status)
-    yield "skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else "")
+    add, speed = table.add_row, run.speed
+    if speed:
+        tokens = decimal(speed.get("tokens_per_second", 0.0), 0)
+        add("speed", Text(f"{tokens} tokens/s, {decimal(speed['step_secs'], 2)} s a step"))
+        peak = percent(speed["mfu"]) if "mfu" in speed else "unknown"
+        memory = f", memory {in_bytes(speed['memory_bytes'])}" if "memory_bytes" in speed else ""
+        add("of peak", Text(f"{peak}{memory}"))
+        add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
+    add("checkpoints", saved_text(run.saved, status))
+    add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
     if run.metrics.torn:
-        yield "unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow")
+        add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:
-        yield "odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow")
+        add("odd", Text(f"{run.metrics.odd:,} values of metrics.jsonl are no finite numbers", style="yellow"))
     started = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     if run.mesh:
-        yield "mesh", Text(f"{run.mesh} on {run.devices}{started}")
+        add("mesh", Text(f"{run.mesh} on {run.devices}{started}"))
+    return table
 
 
 def saved_text(saved: Saved, status: Status) -> Text:
@@ -589,6 +527,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def watch(flags: argparse.Namespace) -> None:
     """Draw the runs, once or until they have ended."""
     runs = [WatchedRun(path) for path in flags.workdir]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no letters for curves
     console = Console(width=flags.width)
     if flags.once or not console.is_terminal:
         console.print(picture(runs, console))

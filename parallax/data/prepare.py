@@ -82,13 +82,13 @@ def remove_prepared(folder: Path) -> None:
             strange.append(file)
     if strange:
         raise DataError(f"{folder} holds more than prepared data ({', '.join(strange[:3])}); delete it by hand")
-    if files.is_folder(folder):
+    if folder.is_dir():
         files.remove(folder)
 
 
 def _prepare(request: Request, folder: Path, workers: int) -> Manifest:
     file, wanted = folder / MANIFEST_FILE, request.to_json()
-    finished = Manifest.read(folder) if files.exists(file) else None
+    finished = Manifest.read(folder) if file.exists() else None
     if not finished and _began_otherwise(folder, wanted):
         # With a field that does not exist, say: nothing of it is of use.
         for name in (JOURNAL_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG):
@@ -125,7 +125,7 @@ def _tokenizer(request: Request, folder: Path) -> Tokenizer:
         return Bytes()
     if request.tokenizer != "bpe":
         return load_tokenizer(request.tokenizer)
-    if files.exists(folder / TOKENIZER_FILE):
+    if (folder / TOKENIZER_FILE).exists():
         return load_tokenizer(folder)
     source = request.source
     # Every n-th document, as the order of a corpus may follow its subjects.
@@ -222,7 +222,7 @@ def _read_journal(file: Path, wanted: dict) -> list[Shard]:
 def _whole_lines(file: Path) -> list[dict]:
     # The last line is torn where the writer was killed.
     lines = []
-    for line in files.read_bytes(file).splitlines() if files.exists(file) else ():
+    for line in files.read_bytes(file).splitlines() if file.exists() else ():
         try:
             lines.append(files.object_of(line))
         except ValueError:

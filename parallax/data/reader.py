@@ -20,7 +20,7 @@ from parallax.data.sources import open_source
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
 from parallax.data.windows import batch_arrays
 from parallax.runtime.errors import ConfigError, DataError, check_choice
-from parallax.runtime.files import open_file, size_bytes
+from parallax.runtime.files import open_file
 
 CHECKSUM_BYTES = 1 << 30  # data up to this size is checked whole when opened: about a second
 OPEN_FILES = 128  # at once, well below the usual limit of 1024 for a process
@@ -258,7 +258,7 @@ class TokenStream:
             """The file, which may have been replaced meanwhile, though not by other ids."""
             file, shard = files[number], manifest.shards[number]
             size = shard.tokens * manifest.dtype.itemsize
-            if _state(file) != states[number] and size_bytes(file) >= size:  # a shorter one is refused when read
+            if _state(file) != states[number] and file.stat().st_size >= size:  # a shorter one is refused when read
                 check_file(file, size, shard.ids_sha256)
             return open_file(file, buffering=0)
 

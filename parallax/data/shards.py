@@ -15,7 +15,7 @@ import numpy as np
 
 from parallax.data.tokenizer import Tokenizer
 from parallax.runtime.errors import DataError, names_of
-from parallax.runtime.files import is_file, open_file, read_object, size_bytes, write_whole
+from parallax.runtime.files import open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
 SHARD_FORMAT = "parallax shards 1"
@@ -221,10 +221,10 @@ def reading_shard(file: Path) -> Iterator[None]:
 def check_file(file: Path, size: int, sha256: str | None) -> None:
     """Raise DataError unless a file of a shard has its size, and its checksum if that is given."""
     with reading_shard(file):
-        if not is_file(file):
+        if not file.is_file():
             raise DataError(f"shard {file} is missing; {ADVICE}")
-        if size_bytes(file) != size:
-            raise DataError(f"shard {file} has {size_bytes(file)} bytes where the manifest says {size}; {ADVICE}")
+        if file.stat().st_size != size:
+            raise DataError(f"shard {file} has {file.stat().st_size} bytes where the manifest says {size}; {ADVICE}")
         if sha256 is None:
             return
         with open_file(file) as opened:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallax.runtime.errors import ConfigError, DataError, how_to_install, names_of, quoted
-from parallax.runtime.files import is_file, is_folder, matching, names_in, object_of, open_file, paths_below, size_bytes
+from parallax.runtime.files import matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
 
 # A longer text file is cut at line ends: it can then be held out in part, and tokenised in parallel.
@@ -65,15 +65,15 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """
     at = Path(path).expanduser()
     with _reading(at):
-        if is_file(at):
+        if at.is_file():
             return [at]
-        if is_folder(at):
+        if at.is_dir():
             hidden = lambda file: any(part.startswith(".") for part in file.relative_to(at).parts)  # noqa: E731
-            found = [one for one in paths_below(at) if one.name.endswith(suffixes) and not hidden(one)]
+            found = [one for one in sorted(at.rglob("*")) if one.name.endswith(suffixes) and not hidden(one)]
             wanted = f"a file that ends in {' or '.join(suffixes)}" if suffixes != ("",) else "a file"
         else:
             found, wanted = matching(at), "a match of this file, folder or glob"
-        files = [file for file in found if is_file(file)]
+        files = [file for file in found if file.is_file()]
     if not files:
         raise DataError(f"data.path={path!r}: {wanted} does not exist (looked from {Path.cwd()})")
     return files
@@ -86,7 +86,7 @@ def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], 
         for done, file in enumerate(files):
             show(done, len(files))
             with _reading(file):
-                text_bytes += size_bytes(file)
+                text_bytes += file.stat().st_size
                 sha256.update(_hash(file))
     description = {"kind": kind, **settings, "files": len(files), "bytes": text_bytes, "sha256": sha256.hexdigest()}
 

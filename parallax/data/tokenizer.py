@@ -13,7 +13,7 @@ import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
 from parallax.runtime.errors import ConfigError, DataError, how_to_install
-from parallax.runtime.files import is_folder, make_folder, object_of, read_bytes, write_whole
+from parallax.runtime.files import make_folder, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # which `transformers` puts beside it
@@ -235,7 +235,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         DataError: the file is missing, or one of them is damaged.
     """
     path = Path(path)
-    path = path / TOKENIZER_FILE if is_folder(path) else path
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         written = read_bytes(path)
         content = object_of(written)

@@ -22,7 +22,6 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
-from parallax.runtime.files import exists
 from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
 from parallax.sharding.mesh import make_mesh
@@ -56,7 +55,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
         path = RunFolder(self.path).metrics
-        return read_metrics(path) if exists(path) else []
+        return read_metrics(path) if path.exists() else []
 
     @property
     def numbers(self) -> list[str]:

@@ -79,7 +79,7 @@ def import_params(source: Path, workdir: Path) -> None:
         for name, here in plain_names(arrays).items():
             write_rows(arrays[here.name], here.index, read_pieces(*tensors[name], PIECE_BYTES))
 
-    names = (*CARRIED, *(name for name in CARRIED_IF_THERE if files.is_file(source / name)))
+    names = (*CARRIED, *(name for name in CARRIED_IF_THERE if (source / name).is_file()))
     with new_folder(workdir) as unfinished:
         make_run(unfinished, settings, tokenizer, {name: source / name for name in names}, write)
 
@@ -254,7 +254,7 @@ def param_shapes(settings: Settings) -> dict[str, Any]:
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when it is complete, and is removed if it never is."""
-    if files.exists(folder) and (not files.is_folder(folder) or files.names_in(folder)):
+    if folder.exists() and (not folder.is_dir() or files.names_in(folder)):
         raise CheckpointError(f"{folder} is there already; choose another name, or remove it")
     whole = folder.resolve()
     unfinished = whole.with_name(f"{whole.name}.unfinished-{uuid.uuid4().hex}")  # a name that nothing has
@@ -262,6 +262,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         with writing(folder, "make room, or choose another folder"):
             yield unfinished
-            files.move(unfinished, whole)
+            unfinished.replace(whole)
     finally:
         files.remove_what_can_be(unfinished)

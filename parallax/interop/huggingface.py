@@ -51,7 +51,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         CheckpointError: the folder cannot be trusted, or has not the parameters of its config.
         DataError: its tokenizer is missing, damaged, or has more entries than the model.
     """
-    if not files.is_file(source / CONFIG):
+    if not (source / CONFIG).is_file():
         raise CheckpointError(
             f"{source} has no {CONFIG}; name a folder with {CONFIG}, {TOKENIZER_FILE} and "
             f"safetensors, as `hf download NAME --local-dir FOLDER` makes one"
@@ -86,7 +86,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
             rows = _our_rows(view, tensors[view.name(here.index)], here.shape)
             export.write_rows(arrays[here.name], here.index, rows)
 
-    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if files.is_file(source / name)]
+    copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
@@ -159,7 +159,7 @@ def _read_text(path: Path) -> str:
 
 
 def _is_small(path: Path) -> bool:
-    return files.is_file(path) and not files.is_link(path) and files.size_bytes(path) <= BESIDE_LIMIT_BYTES
+    return path.is_file() and not path.is_symlink() and path.stat().st_size <= BESIDE_LIMIT_BYTES
 
 
 # ---- out

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallax.config.keys import NAME_BYTES
 from parallax.runtime.errors import CheckpointError, quoted, shown
-from parallax.runtime.files import exists, is_file, is_link, new_file, object_of, open_file, read_object, write_whole
+from parallax.runtime.files import new_file, object_of, open_file, read_object, write_whole
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 1 << 24  # some 100,000 tensors in one file
@@ -207,8 +207,8 @@ def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
     Raises:
         CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
     """
-    if not exists(folder / INDEX):
-        if not is_file(folder / SINGLE):
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).is_file():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?")
         path = _checked_file(folder, SINGLE)
         return {name: (path, tensor) for name, tensor in read_header(path).items()}
@@ -250,8 +250,8 @@ def _checked_file(folder: Path, name: str) -> Path:
         )
     if not name.endswith(".safetensors"):
         raise CheckpointError(f"{folder / INDEX} names {quoted(name)}; nothing but .safetensors is read")
-    if is_link(path):
+    if path.is_symlink():
         raise CheckpointError(f"{path} is a link; put the file itself there")
-    if not is_file(path):
+    if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     return path

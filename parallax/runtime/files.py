@@ -1,4 +1,4 @@
-"""All access to files of runs, checkpoints and data; other modules only build paths.
+"""How files of runs, checkpoints and data are opened, replaced, locked and parsed; what is there, a path says itself.
 
 Files are local. Only regular files are opened: no link is followed for writing, and no pipe or device is waited for.
 Functions raise OSError unless they say otherwise.
@@ -31,54 +31,9 @@ WHEN_FULL = "what is saved stays; make room, and the same command goes on from t
 # ---- what is there
 
 
-def exists(path: Path) -> bool:
-    """Whether there is a file or folder; links are followed."""
-    return path.exists()
-
-
-def is_taken(path: Path) -> bool:
-    """Whether anything has this name, broken links included."""
-    return os.path.lexists(path)
-
-
-def is_file(path: Path) -> bool:
-    """Whether it is a file, or a link to one."""
-    return path.is_file()
-
-
-def is_folder(path: Path) -> bool:
-    """Whether it is a folder, or a link to one."""
-    return path.is_dir()
-
-
-def is_link(path: Path) -> bool:
-    """Whether it is a symbolic link."""
-    return path.is_symlink()
-
-
-def size_bytes(path: Path) -> int:
-    """The size of a file."""
-    return path.stat().st_size
-
-
-def tree_bytes(folder: Path) -> int:
-    """The total size of a folder's files; links are not followed."""
-    return sum(path.lstat().st_size for path in folder.rglob("*"))
-
-
-def modified_ns(path: Path) -> int:
-    """When it was last changed, in nanoseconds since 1970."""
-    return path.stat().st_mtime_ns
-
-
 def names_in(folder: Path) -> list[str]:
     """Sorted names in a folder; empty if it is not a folder."""
     return sorted(os.listdir(folder)) if folder.is_dir() else []
-
-
-def paths_below(folder: Path) -> list[Path]:
-    """All files and folders below a folder, sorted."""
-    return sorted(folder.rglob("*"))
 
 
 def matching(pattern: str | Path, folder: Path | None = None) -> list[Path]:
@@ -223,11 +178,6 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
     path.mkdir(mode=mode, parents=True, exist_ok=True)
 
 
-def move(path: Path, target: Path) -> Path:
-    """Rename a file or folder atomically on the same disk; an existing file is replaced."""
-    return path.replace(target)
-
-
 def remove(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
@@ -239,11 +189,6 @@ def remove(path: Path, *, missing_ok: bool = False) -> None:
 def remove_what_can_be(path: Path) -> None:
     """Remove a folder, ignoring errors; others may still be writing in it."""
     shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_empty(folder: Path) -> None:
-    """Remove a folder that has nothing in it."""
-    folder.rmdir()
 
 
 def lock(opened: IO, *, wait: bool) -> None:

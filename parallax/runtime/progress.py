@@ -32,6 +32,7 @@ VARIABLE = "PARALLAX_PROGRESS"
 RANKS = ("PARALLAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID")
 
 Show = Callable[[float, float | None], None]
+Log = Callable[[str], None]
 
 
 @dataclass(eq=False)
@@ -77,11 +78,7 @@ class ProgressPrinter:
     """
 
     def __init__(
-        self,
-        stream: TextIO | None,
-        log: Callable[[str], None] = lambda line: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None, log: Log = lambda line: None, *, clock: Callable[[], float] = time.monotonic
     ):
         self._stream, self._log, self._clock = stream, log, clock
         self._is_terminal = _has_cursor(stream)
@@ -232,7 +229,7 @@ def speak_on(stream: TextIO | None) -> None:
     _speaker = progress_printer(stream) if is_likely_first(os.environ) else None
 
 
-def progress_printer(stream: TextIO | None, log: Callable[[str], None] = lambda line: None) -> ProgressPrinter | None:
+def progress_printer(stream: TextIO | None, log: Log = lambda line: None) -> ProgressPrinter | None:
     """A printer, or None if PARALLAX_PROGRESS=off."""
     return None if os.environ.get(VARIABLE) == "off" else ProgressPrinter(stream, log).start()
 

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
-from parallax.runtime.files import is_file, names_in, open_file, write_whole
+from parallax.runtime.files import names_in, open_file, write_whole
 from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
 Placed = tuple[int, int, Action]  # rank, tick, and what runs then
@@ -18,7 +18,10 @@ Placed = tuple[int, int, Action]  # rank, tick, and what runs then
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule's grid; a file of that name is replaced. Raises ScheduleError where it cannot be written."""
     lines = (",".join("+".join(map(str, cell)) for cell in row) for row in schedule.grid())
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    try:
+        write_whole(Path(path), "".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def load_csv(path: str | Path) -> Schedule:
@@ -35,14 +38,6 @@ def load_csv(path: str | Path) -> Schedule:
     return Schedule(name, placement, microbatches, orders, starts=starts)
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a whole file or none of it. Raises ScheduleError where that cannot be done."""
-    try:
-        write_whole(Path(path), text)
-    except OSError as error:
-        raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
-
-
 def _read(path: Path) -> list[list[str]]:
     """Cells as they are written, without empty rows and columns at the end."""
     try:
@@ -50,7 +45,7 @@ def _read(path: Path) -> list[list[str]]:
         with open_file(path, "r", encoding="utf-8-sig", newline="") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except FileNotFoundError:
-        there = [name for name in names_in(path.parent) if name.endswith(".csv") and is_file(path.parent / name)]
+        there = [name for name in names_in(path.parent) if name.endswith(".csv") and (path.parent / name).is_file()]
         close = difflib.get_close_matches(path.name, there, n=1)
         guess = f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
         raise ScheduleError(f"{path} does not exist{guess}") from None

@@ -37,7 +37,7 @@ class RunFolder(RunFiles):
             yield
             return
         with writing(self.path):
-            before = {*files.names_in(self.path)} if files.exists(self.path) else None
+            before = {*files.names_in(self.path)} if self.path.exists() else None
             files.make_folder(self.path)
             lock = files.open_file(self.lock, "a+")
         with lock:
@@ -52,11 +52,11 @@ class RunFolder(RunFiles):
         """Remove what is new in the folder if the run was refused before it logged anything; `before` was there."""
         with contextlib.suppress(OSError):  # whoever has removed the folder meanwhile has left nothing to remove
             names = {*files.names_in(self.path)} - (before or set())
-            if names <= {self.lock.name, self.log.name} and not (files.exists(self.log) and files.size_bytes(self.log)):
+            if names <= {self.lock.name, self.log.name} and not (self.log.exists() and self.log.stat().st_size):
                 for name in names:
                     files.remove(self.path / name)
                 if before is None:
-                    files.remove_empty(self.path)
+                    self.path.rmdir()
 
     def write_config(self, settings: Settings) -> None:
         """The config as JSON: what resuming and generating read."""

@@ -132,7 +132,7 @@ class RunLogger:
 
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of metrics.jsonl after `step`, and incomplete ones."""
-    if files.exists(path):
+    if path.exists():
         kept = [line for line in _lines(path) if (row := row_of(line)) and row["step"] <= step]
         files.write_whole(path, "".join(line + "\n" for line in kept))
 
@@ -143,7 +143,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[str]:
-    if not files.exists(path):
+    if not path.exists():
         return []
     with files.open_file(path, "r", encoding="utf-8", errors="replace") as file:
         return file.read().splitlines()

@@ -21,7 +21,7 @@ GONE = 2**22 + 1  # no process has this number: it is more than Linux gives
 
 
 def shown_of(*runs, width=100, encoding="utf-8"):
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     console = Console(file=file, width=width)
     console.print(picture(runs, console))
     file.seek(0)

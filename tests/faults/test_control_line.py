@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.control_line import Hub
 from parallax.runtime.multihost.job import listen
@@ -43,7 +44,7 @@ class Job:
         self.processes = processes
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
-        self.hub = Hub(listener, processes, TOKEN, start_secs=60, silence_secs=60, clock_secs=60)
+        self.hub = Hub(listener, processes, TOKEN, DistributedConfig(60, 60, 60, 60, 60, 60))
 
     def connect(self):
         return Line(socket.create_connection(self.address, timeout=ANSWER_SECS))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -173,17 +174,17 @@ def all_leave(monkeypatch):
 class Meeting:
     """A hub, and lines that join it from threads of this process."""
 
-    def __init__(self, processes, *, start_secs=20.0, silence_secs=20.0):
-        self.processes, self.start_secs, self.silence_secs = processes, start_secs, silence_secs
+    def __init__(self, processes, *, start_secs=20.0, heartbeat_secs=20.0):
+        self.processes = processes
+        self.limits = SimpleNamespace(start_secs=start_secs, heartbeat_secs=heartbeat_secs, clock_secs=60.0)
+        self.limits.wait_secs = self.limits.compile_secs = 20
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()
-        limits = {"start_secs": start_secs, "silence_secs": silence_secs}
-        self.hub = Hub(listener, processes, "token", clock_secs=60.0, **limits)
+        self.hub = Hub(listener, processes, "token", self.limits)
 
     def join(self, rank, **changes):
         hello = {"hello": rank, "of": self.processes, "token": "token", "host": f"host{rank}"} | changes
-        limits = {"start_secs": self.start_secs, "silence_secs": self.silence_secs}
-        line = ControlLine(self.address, hello, hub=None if rank else self.hub, **limits)
+        line = ControlLine(self.address, hello, self.limits, None if rank else self.hub)
         JOINED.append(line)
         return line
 
@@ -216,6 +217,12 @@ def ended(exits, monkeypatch):
     return exits
 
 
+def at(line, what, secs):
+    """From now on this line is at `what`, where it may be for so long."""
+    line._config = SimpleNamespace(**vars(line._config) | {"wait_secs": secs})
+    line.set_phase(what, "wait_secs")
+
+
 def wait_until(condition):
     deadline = time.monotonic() + 20
     while not condition():
@@ -227,7 +234,7 @@ def test_all_hear_the_values_of_the_first_and_each_difference():
     first, second, third = Meeting(3).join_all(0, 1, 2)
     values = [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 0, "more": True}]
     meet = [
-        functools.partial(line.meet, "config", value, 20, "distributed.wait_secs")
+        functools.partial(line.meet, "config", value, "wait_secs")
         for line, value in zip((first, second, third), values)
     ]
     answers = at_once(*meet)
@@ -294,7 +301,7 @@ def test_a_stranger_who_talks_nonsense_does_no_harm():
 def test_a_lost_process_ends_the_others_with_75(ended, capsys):
     first, second, third = Meeting(3).join_all(0, 1, 2)
     for line in (first, second, third):
-        line.set_phase("step 7", 20, "distributed.wait_secs")
+        at(line, "step 7", 20)
     second._socket.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: len(ended) >= 3)
     assert set(ended) == {75}
@@ -303,7 +310,7 @@ def test_a_lost_process_ends_the_others_with_75(ended, capsys):
 
 
 def test_a_process_that_says_nothing_is_lost(ended, capsys):
-    meeting = Meeting(2, silence_secs=1.0)
+    meeting = Meeting(2, heartbeat_secs=1.0)
     first, second = meeting.join_all(0, 1)
     second._send = lambda message: None
     wait_until(lambda: len(ended) >= 2)  # it is told nothing either, for it asks nothing
@@ -316,9 +323,9 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
 
 def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
     """Its hub stands still, and answers nothing, as where its host has vanished."""
-    meeting = Meeting(2, silence_secs=1.0)
+    meeting = Meeting(2, heartbeat_secs=1.0)
     _, second = meeting.join_all(0, 1)
-    second.set_phase("step 7", 20, "distributed.wait_secs")
+    at(second, "step 7", 20)
     time.sleep(2)
     assert ended == []
     meeting.hub._look_at_the_clock = lambda: time.sleep(20)
@@ -330,11 +337,11 @@ def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
 def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
     first, second = Meeting(2).join_all(0, 1)
     for line in (first, second):
-        line.set_phase("step 3", 1.5, "distributed.wait_secs")
-    meet = functools.partial(first.meet, "the folder", {}, 20, "distributed.wait_secs")
+        at(line, "step 3", 1.5)
+    meet = functools.partial(first.meet, "the folder", {}, "compile_secs")
     begun = time.monotonic()
-    second.set_phase("a slow disk", 20, "distributed.wait_secs")
-    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, 20, "distributed.wait_secs"))
+    at(second, "a slow disk", 20)
+    at_once(meet, lambda: time.sleep(2) or second.meet("the folder", {}, "compile_secs"))
     assert ended == []
     wait_until(lambda: len(ended) >= 2)
     assert time.monotonic() - begun > 3
@@ -346,7 +353,7 @@ def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
     meeting = Meeting(2)
     _, second = meeting.join_all(0, 1)
     meeting.hub._places = lambda: time.sleep(3) or {}
-    second.set_phase("step 3", 0.5, "distributed.wait_secs")
+    at(second, "step 3", 0.5)
     wait_until(lambda: len(ended) >= 2)
     assert "waited 0 s (distributed.wait_secs) for 'step 3'; process 0 does not answer" in capsys.readouterr().err
 
@@ -365,8 +372,8 @@ def test_an_error_of_one_process_reaches_the_others(ended, capsys, status, expec
 
 def test_a_wait_that_is_too_long_names_the_late_and_what_they_do(ended, capsys):
     first, second = Meeting(2).join_all(0, 1)
-    second.set_phase("reading a slow disk", 100, "distributed.wait_secs")
-    first.set_phase("step 3", 0.5, "distributed.wait_secs")
+    at(second, "reading a slow disk", 100)
+    at(first, "step 3", 0.5)
     wait_until(lambda: len(ended) >= 2)
     said = capsys.readouterr().err
     assert (
@@ -420,13 +427,15 @@ def test_a_process_ends_where_its_last_words_cannot_be_written(ended, monkeypatc
 
 STALLED = """
 import socket, sys, threading
+from types import SimpleNamespace
 from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.job import listen
 control_line.LAST_WORDS_SECS = 0.5
 listener = listen("127.0.0.1", 0)
 address, hello = listener.getsockname(), {"hello": 0, "of": 1, "token": "", "host": "here"}
-control_line.Hub(listener, 1, "", start_secs=20, silence_secs=20, clock_secs=60)
-first = control_line.ControlLine(address, hello, start_secs=20, silence_secs=20)
+limits = SimpleNamespace(start_secs=20, heartbeat_secs=20, clock_secs=60)
+control_line.Hub(listener, 1, "", limits)
+first = control_line.ControlLine(address, hello, limits)
 first.log = lambda text: threading.Event().wait()
 first._socket.shutdown(socket.SHUT_RDWR)
 threading.Event().wait(60)

@@ -383,11 +383,12 @@ def test_a_port_that_is_in_use_is_named(corpus, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         flags = [*flags_of(corpus), "--config.distributed.start_secs=5", f"--workdir={tmp_path}"]
-        with launched("train.py", *flags, options=("--port", str(port))) as job:
-            status, text = job.end()
+        place = [f"--distributed.coordinator=127.0.0.1:{port}", "--distributed.num-processes=2"]
+        with Started("train.py", *flags, *place, "--distributed.process-id=0") as process:
+            status, text = process.end()
     assert status == 2
     expected = f"cannot listen on port {port} for distributed.coordinator=127.0.0.1:{port} (Address already in use)"
-    assert f"[0] ConfigError: {expected}" in text
+    assert f"ConfigError: {expected}" in text
 
 
 @pytest.mark.slow
@@ -423,7 +424,6 @@ def test_a_task_of_slurm_that_is_missing_ends_the_other_with_75(corpus, tmp_path
     [
         (["--processes", "0", "--", "train.py"], "'0' is not a whole number from 1 to 99999"),
         (["--processes", "2", "--devices-per-process", "x", "--", "train.py"], "'x' is not a whole number"),
-        (["--processes", "2", "--port", "70000", "--", "train.py"], "'70000' is no port; use a number from 1 to 65535"),
         (["--processes", "2"], "nothing to start; write it last, as in `-- train.py"),
         (["--processes", "2", "--", "trian.py"], "'trian.py' is no Python file; write one, or -m and a module"),
         (["--", "train.py"], "the following arguments are required: --processes"),
@@ -458,7 +458,7 @@ def test_the_launcher_divides_the_gpus_that_it_may_see(monkeypatch, visible, exp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--port", "1", "--", "x.py"])
+    parsed = launch._parser().parse_args(["--processes", "2", "--gpus-per-process", "2", "--", "x.py"])
     assert [launch.environment_of(parsed, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == expected
 
 

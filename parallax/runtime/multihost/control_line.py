@@ -9,7 +9,6 @@ import contextlib
 import errno
 import faulthandler
 import hmac
-import itertools
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from parallax.config.sections import DistributedConfig
 from parallax.runtime.errors import EXIT_BAD_INPUT, EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
 from parallax.runtime.files import object_of
 
@@ -36,7 +36,6 @@ UNREAD_BYTES = 1 << 20  # that are kept for one who does not read
 # The hub.
 LEAST_BACKLOG = 128  # strangers who connect shall not keep our own from it
 NAMED_DIFFERENCES = 8
-MESSAGES_A_TURN = 32  # of one process, before the others have theirs
 # Who has connected, and has not yet shown the job's token: how many of them, and how long.
 MOST_STRANGERS = 256
 STRANGER_SECS = 30.0
@@ -77,22 +76,11 @@ class Hub:
 
     Args:
         listener: bound and listening; closed once all processes are there, so that JAX can have its port.
-        silence_secs: a process that says nothing for so long is lost; it sends a sign of life more often.
-        clock_secs: clocks may differ by so much.
+        config: has the limits; a process sends a sign of life more often than heartbeat_secs.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        processes: int,
-        token: str,
-        *,
-        start_secs: float,
-        silence_secs: float,
-        clock_secs: float,
-    ):
-        self._processes, self._token = processes, token
-        self._start_secs, self._silence_secs, self._clock_secs = start_secs, silence_secs, clock_secs
+    def __init__(self, listener: socket.socket, processes: int, token: str, config: DistributedConfig):
+        self._processes, self._token, self._config = processes, token, config
         self._begun = time.monotonic()
         self._members: dict[int, Member] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # those who have waited longest come first
@@ -118,7 +106,7 @@ class Hub:
             self._hang_up_on_the_oldest()
         if self._is_complete():
             writer.close()
-        rank, why, turns = None, "its connection was closed", itertools.count(1)
+        rank, why = None, "its connection was closed"
         try:
             async with asyncio.timeout(STRANGER_SECS) as patience:
                 while (line := await reader.readline()).endswith(b"\n") and not writer.is_closing():
@@ -128,8 +116,7 @@ class Hub:
                         patience.reschedule(None)
                     else:
                         self._hear(rank, message)
-                    if not next(turns) % MESSAGES_A_TURN:
-                        await asyncio.sleep(0)  # who says much at once does not keep others waiting
+                    await asyncio.sleep(0)  # who says much at once does not keep others waiting
         except ConfigError as refusal:
             self._send(writer, _refusal(str(refusal)))
         except ValueError:
@@ -162,16 +149,10 @@ class Hub:
         """Accept a process of the job, and return its rank; ConfigError says why it is refused."""
         if not _is_same(hello.get("token"), self._token):
             raise ConfigError("this coordinator port belongs to another job; give each job a port of its own")
-        match hello:
-            case {"hello": int(rank), "of": int(processes), "host": str(host), "clock": float(seconds)} if (
-                bool not in (type(rank), type(processes))
-                and len(host) <= LONGEST_HOST
-                and host.isprintable()
-                and math.isfinite(seconds)
-            ):
-                pass
-            case _:
-                raise ConfigError("this is not how a process of the job begins; is another program using its token?")
+        rank, processes, host, seconds = said = [hello.get(name) for name in ("hello", "of", "host", "clock")]
+        is_ours = [type(each) for each in said] == [int, int, str, float] and math.isfinite(seconds)
+        if not is_ours or len(host) > LONGEST_HOST or not host.isprintable():
+            raise ConfigError("this is not how a process of the job begins; is another program using its token?")
         if processes != self._processes:
             counts = f"{self._processes} in process 0, {processes} in process {rank}"
             raise self._for_all(f"the processes disagree: distributed.num-processes is {counts}")
@@ -183,9 +164,9 @@ class Hub:
             other = self._members[rank].host
             raise self._for_all(f"distributed.process-id={rank} was given twice: on {other} and on {host}")
         now = time.time()
-        if abs(seconds - now) > self._clock_secs:
+        if abs(seconds - now) > self._config.clock_secs:
             times = f"{_time(now)} in process 0, {_time(seconds)} in process {rank} on {host}"
-            limit = f"distributed.clock_secs={self._clock_secs:.0f} allows; set the clocks"
+            limit = f"distributed.clock_secs={self._config.clock_secs:.0f} allows; set the clocks"
             raise self._for_all(f"the clocks disagree: {times}, more than {limit}")
         del self._strangers[writer]
         self._members[rank] = Member(writer, host, time.monotonic())
@@ -248,17 +229,17 @@ class Hub:
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        if not self._is_complete() and now > self._begun + self._start_secs:
+        if not self._is_complete() and now > self._begun + self._config.start_secs:
             missing = [str(rank) for rank in range(self._processes) if rank not in self._members]
             why = (
-                f"{len(self._members)} of {self._processes} processes are there after {self._start_secs:.0f} s "
+                f"{len(self._members)} of {self._processes} processes are there after {self._config.start_secs:.0f} s "
                 f"(distributed.start_secs); missing: {', '.join(missing)}"
             )
             self._tell(_refusal(why, EXIT_RESTART))
             self._begun = NEVER
         for rank, member in self._members.items():
-            if self._is_complete() and now > member.heard + self._silence_secs:
-                self._gone(rank, f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)")
+            if self._is_complete() and now > member.heard + self._config.heartbeat_secs:
+                self._gone(rank, _silent(self._config))
 
     def _gone(self, rank: int, why: str) -> None:
         if self._members[rank].status is None:
@@ -289,6 +270,10 @@ def _is_same(token: object, ours: str) -> bool:
     return isinstance(token, str) and hmac.compare_digest(token.encode(**how), ours.encode(**how))
 
 
+def _silent(config: DistributedConfig) -> str:
+    return f"it has said nothing for {config.heartbeat_secs:.0f} s (distributed.heartbeat_secs)"
+
+
 def _refusal(why: str, status: int = EXIT_BAD_INPUT) -> Message:
     return {"refused": why, "status": status}
 
@@ -310,49 +295,41 @@ class ControlLine:
         hub: where this is process 0, which goes last.
 
     Raises:
-        LostError: the hub does not answer within `start_secs`, or not all processes are there then.
+        LostError: the hub does not answer within start_secs, or not all processes are there then.
         ConfigError: the processes disagree about who they are.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        hello: Message,
-        *,
-        start_secs: float,
-        silence_secs: float,
-        hub: Hub | None = None,
-    ):
+    def __init__(self, address: tuple[str, int], hello: Message, config: DistributedConfig, hub: Hub | None = None):
         self.doing = "starting"
         self.is_leaving = False  # the main thread has said goodbye
         self.log: Callable[[str], None] = lambda text: None  # gets last words, too, besides stderr
-        self._rank, self._hub, self._silence_secs = hello["hello"], hub, silence_secs
-        self._limit = (NEVER, 0.0, "")  # until when, of how many seconds, by which setting
+        self._rank, self._hub, self._config = hello["hello"], hub, config
+        self._limit = (NEVER, "")  # until when, by which setting of how many seconds
         self._answers: queue.Queue[Message] = queue.Queue()
         self._places: queue.Queue[Mapping[str, list]] = queue.Queue()
         self._heard, self._is_ending, self._lost = time.monotonic(), False, False
         self._dismissed = threading.Event()  # the hub has heard the goodbye, or will say nothing more
         self._sending = threading.Lock()
-        self._socket = _connect(address, start_secs)
+        self._socket = _connect(address, config.start_secs)
         self._send(hello | {"clock": time.time()})
         for act in (self._listen, self._keep_time):
             threading.Thread(target=act, name="control line", daemon=True).start()
-        self._answer(start_secs + ANSWER_SECS, "the other processes to start", "distributed.start_secs")
+        self._answer("the other processes to start", "start_secs")
 
-    def set_phase(self, what: str, secs: float, setting: str) -> None:
-        """From now on this process is at `what`, for at most so many seconds, which `setting` says."""
-        self.doing, self._limit = what, (time.monotonic() + secs, secs, setting)
+    def set_phase(self, what: str, setting: str) -> None:
+        """From now on this process is at `what`, for at most as many seconds as a setting of `distributed` says."""
+        self.doing, self._limit = what, (time.monotonic() + getattr(self._config, setting), setting)
         self._send({"doing": what})
 
-    def meet(self, what: str, values: Mapping[str, Any], secs: float, setting: str) -> Message:
+    def meet(self, what: str, values: Mapping[str, Any], setting: str) -> Message:
         """Wait until all processes have come as far as `what`; returns process 0's values, and what differs."""
-        before, (until, limit_secs, limit_setting) = self.doing, self._limit
+        before, (until, limit_setting) = self.doing, self._limit
         left = until - time.monotonic()
-        self.set_phase(what, secs, setting)
+        self.set_phase(what, setting)
         self._send({"reached": what, "values": dict(values)})
-        answer = self._answer(secs + ANSWER_SECS, what, setting)
+        answer = self._answer(what, setting)
         # Back to where it was, whose limit the meeting has not used up.
-        self.doing, self._limit = before, (time.monotonic() + left, limit_secs, limit_setting)
+        self.doing, self._limit = before, (time.monotonic() + left, limit_setting)
         self._send({"doing": before})
         return answer
 
@@ -362,7 +339,7 @@ class ControlLine:
         With an error process 0 waits until they have gone.
         """
         self.is_leaving = True
-        self._limit = (NEVER, 0.0, "")
+        self._limit = (NEVER, "")
         self._send({"bye": status, "why": why[:LONGEST_REASON]})
         self._dismissed.wait(ANSWER_SECS)
         if status:
@@ -379,11 +356,13 @@ class ControlLine:
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_as_line(message))
 
-    def _answer(self, secs: float, what: str, setting: str) -> Message:
+    def _answer(self, what: str, setting: str) -> Message:
+        secs = getattr(self._config, setting) + ANSWER_SECS
         try:
             answer = self._answers.get(timeout=secs)
         except queue.Empty:
-            raise LostError(f"waited {secs:.0f} s ({setting}) for {what}, and process 0 does not answer") from None
+            waited = f"waited {secs:.0f} s (distributed.{setting}) for {what}"
+            raise LostError(f"{waited}, and process 0 does not answer") from None
         if "refused" in answer:
             kind = LostError if answer.get("status") == EXIT_RESTART else ConfigError
             raise kind(answer["refused"])
@@ -414,16 +393,15 @@ class ControlLine:
             self._answers.put(message)
 
     def _keep_time(self) -> None:
-        signed, sign_secs = 0.0, self._silence_secs / SIGNS_OF_LIFE
+        signed, sign_secs = 0.0, self._config.heartbeat_secs / SIGNS_OF_LIFE
         while True:
             now = time.monotonic()
             if now > signed + sign_secs:
                 signed = now
                 self._send({"sign": "of life"})
             # Process 0 does not watch itself: with it the hub stands still, and wakes.
-            if self._rank and now > self._heard + self._silence_secs:
-                why = f"it has said nothing for {self._silence_secs:.0f} s (distributed.heartbeat_secs)"
-                return self._lose("process 0", why)
+            if self._rank and now > self._heard + self._config.heartbeat_secs:
+                return self._lose("process 0", _silent(self._config))
             if now > self._limit[0]:
                 return self._name_the_late()
             time.sleep(min(CLOCK_SECS, sign_secs))
@@ -445,7 +423,7 @@ class ControlLine:
     def _name_the_late(self) -> None:
         """A wait has taken too long: end this process, and say who has not come."""
         end_within(NAMING_SECS, EXIT_RESTART)
-        doing, (_, secs, setting) = self.doing, self._limit
+        doing, (_, setting) = self.doing, self._limit
         self._send({"where": True})
         try:
             missing = _missing(self._places.get(timeout=ANSWER_SECS), doing)
@@ -453,7 +431,8 @@ class ControlLine:
             missing = "process 0 does not answer"
         with nothing_in_the_way():
             faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        text = f"waited {secs:.0f} s ({setting}) for {doing!r}; {missing}"
+        secs = getattr(self._config, setting)
+        text = f"waited {secs:.0f} s (distributed.{setting}) for {doing!r}; {missing}"
         self._send({"bye": EXIT_RESTART, "why": text[:LONGEST_REASON]})
         self._end(text, EXIT_RESTART, 0.0)
 

@@ -52,7 +52,6 @@ SAYINGS = re.compile(
 )
 
 _line: ControlLine | None = None
-_config: DistributedConfig | None = None
 
 
 def is_first() -> bool:
@@ -74,8 +73,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
         ConfigError: the port of the coordinator is taken, or the processes disagree about who they are.
         LostError: not all processes are there in time.
     """
-    global _line, _config
-    _config = config
+    global _line
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", True)
     processes = address.processes if address is not None else started_by_scheduler(os.environ)
@@ -103,7 +101,7 @@ def join(address: ProcessAddress | None, config: DistributedConfig, *, simulate:
 def set_phase(what: str, *, compiling: bool = False) -> None:
     """Say where this process is; with several, it may be there for distributed.wait_secs, or compile_secs."""
     if _line is not None:
-        _line.set_phase(what, *_limit("compile_secs" if compiling else "wait_secs"))
+        _line.set_phase(what, "compile_secs" if compiling else "wait_secs")
 
 
 def connect(mesh: Mesh) -> None:
@@ -129,21 +127,21 @@ def wait_for_all(what: str, *, setting: str = "wait_secs") -> None:
     """Go on when every process has come as far as `what`."""
     if _line is not None:
         with waiting(f"waiting for the other processes to reach {what!r}"):
-            _line.meet(what, {}, *_limit(setting))
+            _line.meet(what, {}, setting)
 
 
 def agree(what: str, text: str) -> str:
     """The first process's text, in all of them."""
     if _line is None:
         return text
-    return _line.meet(what, {"text": text}, *_limit("wait_secs"))["values"]["text"]
+    return _line.meet(what, {"text": text}, "wait_secs")["values"]["text"]
 
 
 def compare(what: str, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless all processes have the same values, which JSON can hold; it shows those that differ."""
     if _line is None:
         return
-    answer = _line.meet(what, values, *_limit("wait_secs"))
+    answer = _line.meet(what, values, "wait_secs")
     if answer["differences"]:
         named = "; ".join(
             f"{key} is {first!r} in process 0, {other!r} in process {rank}"
@@ -187,7 +185,7 @@ def prepare_once(act: Callable[[], Any], what: str) -> Any:
     if _line is None:
         return act()
     if is_first():
-        _line.set_phase(what, *_limit("prepare_secs"))
+        _line.set_phase(what, "prepare_secs")
         result = act()
         wait_for_all(what, setting="prepare_secs")
         return result
@@ -314,14 +312,8 @@ def listen(host: str, port: int) -> socket.socket:
 def _connect(address: ProcessAddress, config: DistributedConfig, listener: socket.socket | None) -> ControlLine:
     """Connect to process 0, which is this one where it has the `listener`."""
     hello = {"hello": address.process, "of": address.processes, "token": address.token, "host": socket.gethostname()}
-    limits = {"start_secs": config.start_secs, "silence_secs": config.heartbeat_secs}
-    hub = Hub(listener, address.processes, address.token, clock_secs=config.clock_secs, **limits) if listener else None
-    return ControlLine((address.host, address.port), hello, hub=hub, **limits)
-
-
-def _limit(setting: str) -> tuple[int, str]:
-    """How long this process may wait, and the setting that says so."""
-    return getattr(_config, setting), f"distributed.{setting}"
+    hub = Hub(listener, address.processes, address.token, config) if listener else None
+    return ControlLine((address.host, address.port), hello, config, hub)
 
 
 def _own_address() -> str:
@@ -424,5 +416,5 @@ def started_by_scheduler(environment: Mapping[str, str]) -> int:
 def has_tpu(environment: Mapping[str, str]) -> bool:
     """Whether this host has TPU chips, and may be one of a pod's."""
     wanted = environment.get("JAX_PLATFORMS", "tpu").startswith("tpu")
-    chips = any(files.exists(ROOT / name) for name in TPU_FILES)
+    chips = any((ROOT / name).exists() for name in TPU_FILES)
     return wanted and (chips or "TPU_WORKER_HOSTNAMES" in environment)
