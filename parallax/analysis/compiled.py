@@ -26,9 +26,10 @@ from parallax.analysis.hlo import (
     shape_bytes,
 )
 from parallax.model.kernels import kernel_flops
-from parallax.pipeline import BACKWARD, FORWARD, WAIT, WEIGHTS, ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
+from parallax.sharding.plan import GRADIENTS
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 
@@ -489,7 +490,7 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
 
 # Names that a stack has of how the program is run, and not of what it runs.
 RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {*PASSES, WAIT, "Block", ""}
+RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")
