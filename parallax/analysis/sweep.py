@@ -42,16 +42,15 @@ from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.svg import INK, PAPER, svg, svg_text
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
-from parallax.schedules import Costs, Figures, by_name, figures
+from parallax.schedules import Costs, by_name, figures
 from parallax.sharding.plan import layouts_of_policy
 
-PARAMETER_BYTES = 4  # float32
 SCORES_MOVED = 6  # of the six products of attention, forward and backward, each reads or writes all scores
 DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
 
 
 class LeastWork:
-    """The least that a step of one model computes, sends and holds, in each layout; a lower bound follows from it."""
+    """The least that a step of one model computes and sends, in each layout; a lower bound follows from it."""
 
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` is the model on any mesh: its global shapes are the same on all."""
@@ -60,13 +59,13 @@ class LeastWork:
         self.parameters = parameters_by_component(model.shapes)
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
-    def bound(self, choice: Choice) -> Estimate:
-        """The estimate of a layout's least work, never above the layout's own; the layout need not be legal."""
+    def bound(self, choice: Choice) -> float:
+        """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
-        priced = _figures(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, priced.lockstep_bubble)
-        held = self._memory(choice, max(priced.activations))
-        return estimate(choice.applied(self.settings), self.topology, held, traced)
+        bubble = _bubble(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
+        nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
+        return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def _products(self, choice: Choice) -> list[OpCost]:
         """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
@@ -82,10 +81,9 @@ class LeastWork:
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that remat runs once more for each token."""
-        mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
-        if choice.remat not in mlp:
-            return 0.0
-        return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
+        again = {"attention": (1, 0), "layer": (1, 1 - DOWN), "stage": (1, 1 - DOWN)}
+        attention, mlp = again.get(choice.remat, (0, 0))
+        return attention * self.parameters["attention"] + mlp * self.parameters["mlp"]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Over dp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns then
@@ -110,34 +108,15 @@ class LeastWork:
             for kind, axis, entries, count in calls
         ]
 
-    def _memory(self, choice: Choice, held: float) -> Memory:
-        """Parameters and gradients, cut as far as can be; layers that are whole all step; and, without recomputation,
-        what a layer's products read, in each of the `held` microbatches that a rank holds at once."""
-        stay = layouts_of_policy(choice.policy)
-        weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
-        whole = self._layers / (choice.pp * choice.tp) * (self._itemsize * weights + PARAMETER_BYTES * gradients)
-        state, kept = PARAMETER_BYTES * self._layers / self.topology.devices, 0.0
-        if choice.remat == "none":
-            tokens = self.tokens / choice.dp / choice.microbatches * self.settings.model.layers / choice.pp
-            kept = held * tokens * self._width_kept("none") / choice.tp * self._itemsize
-        none = dict.fromkeys(Memory._fields, 0.0)
-        return Memory(**none | {"parameters": state, "gradients": max(state, whole), "saved_activations": kept})
-
     def _width_kept(self, remat: str) -> int:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
         reads of the residual stream; the weights of attention."""
         model = self.settings.model
-        gate_and_up, queries = 2 * model.d_ff, model.heads * model.d_head
-        if remat == "stage":
-            return 0
-        if remat == "layer":
-            return model.d_model
-        if remat == "attention":
-            return model.d_model + gate_and_up
-        if remat == "elementwise":
-            return model.d_model + gate_and_up + queries
+        without_attention = model.d_model + 2 * model.d_ff
+        products = without_attention + model.heads * model.d_head
         scores = (model.kernel == "xla") * model.heads * self.settings.data.seq
-        return 2 * model.d_model + gate_and_up + queries + scores
+        kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
+        return kept.get(remat, products + model.d_model + scores)
 
     @property
     def _layers(self) -> int:
@@ -149,8 +128,8 @@ class LeastWork:
 
 
 @cache
-def _figures(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> Figures:
-    return figures(by_name(name, ranks, microbatches, virtual), costs)
+def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
+    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
 
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -234,18 +213,14 @@ class Sweep:
         `progress` is told how many of how many are done. What was done before an interruption is kept.
         """
         bound_of = {choice: self.least.bound(choice) for choice in choices(self.settings, self.topology.devices)}
-        waiting = sorted(bound_of, key=lambda choice: bound_of[choice].secs)
+        waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
         self._look_at(self.own)
         for done, choice in enumerate(waiting):
             progress(done, len(waiting))
-            if len(self.rows) >= self.keep and bound_of[choice].secs > self.rows[self.keep - 1].estimate.secs:
+            if len(self.rows) >= self.keep and bound_of[choice] > self.rows[self.keep - 1].estimate.secs:
                 self.passed["slower"] += len(waiting) - done
                 break
-            if choice == self.own:
-                continue
-            if bound_of[choice].peak_bytes > self.topology.chip.usable_bytes:
-                self.passed["too large"] += 1
-            else:
+            if choice != self.own:
                 self._look_at(choice)
         progress(len(waiting), len(waiting))
 

@@ -319,9 +319,7 @@ def test_bounds_are_never_above_what_is_found(family, attention, topology, kerne
         except ParallaxError:
             continue
         looked_at += 1
-        bound = least.bound(choice)
-        assert bound.secs <= found.secs * (1 + 1e-9), choice
-        assert bound.peak_bytes <= found.peak_bytes, choice
+        assert least.bound(choice) <= found.secs * (1 + 1e-9), choice
     assert looked_at >= 4
 
 
@@ -352,8 +350,7 @@ class SlowerThan:
         self.row = row
 
     def bound(self, choice):
-        secs = 0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01
-        return self.row.estimate._replace(secs=secs, peak_bytes=0)
+        return 0.0 if choice == self.row.choice else self.row.estimate.secs * 1.01
 
 
 @pytest.mark.slow
