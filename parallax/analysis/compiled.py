@@ -120,8 +120,7 @@ class CompiledCollective(NamedTuple):
     """A collective of the compiled program; in a timeline, its start.
 
     `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
-    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
-    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
+    turned and branches as the schedule takes them. `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
     `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
     permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the
     others, where they are not all along `axes`.
@@ -131,7 +130,6 @@ class CompiledCollective(NamedTuple):
     axes: tuple[str, ...]
     bytes: int
     count: float
-    lockstep_count: float
     asynchronous: bool
     cycles_between: float
     op: str
@@ -147,18 +145,13 @@ class CompiledCollective(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Cycles of compute of one part of the model; `product` says whether they are a matrix product's."""
+    """Cycles of compute of one part of the model, 0 where the compiler gives none, and FLOPs of matrix products in it;
+    `product` says whether the cycles are a matrix product's."""
 
     cycles: int
+    flops: int
     module: str
     product: bool
-
-
-class Matmul(NamedTuple):
-    """FLOPs of a matrix product, of the update of the parameters or of the passes."""
-
-    flops: int
-    update: bool
 
 
 class End(NamedTuple):
@@ -206,8 +199,9 @@ class TimelineReader:
         if name not in self._read:
             events: list = []
             for event in self._events(self.module.computations[name]):
-                if isinstance(event, Compute) and events and event[1:] == events[-1][1:]:
-                    event = event._replace(cycles=events.pop().cycles + event.cycles)
+                if isinstance(event, Compute) and events and event[2:] == events[-1][2:]:
+                    before = events.pop()
+                    event = event._replace(cycles=before.cycles + event.cycles, flops=before.flops + event.flops)
                 events.append(event)
             self._read[name] = [_with_cycles_between(event, events[at + 1 :]) for at, event in enumerate(events)]
         return self._read[name]
@@ -235,12 +229,9 @@ class TimelineReader:
                 yield from self._compute(one, [(computation, one)])
 
     def _compute(self, one: Instruction, parts: Iterable[tuple[Computation, Instruction]]) -> Iterator:
-        """The products of an instruction and its cycles; a part without a name belongs to the instruction."""
-        for home, part in parts:
-            if flops := instruction_flops(part, home):
-                yield Matmul(flops, of_update(part.op_name or one.op_name))
-        if one.cycles:
-            yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+        flops = sum(instruction_flops(part, home) for home, part in parts)
+        if one.cycles or flops:
+            yield Compute(one.cycles or 0, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
@@ -329,7 +320,6 @@ class TimelineReader:
             axes=axes,
             bytes=sent_bytes(KIND_OF_HLO[kind], operand, members),
             count=0,
-            lockstep_count=0,
             asynchronous=asynchronous,
             cycles_between=0,
             op=outer.name,
@@ -368,7 +358,6 @@ def weight(events: list) -> tuple[float, float, float]:
     for event, _, count in executed(events):
         if isinstance(event, Compute):
             cycles += count * event.cycles
-        elif isinstance(event, Matmul):
             flops += count * event.flops
         elif isinstance(event, CompiledCollective):
             sent += count * event.bytes
@@ -462,14 +451,13 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
     for event, own, lockstep in executed(timeline):
         if isinstance(event, Compute):
             modules[event.module][not event.product] += event.cycles * lockstep
-        elif isinstance(event, Matmul):
-            flops[event.update] += event.flops * own
+            flops[event.module == UPDATE] += event.flops * own
         elif isinstance(event, Kernel):
             flops[of_update(event.source)] += event.flops * own
             kernels.append(event)
         elif isinstance(event, CompiledCollective):
             one = collectives.get(event.op, event)
-            collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
+            collectives[event.op] = one._replace(count=one.count + own)
     return Compiled(
         arguments=0,
         temporaries=0,

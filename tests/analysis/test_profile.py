@@ -9,7 +9,7 @@ from process_examples import flags_of, launched
 from run_examples import stop_at, tiny_config
 from stand_ins import Line
 
-from parallax.analysis.profile import Operation, Trace, profile_steps, read_traces
+from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.cli.report import main
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, DataError
@@ -125,13 +125,13 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
 
 
 def ran(start, end, module, collective=False):
-    return Operation(start, end, module, collective, product=False)
+    return Operation(start, end, About(module, collective, product=False))
 
 
 def test_each_moment_is_counted_once():
     """Ten seconds: 0-2 mlp, 2-4 mlp and attention at once, 3-6 a gather of which 3-4 is hidden, 8-12 cut at 10."""
     device = [ran(0, 4, "mlp"), ran(2, 4, "attention"), ran(3, 6, "all-gather", True), ran(8, 12, "update")]
-    trace = Trace("hand", {0: device, 1: []}, (0.0, 10.0), (1,), {}, (0, 1), "")
+    trace = Trace("hand", {0: device, 1: []}, 10.0, (1,), {}, (0, 1), "")
     found = profile_steps(trace)
     by_name = {part.name: (part.secs, part.hidden) for part in (*found.modules, *found.collectives)}
     # Of an average device: the other one is idle.
