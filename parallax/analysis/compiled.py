@@ -120,10 +120,10 @@ class CompiledCollective(NamedTuple):
     """A collective of the compiled program; in a timeline, its start.
 
     `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
-    turned and branches as the schedule takes them. `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
-    `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
-    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the
-    others, where they are not all along `axes`.
+    turned and branches as the schedule takes them. `cycles_between` are those of compute between its start and its end,
+    in one call. `merged` arrays move together. `source` is its name in the traced program, and where the compiler
+    dropped that, its operand's. `pairs` are a permutation's senders and receivers, none for other collectives; `group`
+    are the devices of one group of the others, where they are not all along `axes`.
     """
 
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
