@@ -50,6 +50,8 @@ IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 # They compute on the way what they read.
 FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin"}
 REDUCTION = "reduce_"
+# Of what ticks carry, by its field; the rest are pipeline buffers.
+STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
 NOTHING, WEIGHTS, DATA = range(3)  # what a value is made of: neither, parameters alone, the batch
 END = 1 << 60  # the number of what comes after all operations
 
@@ -117,17 +119,10 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
 
     def start(params, batch, noise):
         executor, boundary_state = model.ready(params, batch, noise)
-        state = executor.start(boundary_state)
-        named = lambda tree, component: jax.tree.map(lambda leaf: component, tree)  # noqa: E731
-        components = named(state, "pipeline_buffers")
-        gradients = named((state.grads, state.boundary.grads), "gradients")
-        components = components._replace(
-            residuals=named(state.residuals, "saved_activations"),
-            grads=gradients[0],
-            boundary=components.boundary._replace(loss="other", grads=gradients[1]),
-        )
-        shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-        found.extend(zip(shapes, jax.tree.leaves(components), strict=True))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(executor.start(boundary_state)):
+            fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
+            found.append((leaf.shape, next(components, "pipeline_buffers")))
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))

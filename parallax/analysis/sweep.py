@@ -4,6 +4,7 @@ A bound is the estimate of step_time.py for the least that a layout can compute,
 of its traced step, as a test holds, and often far below it.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -136,36 +137,27 @@ PACKAGES = ("jax", "jaxlib", "libtpu")
 
 
 class Cache:
-    """A folder with a file for each result, named by the hash of all that it follows from."""
+    """A folder with a file for each result, named by the hash of all that it follows from, versions too."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
+        self.versions = {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
 
-    def get(self, key: str) -> Any | None:
-        """The value of a key; None where there is none, or where the file is damaged."""
-        try:
-            entry = read_object(self._path(key), odd_numbers=True)
-            return entry["value"] if entry["digest"] == digest(entry["value"]) else None
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value that JSON can hold."""
-        write_whole(self._path(key), json.dumps({"digest": digest(value), "value": value}))
-
-    def kept(self, key: str, make: Callable[[], Any]) -> Any:
-        """The value of a key, which is made and stored where there is none; tuples that were stored are lists."""
-        if (found := self.get(key)) is None:
-            found = make()
-            self.put(key, found)
+    def kept(self, what: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives and follows from `what`, both of which JSON can hold; it is made and stored where no file
+        has it, or where the file is damaged. Tuples that were stored are lists."""
+        path = self.folder / f"{digest([what, self.versions])}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            entry = read_object(path, odd_numbers=True)
+            if entry["digest"] == digest(entry["value"]):
+                return entry["value"]
+        found = make()
+        write_whole(path, json.dumps({"digest": digest(found), "value": found}))
         return found
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
 
 
 def digest(value: Any) -> str:
@@ -175,11 +167,6 @@ def digest(value: Any) -> str:
     True
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def predictor_versions() -> dict[str, str]:
-    """Versions of what a prediction depends on."""
-    return {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
 
 
 # A plan follows from these.
@@ -203,8 +190,7 @@ class Sweep:
         self.own = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
-        self._versions = predictor_versions()
-        self.topology = as_measured_first(topology, cache, self._versions)
+        self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -225,11 +211,12 @@ class Sweep:
         progress(len(waiting), len(waiting))
 
     def _look_at(self, choice: Choice) -> None:
-        found = priced(choice.applied(self.settings), self.topology, self.cache, self._versions)
+        settings = choice.applied(self.settings)
+        found = self.cache.kept(key_of(settings, self.topology), lambda: price(settings, self.topology))
         if isinstance(found, str):
             self.passed[found] += 1
         else:
-            self.rows.append(PricedLayout(choice, found))
+            self.rows.append(PricedLayout(choice, Estimate(*found)))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
     def shown(self) -> list[PricedLayout]:
@@ -240,46 +227,38 @@ class Sweep:
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
-        key = digest(["compiled", key_of(settings, self.topology, self._versions)])
-        *sizes, time = self.cache.kept(key, lambda: compile_and_read(settings, self.topology, devices))
+        what = ["compiled", key_of(settings, self.topology)]
+        *sizes, time = self.cache.kept(what, lambda: compile_and_read(settings, self.topology, devices))
         return CompiledStep(*sizes, time and StepTime(*time))
 
 
-def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -> Topology:
+def as_measured_first(topology: Topology, cache: Cache) -> Topology:
     """The topology; for this machine's devices, with the speeds that were measured when the cache first had them.
 
     A new measurement differs a little, and so would all keys of the cache.
     """
     if not topology.shared:
         return topology
-    key = digest(["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes, known])
-    return topology._replace(chip=Chip(*cache.kept(key, lambda: topology.chip)))
+    what = ["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes]
+    return topology._replace(chip=Chip(*cache.kept(what, lambda: topology.chip)))
 
 
-def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> Estimate | str:
-    """The estimate of a layout, from the cache or traced; "not legal" or "too large" where there is none.
-
-    `known` are the versions that the cache is kept for.
-    """
-
-    def price() -> Estimate | str:
-        model = build_if_legal(settings, topology)
-        if model is None:
-            return "not legal"
-        held = predicted_memory(model, settings)
-        if held.peak > topology.chip.usable_bytes:
-            return "too large"
-        return estimate(settings, topology, held, traced_work(model, settings))
-
-    found = cache.kept(key_of(settings, topology, known), price)
-    return found if isinstance(found, str) else Estimate(*found)
+def price(settings: Settings, topology: Topology) -> Estimate | str:
+    """The estimate of a layout; "not legal" or "too large" where there is none."""
+    model = build_if_legal(settings, topology)
+    if model is None:
+        return "not legal"
+    held = predicted_memory(model, settings)
+    if held.peak > topology.chip.usable_bytes:
+        return "too large"
+    return estimate(settings, topology, held, traced_work(model, settings))
 
 
-def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:
-    """The hash of everything that a prediction depends on."""
+def key_of(settings: Settings, topology: Topology) -> list[Any]:
+    """All that a prediction follows from, beside versions."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
-    return digest([{name: sections[name] for name in PRICED_SECTIONS}, data, topology, known])
+    return [{name: sections[name] for name in PRICED_SECTIONS}, data, topology]
 
 
 def front(rows: Sequence[PricedLayout]) -> list[Choice]:
