@@ -120,16 +120,18 @@ class CompiledCollective(NamedTuple):
     """A collective of the compiled program; in a timeline, its start.
 
     `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
-    turned and branches as the schedule takes them. `cycles_between` are those of compute between its start and its end,
-    in one call. `merged` arrays move together. `source` is its name in the traced program, and where the compiler
-    dropped that, its operand's. `pairs` are a permutation's senders and receivers, none for other collectives; `group`
-    are the devices of one group of the others, where they are not all along `axes`.
+    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
+    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
+    `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
+    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the others,
+    where they are not all along `axes`.
     """
 
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
     axes: tuple[str, ...]
     bytes: int
     count: float
+    lockstep_count: float
     asynchronous: bool
     cycles_between: float
     op: str
@@ -320,6 +322,7 @@ class TimelineReader:
             axes=axes,
             bytes=sent_bytes(KIND_OF_HLO[kind], operand, members),
             count=0,
+            lockstep_count=0,
             asynchronous=asynchronous,
             cycles_between=0,
             op=outer.name,
@@ -457,7 +460,7 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
             kernels.append(event)
         elif isinstance(event, CompiledCollective):
             one = collectives.get(event.op, event)
-            collectives[event.op] = one._replace(count=one.count + own)
+            collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
     return Compiled(
         arguments=0,
         temporaries=0,

@@ -33,8 +33,10 @@ SENT = (
     Sent("all-reduce", ("tp",), 4 * MIB, 16, "forward", "<i>&quot", "parallax/model/norm.py:4"),
 )
 MADE = [
-    CompiledCollective("all-gather", ("dp",), MIB, 32.0, True, 1000.0, "ag", "jit(step)/shard_map/x", 1, (), ()),
-    CompiledCollective("all-reduce", ("dp",), MIB, 1.0, False, 0.0, "ar", "jit(step)/update/reduce_sum", 3, (), ()),
+    CompiledCollective("all-gather", ("dp",), MIB, 32.0, 32.0, True, 1000.0, "ag", "jit(step)/shard_map/x", 1, (), ()),
+    CompiledCollective(
+        "all-reduce", ("dp",), MIB, 1.0, 1.0, False, 0.0, "ar", "jit(step)/update/reduce_sum", 3, (), ()
+    ),
 ]
 MEMORY = {"parameters": 30 * MIB, "saved_activations": 60 * MIB, "optimizer": 10 * MIB}
 COMPILED = Compiled(
