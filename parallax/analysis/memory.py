@@ -23,7 +23,7 @@ from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
-from parallax.runtime.jaxprs import Loop, called, closed, loop
+from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state
 
@@ -172,19 +172,14 @@ def flat(program: ClosedJaxpr) -> Program:
     """A traced program, and those in it, each as one list of operations that something needs."""
     inputs, ops = [Value.of(var.aval) for var in program.jaxpr.invars], []
     outputs = _inline(program, inputs, ops)
-    needed, used = {value for value in outputs if value}, []
-    for op in reversed(ops):
-        if not needed.isdisjoint(op.outs):
-            used.append(op)
-            needed.update(value for value in op.ins if value)
-    return Program(inputs, used[::-1], outputs)
+    return Program(inputs, ops, outputs)
 
 
 def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
     jaxpr = program.jaxpr
     value_of = dict(zip(jaxpr.invars, inputs)) | {var: Value.of(var.aval) for var in jaxpr.constvars}
     read = lambda atom: None if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
+    for equation in needed(jaxpr):
         ins, inner = [read(atom) for atom in equation.invars], called(equation)
         if inner is not None:
             outs = _inline(inner, ins, ops)

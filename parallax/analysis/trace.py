@@ -22,7 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
-from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
+from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.runtime.version import PACKAGE
 from parallax.sharding import collectives, layout
 from parallax.sharding.plan import GRADIENTS
@@ -135,7 +135,7 @@ class Walk:
 
     def __init__(self, at: Mapping[str, int], count: Count):
         self.at, self.count, self.total = dict(at), count, Counter()
-        self._steering, self._calls, self._used = Steering(), {}, {}
+        self._steering, self._calls, self._needed = Steering(), {}, functools.cache(needed)
 
     def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         """Run a program; its outputs, known at least where they are wanted and can be.
@@ -222,17 +222,6 @@ class Walk:
         if counted:
             raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
         return [None] * outputs
-
-    def _needed(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
-        """The equations of which an output is used, in order."""
-        if jaxpr not in self._used:
-            used, needed = {out for out in jaxpr.outvars if not isinstance(out, Literal)}, []
-            for equation in reversed(jaxpr.eqns):
-                if used.intersection(equation.outvars):
-                    needed.append(equation)
-                    used |= {var for var in equation.invars if not isinstance(var, Literal)}
-            self._used[jaxpr] = needed[::-1]
-        return self._used[jaxpr]
 
 
 def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
