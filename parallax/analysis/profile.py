@@ -113,10 +113,8 @@ def trace_files(path: Path) -> list[Path]:
             f"--trace={path} holds no trace: there is no {XPLANE} below it; train with "
             "--config.train.profile_steps=FIRST:LAST"
         )
-    if not list(at.rglob(TRACED)):
-        return [found[-1]]
-    newest = {_home(file): file for file in found}
-    return [file for home, file in sorted(newest.items()) if home is not None]
+    newest = {home: file for file in found if (home := _home(file))}
+    return [file for _, file in sorted(newest.items())] or [found[-1]]
 
 
 def _home(file: Path) -> Path | None:
@@ -253,10 +251,6 @@ class DeviceTime(NamedTuple):
     compute: float
     exposed: float
     idle: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.exposed + self.idle
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

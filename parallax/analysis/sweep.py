@@ -58,6 +58,8 @@ class LeastWork:
         self.settings, self.topology, self.shapes = settings, topology, model.shapes
         self.tokens = settings.data.global_batch * settings.data.seq
         self.parameters = parameters_by_component(model.shapes)
+        self.layers = self.parameters["attention"] + self.parameters["mlp"]
+        self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
     def bound(self, choice: Choice) -> float:
@@ -70,8 +72,8 @@ class LeastWork:
 
     def _products(self, choice: Choice) -> list[OpCost]:
         """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
-        model, size = self.settings.model, self._itemsize * self.settings.model.layers
-        attention = self.flops - FLOPS_PER_WEIGHT * (self._layers + model.vocab * model.d_model)
+        model, size = self.settings.model, self.itemsize * self.settings.model.layers
+        attention = self.flops - FLOPS_PER_WEIGHT * (self.layers + model.vocab * model.d_model)
         scores = 0
         weights = self.flops - attention + 2 * self._made_again(choice)
         if model.kernel == "xla":  # all scores are computed, and pass through memory
@@ -89,7 +91,7 @@ class LeastWork:
     def _sent(self, choice: Choice) -> list[Sent]:
         """Over dp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns then
         rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back."""
-        model, layers = self.settings.model, self._layers / (choice.pp * choice.tp)
+        model, layers = self.settings.model, self.layers / (choice.pp * choice.tp)
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
@@ -105,7 +107,7 @@ class LeastWork:
             calls.append(("all-gather", "tp", rows * model.d_model, 8 * choice.microbatches))
         shares = {axis: 1 - 1 / getattr(choice, axis) for axis in ("dp", "tp")}
         return [
-            Sent(kind, (axis,), shares[axis] * entries * self._itemsize, count, "forward", LAYER_PARTS[0], "")
+            Sent(kind, (axis,), shares[axis] * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
             for kind, axis, entries, count in calls
         ]
 
@@ -118,14 +120,6 @@ class LeastWork:
         scores = (model.kernel == "xla") * model.heads * self.settings.data.seq
         kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
         return kept.get(remat, products + model.d_model + scores)
-
-    @property
-    def _layers(self) -> int:
-        return self.parameters["attention"] + self.parameters["mlp"]
-
-    @property
-    def _itemsize(self) -> int:
-        return jnp.dtype(self.settings.model.dtype).itemsize
 
 
 @cache

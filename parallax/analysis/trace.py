@@ -45,12 +45,6 @@ class Origin(NamedTuple):
     stack: str
     traceback: Any
 
-    @staticmethod
-    def of(equation: JaxprEqn, outer: str) -> "Origin":
-        """The origin of an equation of a program that was called under the stack `outer`."""
-        stack = "/".join(filter(None, [outer, str(equation.source_info.name_stack)]))
-        return Origin(stack, equation.source_info.traceback)
-
     @property
     def direction(self) -> str:
         """What is transposed is "backward"; what forward did, and the backward pass does again, "recompute"."""
@@ -162,13 +156,14 @@ class Walk:
 
     def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         jaxpr = program.jaxpr
-        steering = self._steering.variables(jaxpr, how.wanted)
+        steering = self._steering.variables(jaxpr, frozenset(how.wanted))
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
         read = lambda atom: np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
         for equation in self._needed(jaxpr):
-            origin = Origin.of(equation, how.stack)
-            self.total.update(self.count(equation, origin))
-            inner = Invocation(origin.stack, {at for at, out in enumerate(equation.outvars) if out in steering})
+            source = equation.source_info
+            stack = "/".join(filter(None, [how.stack, str(source.name_stack)]))
+            self.total.update(self.count(equation, Origin(stack, source.traceback)))
+            inner = Invocation(stack, {at for at, out in enumerate(equation.outvars) if out in steering})
             outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
@@ -248,22 +243,19 @@ class Steering:
     """Which values decide what a program runs. Results are cached."""
 
     def __init__(self):
-        self._found: dict = {}
+        self.variables = functools.cache(self._variables)
 
-    def variables(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set:
+    def _variables(self, jaxpr: Jaxpr, wanted: frozenset[int]) -> Set:
         """Variables on which it depends which sides of branches are taken, or what the `wanted` outputs are."""
-        key = jaxpr, frozenset(wanted)
-        if key not in self._found:
-            steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
-            for equation in reversed(jaxpr.eqns):
-                read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
-                steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
-            self._found[key] = steer
-        return self._found[key]
+        steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
+        for equation in reversed(jaxpr.eqns):
+            read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
+            steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
+        return steer
 
     def inputs(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set[int]:
         """Numbers of the inputs among them."""
-        steer = self.variables(jaxpr, wanted)
+        steer = self.variables(jaxpr, frozenset(wanted))
         return {at for at, var in enumerate(jaxpr.invars) if var in steer}
 
     def _operands(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
