@@ -217,7 +217,7 @@ class CompiledRow(NamedTuple):
     cycles_between: float
 
 
-def grouped(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sent]]]:
+def grouped_by(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sent]]]:
     """What sends something by these fields, of which axes are the first: in mesh order, then the most bytes first."""
     found: dict[tuple, list[Sent]] = defaultdict(list)
     for one in sent:
@@ -312,7 +312,7 @@ def sections_of(report: Report) -> Iterator[TitledTables]:
 
 def sent_section(report: Report) -> TitledTables:
     """Totals by axes and kind."""
-    found = grouped(report.sent, "axes", "kind")
+    found = grouped_by(report.sent, "axes", "kind")
     most = max((sum(by_direction(sent)) for _, sent in found), default=1)
     rows, bars, before = [], [], None
     for (axes, kind), sent in found:
@@ -336,9 +336,9 @@ def _total(ways: list[float], sent: Iterable[Sent], report: Report) -> tuple[str
 def call_site_section(report: Report) -> TitledTables:
     """The source lines that send, by axis and kind, the most bytes first."""
     rows: list[str | list[str]] = []
-    for (axes, kind), of_kind in grouped(report.sent, "axes", "kind"):
+    for (axes, kind), of_kind in grouped_by(report.sent, "axes", "kind"):
         rows.append(f"{', '.join(axes)} {kind}")
-        for (_, way, module, source), sent in grouped(of_kind, "axes", "direction", "module", "source"):
+        for (_, way, module, source), sent in grouped_by(of_kind, "axes", "direction", "module", "source"):
             calls, total = sum(one.count for one in sent), sum(one.total_bytes for one in sent)
             rows.append([f"  {way}", module, source.removeprefix("parallax/"), f"{calls:,}", in_bytes(total)])
     table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
