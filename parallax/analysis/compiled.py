@@ -400,18 +400,13 @@ class CompiledFlops(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled program; sizes are in bytes for a device.
+    """A compiled program; sizes are in bytes for a device, 0 where its text alone was read.
 
     `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
-    is what a device must have. `cycles` are of compute, loops turned, on the rank that the
-    others wait for; None where the compiler gives none. `unknown_loops` turn as often as data says and count once.
+    is what a device must have. `cycles` are of compute, loops turned, on the rank that the others wait for; None where
+    the compiler gives none. `unknown_loops` turn as often as data says and count once.
     """
 
-    arguments: int
-    temporaries: int
-    outputs: int
-    aliased: int
-    peak: int
     collectives: list[CompiledCollective]
     cycles: float | None
     flops: CompiledFlops
@@ -419,8 +414,12 @@ class Compiled(NamedTuple):
     unknown_loops: list[str]
     mesh: Mesh
     timeline: list
-    text: str
     modules: dict[str, list[float]]  # cycles in products and in the rest
+    arguments: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    peak: int = 0
 
     @property
     def together(self) -> int:
@@ -434,8 +433,8 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
     `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
     there are none, are taken to run their dearer branch each time.
     """
-    sizes, text = compiled.memory_analysis(), compiled.as_text()
-    return read_hlo_text(text, mesh, branch_shares)._replace(
+    sizes = compiled.memory_analysis()
+    return read_hlo_text(compiled.as_text(), mesh, branch_shares)._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -462,11 +461,6 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
             one = collectives.get(event.op, event)
             collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
     return Compiled(
-        arguments=0,
-        temporaries=0,
-        outputs=0,
-        aliased=0,
-        peak=0,
         collectives=list(collectives.values()),
         cycles=sum(map(sum, modules.values())) or None,
         flops=CompiledFlops(*flops),
@@ -474,7 +468,6 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
         unknown_loops=reader.unknown,
         mesh=mesh,
         timeline=timeline,
-        text=text,
         modules=dict(modules),
     )
 

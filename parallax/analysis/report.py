@@ -35,7 +35,7 @@ from parallax.runtime.units import in_bytes, in_flops, percent
 from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "text", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
+LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
