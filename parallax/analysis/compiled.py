@@ -26,9 +26,10 @@ from parallax.analysis.hlo import (
     shape_bytes,
 )
 from parallax.model.kernels import kernel_flops
-from parallax.pipeline import BACKWARD, FORWARD, WAIT, WEIGHTS, ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
+from parallax.sharding.plan import GRADIENTS
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 
@@ -122,8 +123,8 @@ class CompiledCollective(NamedTuple):
     turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
     `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
     `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
-    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the
-    others, where they are not all along `axes`.
+    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the others,
+    where they are not all along `axes`.
     """
 
     kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
@@ -146,18 +147,13 @@ class CompiledCollective(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Cycles of compute of one part of the model; `product` says whether they are a matrix product's."""
+    """Cycles of compute of one part of the model, 0 where the compiler gives none, and FLOPs of matrix products in it;
+    `product` says whether the cycles are a matrix product's."""
 
     cycles: int
+    flops: int
     module: str
     product: bool
-
-
-class Matmul(NamedTuple):
-    """FLOPs of a matrix product, of the update of the parameters or of the passes."""
-
-    flops: int
-    update: bool
 
 
 class End(NamedTuple):
@@ -205,8 +201,9 @@ class TimelineReader:
         if name not in self._read:
             events: list = []
             for event in self._events(self.module.computations[name]):
-                if isinstance(event, Compute) and events and event[1:] == events[-1][1:]:
-                    event = event._replace(cycles=events.pop().cycles + event.cycles)
+                if isinstance(event, Compute) and events and event[2:] == events[-1][2:]:
+                    before = events.pop()
+                    event = event._replace(cycles=before.cycles + event.cycles, flops=before.flops + event.flops)
                 events.append(event)
             self._read[name] = [_with_cycles_between(event, events[at + 1 :]) for at, event in enumerate(events)]
         return self._read[name]
@@ -234,12 +231,9 @@ class TimelineReader:
                 yield from self._compute(one, [(computation, one)])
 
     def _compute(self, one: Instruction, parts: Iterable[tuple[Computation, Instruction]]) -> Iterator:
-        """The products of an instruction and its cycles; a part without a name belongs to the instruction."""
-        for home, part in parts:
-            if flops := instruction_flops(part, home):
-                yield Matmul(flops, of_update(part.op_name or one.op_name))
-        if one.cycles:
-            yield Compute(one.cycles, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+        flops = sum(instruction_flops(part, home) for home, part in parts)
+        if one.cycles or flops:
+            yield Compute(one.cycles or 0, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
@@ -367,7 +361,6 @@ def weight(events: list) -> tuple[float, float, float]:
     for event, _, count in executed(events):
         if isinstance(event, Compute):
             cycles += count * event.cycles
-        elif isinstance(event, Matmul):
             flops += count * event.flops
         elif isinstance(event, CompiledCollective):
             sent += count * event.bytes
@@ -407,18 +400,13 @@ class CompiledFlops(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled program; sizes are in bytes for a device.
+    """A compiled program; sizes are in bytes for a device, 0 where its text alone was read.
 
     `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
-    is what a device must have. `cycles` are of compute, loops turned, on the rank that the
-    others wait for; None where the compiler gives none. `unknown_loops` turn as often as data says and count once.
+    is what a device must have. `cycles` are of compute, loops turned, on the rank that the others wait for; None where
+    the compiler gives none. `unknown_loops` turn as often as data says and count once.
     """
 
-    arguments: int
-    temporaries: int
-    outputs: int
-    aliased: int
-    peak: int
     collectives: list[CompiledCollective]
     cycles: float | None
     flops: CompiledFlops
@@ -426,8 +414,12 @@ class Compiled(NamedTuple):
     unknown_loops: list[str]
     mesh: Mesh
     timeline: list
-    text: str
     modules: dict[str, list[float]]  # cycles in products and in the rest
+    arguments: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    peak: int = 0
 
     @property
     def together(self) -> int:
@@ -441,8 +433,8 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
     `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
     there are none, are taken to run their dearer branch each time.
     """
-    sizes, text = compiled.memory_analysis(), compiled.as_text()
-    return read_hlo_text(text, mesh, branch_shares)._replace(
+    sizes = compiled.memory_analysis()
+    return read_hlo_text(compiled.as_text(), mesh, branch_shares)._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -461,8 +453,7 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
     for event, own, lockstep in executed(timeline):
         if isinstance(event, Compute):
             modules[event.module][not event.product] += event.cycles * lockstep
-        elif isinstance(event, Matmul):
-            flops[event.update] += event.flops * own
+            flops[event.module == UPDATE] += event.flops * own
         elif isinstance(event, Kernel):
             flops[of_update(event.source)] += event.flops * own
             kernels.append(event)
@@ -470,11 +461,6 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
             one = collectives.get(event.op, event)
             collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
     return Compiled(
-        arguments=0,
-        temporaries=0,
-        outputs=0,
-        aliased=0,
-        peak=0,
         collectives=list(collectives.values()),
         cycles=sum(map(sum, modules.values())) or None,
         flops=CompiledFlops(*flops),
@@ -482,14 +468,13 @@ def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) ->
         unknown_loops=reader.unknown,
         mesh=mesh,
         timeline=timeline,
-        text=text,
         modules=dict(modules),
     )
 
 
 # Names that a stack has of how the program is run, and not of what it runs.
 RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {*PASSES, WAIT, "Block", ""}
+RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")

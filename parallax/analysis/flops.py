@@ -156,14 +156,6 @@ class Flops(NamedTuple):
         return self.model / sum(self)
 
 
-class Layer(NamedTuple):
-    """FLOPs of one layer and microbatch on a device, by action."""
-
-    F: float
-    B: float
-    W: float
-
-
 def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
     """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
 
@@ -185,7 +177,7 @@ def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries
         # Blocks of scores are smaller where cp cuts seq, and hide less.
         repeated=mean["forward"] + mean["backward"] - alone - (masked - on_one / devices),
         recomputed=mean["recompute"],
-        waiting=_waiting(model, _layer(model, mean, tokens), ranks),
+        waiting=_waiting(model, _layer(model, mean, tokens)),
     )
 
 
@@ -225,8 +217,9 @@ def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
     return config.layers * products - causal
 
 
-def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:
-    """What the actions of a layer cost. The head's products are left out: all ranks run them at the same time."""
+def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str, float]:
+    """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out: all ranks run
+    them at the same time."""
     config, sizes = model.model, model.axis_sizes
     head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
     share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
@@ -234,13 +227,14 @@ def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> Layer:
     kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
     weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
     backward += mean["recompute"] * share
-    return Layer(forward, backward - weights, weights) if model.schedule.split else Layer(forward, backward, 0)
+    weights *= model.schedule.split
+    return {"F": forward, "B": backward - weights, "W": weights}
 
 
-def _waiting(model: ShardedModel, layer: Layer, ranks: list[dict[str, int]]) -> float:
+def _waiting(model: ShardedModel, layer: dict[str, float]) -> float:
     """FLOPs that an average rank could execute while others in its ticks work."""
     schedule, layers = model.schedule, model.arrangement.sizes
     busy = np.zeros((schedule.ticks, schedule.ranks))
     for action, tick in schedule.tick_of.items():
-        busy[tick, schedule.rank_of(action.stage)] += layers[action.stage] * getattr(layer, action.kind)
+        busy[tick, schedule.rank_of(action.stage)] += layers[action.stage] * layer[action.kind]
     return float((busy.max(axis=1) - busy.mean(axis=1)).sum())

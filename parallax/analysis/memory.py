@@ -23,7 +23,7 @@ from parallax.analysis.trace import step_program
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
-from parallax.runtime.jaxprs import Loop, called, closed, loop
+from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state
 
@@ -50,6 +50,8 @@ IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 # They compute on the way what they read.
 FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin"}
 REDUCTION = "reduce_"
+# Of what ticks carry, by its field; the rest are pipeline buffers.
+STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
 NOTHING, WEIGHTS, DATA = range(3)  # what a value is made of: neither, parameters alone, the batch
 END = 1 << 60  # the number of what comes after all operations
 
@@ -117,17 +119,10 @@ def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[t
 
     def start(params, batch, noise):
         executor, boundary_state = model.ready(params, batch, noise)
-        state = executor.start(boundary_state)
-        named = lambda tree, component: jax.tree.map(lambda leaf: component, tree)  # noqa: E731
-        components = named(state, "pipeline_buffers")
-        gradients = named((state.grads, state.boundary.grads), "gradients")
-        components = components._replace(
-            residuals=named(state.residuals, "saved_activations"),
-            grads=gradients[0],
-            boundary=components.boundary._replace(loss="other", grads=gradients[1]),
-        )
-        shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
-        found.extend(zip(shapes, jax.tree.leaves(components), strict=True))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(executor.start(boundary_state)):
+            fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
+            found.append((leaf.shape, next(components, "pipeline_buffers")))
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
@@ -177,19 +172,14 @@ def flat(program: ClosedJaxpr) -> Program:
     """A traced program, and those in it, each as one list of operations that something needs."""
     inputs, ops = [Value.of(var.aval) for var in program.jaxpr.invars], []
     outputs = _inline(program, inputs, ops)
-    needed, used = {value for value in outputs if value}, []
-    for op in reversed(ops):
-        if not needed.isdisjoint(op.outs):
-            used.append(op)
-            needed.update(value for value in op.ins if value)
-    return Program(inputs, used[::-1], outputs)
+    return Program(inputs, ops, outputs)
 
 
 def _inline(program: ClosedJaxpr, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
     jaxpr = program.jaxpr
     value_of = dict(zip(jaxpr.invars, inputs)) | {var: Value.of(var.aval) for var in jaxpr.constvars}
     read = lambda atom: None if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
+    for equation in needed(jaxpr):
         ins, inner = [read(atom) for atom in equation.invars], called(equation)
         if inner is not None:
             outs = _inline(inner, ins, ops)

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,34 +30,6 @@ NAMED |= {"psum": "all-reduce"}
 OTHERS = "other programs"
 
 
-class Operation(NamedTuple):
-    """An operation on a device, from `start` to `end` in seconds; `module` is the part of the model that it belongs to,
-    of a collective its kind and axes. `product` is whether it multiplies matrices."""
-
-    start: float
-    end: float
-    module: str
-    collective: bool
-    product: bool
-
-
-class Trace(NamedTuple):
-    """What each device did in the traced steps, by number; `span` is their wall time, in seconds on the same clock."""
-
-    name: str
-    devices: dict[int, list[Operation]]
-    span: tuple[float, float]
-    steps: tuple[int, ...]
-    mesh: dict[str, int]
-    order: tuple[int, ...]  # devices as the mesh lists them
-    kind: str
-
-    @property
-    def secs(self) -> float:
-        """Wall time."""
-        return self.span[1] - self.span[0]
-
-
 class About(NamedTuple):
     """What an operation does: its part of the model, of a collective its kind and axes; whether it is a collective, and
     whether it is a product."""
@@ -65,6 +37,26 @@ class About(NamedTuple):
     module: str
     collective: bool
     product: bool
+
+
+class Operation(NamedTuple):
+    """An operation on a device, from `start` to `end` in seconds."""
+
+    start: float
+    end: float
+    about: About
+
+
+class Trace(NamedTuple):
+    """What each device did in the traced steps, by number, from 0 to `secs`, their wall time."""
+
+    name: str
+    devices: dict[int, list[Operation]]
+    secs: float
+    steps: tuple[int, ...]
+    mesh: dict[str, int]
+    order: tuple[int, ...]  # devices as the mesh lists them
+    kind: str
 
 
 Names = dict[str, About | None]  # what the operations of a program do; None of what only runs others
@@ -103,18 +95,10 @@ def read_traces(path: Path) -> Trace:
     """
     files = trace_files(path)
     traces = [_read(file) for file in files]
-    first = traces[0]
     devices = {number: ran for trace in traces for number, ran in trace.devices.items()}
     if not devices:
         raise DataError(f"{files[0]} has no operation of a device; trace steps with train.profile_steps=FIRST:LAST")
-    # Each process has a clock of its own: every device is measured against the span of its process.
-    moved = {
-        number: [one._replace(start=one.start - trace.span[0], end=one.end - trace.span[0]) for one in ran]
-        for trace in traces
-        for number, ran in trace.devices.items()
-    }
-    longest = max(trace.secs for trace in traces)
-    return first._replace(devices=dict(sorted(moved.items())), span=(0.0, longest))
+    return traces[0]._replace(devices=dict(sorted(devices.items())), secs=max(trace.secs for trace in traces))
 
 
 def trace_files(path: Path) -> list[Path]:
@@ -129,10 +113,8 @@ def trace_files(path: Path) -> list[Path]:
             f"--trace={path} holds no trace: there is no {XPLANE} below it; train with "
             "--config.train.profile_steps=FIRST:LAST"
         )
-    if not list(at.rglob(TRACED)):
-        return [found[-1]]
-    newest = {_home(file): file for file in found}
-    return [file for home, file in sorted(newest.items()) if home is not None]
+    newest = {home: file for file in found if (home := _home(file))}
+    return [file for _, file in sorted(newest.items())] or [found[-1]]
 
 
 def _home(file: Path) -> Path | None:
@@ -154,14 +136,20 @@ def _read(file: Path) -> Trace:
     for plane in planes:
         for number, ran in _ran(plane, *program):
             devices.setdefault(_global(number, local), []).append(ran)
-    span, steps = _span(planes, devices)
+    (begin, end), steps = _span(planes, devices)
+    # Each process has a clock of its own: every device is measured against the span of its process.
     inside = {
-        number: [one for one in ran if one.end > span[0] and one.start < span[1]] for number, ran in devices.items()
+        number: [
+            one._replace(start=one.start - begin, end=one.end - begin)
+            for one in ran
+            if one.end > begin and one.start < end
+        ]
+        for number, ran in devices.items()
     }
     return Trace(
         name=about.get("run", file.stem.removesuffix(".xplane")),
         devices=inside,
-        span=span,
+        secs=end - begin,
         steps=steps,
         mesh=mesh,
         order=tuple(about.get("devices", sorted(devices))),
@@ -197,7 +185,7 @@ def _ran(plane: Any, program: str, known: Names) -> Iterator[tuple[int, Operatio
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
-                yield number, Operation(start, start + event.duration_ns / 1e9, *about)
+                yield number, Operation(start, start + event.duration_ns / 1e9, about)
 
 
 def _global(number: int, local: list[int]) -> int:
@@ -264,10 +252,6 @@ class DeviceTime(NamedTuple):
     exposed: float
     idle: float
 
-    @property
-    def total(self) -> float:
-        return self.compute + self.exposed + self.idle
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepProfile:
@@ -296,71 +280,58 @@ class StepProfile:
         return profile_text(self)
 
 
-class Account(NamedTuple):
-    """Seconds and calls of one device by module, those of collectives `exposed` or `hidden`; `idle` are seconds."""
-
-    modules: Counter
-    products: Counter
-    exposed: Counter
-    hidden: Counter
-    calls: Counter
-    idle: float
-
-
-def add_up(ran: list[Operation], span: tuple[float, float]) -> Account:
-    """The time of one device's operations. A moment belongs to the operations that compute then, in equal parts; to
+def add_up(ran: list[Operation], wall_secs: float) -> Counter:
+    """Seconds of one device by purpose and module: "compute" and the "products" in it, "exposed" and "hidden"
+    collectives, "idle"; and the "calls". A moment belongs to the operations that compute then, in equal parts; to
     collectives where none does; and is idle where nothing runs."""
-    modules, products, exposed, hidden = (Counter() for _ in range(4))
-    idle, now, running = 0.0, span[0], set()
+    spent = Counter(("calls", one.about.module) for one in ran)
+    now, running = 0.0, set()
     # A start comes before an end of the same moment, that of an operation of no length too.
     edges = [(one.start, False, at) for at, one in enumerate(ran)] + [(one.end, True, at) for at, one in enumerate(ran)]
-    for time, ends, at in [*sorted(edges), (span[1], True, None)]:
-        until = min(max(time, now), span[1])
+    for time, ends, at in [*sorted(edges), (wall_secs, True, None)]:
+        until = min(max(time, now), wall_secs)
         secs, now = until - now, until
-        computing = [ran[number] for number in running if not ran[number].collective]
-        sending = [ran[number] for number in running if ran[number].collective]
+        computing = [ran[number].about for number in running if not ran[number].about.collective]
+        sending = [ran[number].about for number in running if ran[number].about.collective]
         for one in computing if secs else ():
-            modules[one.module] += secs / len(computing)
-            products[one.module] += secs / len(computing) * one.product
+            spent["compute", one.module] += secs / len(computing)
+            spent["products", one.module] += secs / len(computing) * one.product
         for one in sending if secs else ():
-            (hidden if computing else exposed)[one.module] += secs / len(sending)
-        idle += secs * (not running)
+            spent["hidden" if computing else "exposed", one.module] += secs / len(sending)
+        spent["idle", ""] += secs * (not running)
         running = running - {at} if ends else running | {at}
-    return Account(modules, products, exposed, hidden, Counter(one.module for one in ran), idle)
+    return spent
 
 
 def profile_steps(trace: Trace) -> StepProfile:
     """The profile of a trace: of an average device, and of each."""
-    accounts = {number: add_up(ran, trace.span) for number, ran in trace.devices.items()}
-    secs, products, exposed, hidden, calls = (
-        _means(accounts.values(), of) for of in ("modules", "products", "exposed", "hidden", "calls")
-    )
-    modules = [PartTime(name, secs[name], 0.0, products[name], calls[name]) for name in secs]
-    sent = [PartTime(name, exposed[name], hidden[name], 0.0, calls[name]) for name in {**exposed, **hidden}]
-    devices = [
-        DeviceTime(number, _place(trace, number), sum(one.modules.values()), sum(one.exposed.values()), one.idle)
-        for number, one in accounts.items()
-    ]
+    by_device = {number: add_up(ran, trace.secs) for number, ran in trace.devices.items()}
+    mean: Counter = Counter()
+    for spent in by_device.values():
+        mean.update({key: value / len(by_device) for key, value in spent.items()})
+
+    def parts(purpose: str, *others: str) -> list[PartTime]:
+        names = dict.fromkeys(name for what, name in mean if what in (purpose, *others))
+        figures = (purpose, "hidden", "products", "calls")
+        return [PartTime(name, *(float(mean[what, name]) for what in figures)) for name in names]
+
+    def total(spent: Counter, purpose: str) -> float:
+        return sum(secs for (what, _), secs in spent.items() if what == purpose)
+
     return StepProfile(
         name=trace.name,
         steps=trace.steps,
         secs=trace.secs,
         kind=trace.kind,
         mesh=trace.mesh,
-        modules=tuple(sorted(modules, key=lambda part: -part.secs)),
-        collectives=tuple(sorted(sent, key=lambda part: -part.secs - part.hidden)),
-        idle=sum(one.idle for one in accounts.values()) / len(accounts),
-        devices=tuple(devices),
+        modules=tuple(sorted(parts("compute"), key=lambda part: -part.secs)),
+        collectives=tuple(sorted(parts("exposed", "hidden"), key=lambda part: -part.secs - part.hidden)),
+        idle=mean["idle", ""],
+        devices=tuple(
+            DeviceTime(number, _place(trace, number), *(total(spent, what) for what in ("compute", "exposed", "idle")))
+            for number, spent in by_device.items()
+        ),
     )
-
-
-def _means(accounts: Collection[Account], of: str) -> defaultdict[str, float]:
-    """Over all devices; 0 for what none of them has."""
-    total: defaultdict[str, float] = defaultdict(float)
-    for account in accounts:
-        for name, value in getattr(account, of).items():
-            total[name] += value / len(accounts)
-    return total
 
 
 def _place(trace: Trace, number: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from parallax.analysis.collectives import Sent, busiest, collectives_by_rank, on_average, update_collectives
+from parallax.analysis.collectives import Sent, busiest, bytes_by, collectives_by_rank, on_average, update_collectives
 from parallax.analysis.compiled import (
     Compiled,
     CompiledFlops,
@@ -35,7 +35,7 @@ from parallax.runtime.units import in_bytes, in_flops, percent
 from parallax.training.step import TrainStep, abstract_state, step_of
 
 GIVEN = ("parameters", "optimizer", "batch")  # of the memory's components: the arguments of a step
-LEFT_OUT = ("mesh", "timeline", "text", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
+LEFT_OUT = ("mesh", "timeline", "modules", "flops", "pairs", "group")  # of what the compiler made: not for JSON
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -203,34 +203,6 @@ FLOPS_LABELS = {
 }
 
 
-class AxisRow(NamedTuple):
-    """What a device sends over some axes by one kind of collective: bytes in a step by direction, and calls."""
-
-    axes: tuple[str, ...]
-    kind: str
-    forward: int
-    recompute: int
-    backward: int
-    update: int
-    calls: int
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.recompute + self.backward + self.update
-
-
-class CallSiteRow(NamedTuple):
-    """The calls of one collective from one source line, whatever their sizes."""
-
-    axes: tuple[str, ...]
-    kind: str
-    direction: str
-    module: str
-    source: str
-    calls: int
-    total: int
-
-
 class CompiledRow(NamedTuple):
     """What the compiler made of the collectives of one kind over some axes; an average device's."""
 
@@ -245,28 +217,19 @@ class CompiledRow(NamedTuple):
     cycles_between: float
 
 
-def by_axis_and_kind(sent: Iterable[Sent]) -> list[AxisRow]:
-    """Totals, axes in mesh order, of each the kind that sends most first; what sends nothing is left out."""
-    found: dict[tuple, dict[str, int]] = defaultdict(lambda: dict.fromkeys((*DIRECTIONS, "calls"), 0))
+def grouped_by(sent: Iterable[Sent], *fields: str) -> list[tuple[tuple, list[Sent]]]:
+    """What sends something by these fields, of which axes are the first: in mesh order, then the most bytes first."""
+    found: dict[tuple, list[Sent]] = defaultdict(list)
     for one in sent:
         if one.bytes:
-            found[one.axes, one.kind][one.direction] += one.total_bytes
-            found[one.axes, one.kind]["calls"] += one.count
-    rows = [AxisRow(*key, **values) for key, values in found.items()]
-    return sorted(rows, key=lambda row: (axes_order(row.axes), -row.total, row.kind))
+            found[tuple(getattr(one, field) for field in fields)].append(one)
+    return sorted(found.items(), key=lambda group: (axes_order(group[0][0]), -sum(by_direction(group[1])), group[0]))
 
 
-def by_call_site(sent: Iterable[Sent], *, line_numbers: bool = True) -> list[CallSiteRow]:
-    """A row for each source line that sends something: axes in mesh order, then the most bytes first."""
-    found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for one in sent:
-        if one.bytes:
-            source = one.source if line_numbers else one.source.partition(":")[0]
-            totals = found[one.axes, one.kind, one.direction, one.module, source]
-            totals[0] += one.count
-            totals[1] += one.total_bytes
-    rows = [CallSiteRow(*key, *totals) for key, totals in found.items()]
-    return sorted(rows, key=lambda row: (axes_order(row.axes), -row.total, row))
+def by_direction(sent: Iterable[Sent]) -> list[float]:
+    """Bytes in a step of each of DIRECTIONS."""
+    found = bytes_by(sent, "direction")
+    return [found.get((way,), 0) for way in DIRECTIONS]
 
 
 def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
@@ -300,10 +263,10 @@ def axes_order(axes: tuple[str, ...]) -> tuple:
     return len(axes), [ALL_AXES.index(axis) for axis in axes]
 
 
-def report_text(report: Report, *, line_numbers: bool = True) -> str:
-    """The report as text; without line numbers it does not change when a file does."""
+def report_text(report: Report) -> str:
+    """The report as text."""
     first, *rest = report_heading(report)
-    sections = [TitledTables("", first, rest), *sections_of(report, line_numbers)]
+    sections = [TitledTables("", first, rest), *sections_of(report)]
     return "\n\n".join("\n".join(section_text(section)) for section in sections)
 
 
@@ -333,10 +296,10 @@ def report_heading(report: Report) -> list[str]:
     ]
 
 
-def sections_of(report: Report, line_numbers: bool = True) -> Iterator[TitledTables]:
+def sections_of(report: Report) -> Iterator[TitledTables]:
     """All that follows the heading, for text and page."""
     yield sent_section(report)
-    yield call_site_section(report, line_numbers)
+    yield call_site_section(report)
     yield flops_section(report)
     yield memory_section(report)
     if report.compiled is not None:
@@ -349,38 +312,35 @@ def sections_of(report: Report, line_numbers: bool = True) -> Iterator[TitledTab
 
 def sent_section(report: Report) -> TitledTables:
     """Totals by axes and kind."""
-    found = by_axis_and_kind(report.sent)
-    most = max((row.total for row in found), default=1)
+    found = grouped_by(report.sent, "axes", "kind")
+    most = max((sum(by_direction(sent)) for _, sent in found), default=1)
     rows, bars, before = [], [], None
-    for row in found:
-        sizes = [in_bytes(getattr(row, way)) if getattr(row, way) else "-" for way in DIRECTIONS]
-        rows += [", ".join(row.axes)] * (row.axes != before)
-        rows.append([f"  {row.kind}", *sizes, *_total(row.total, report), f"{row.calls:,}"])
-        bars.append([(way, getattr(row, way) / most) for way in DIRECTIONS])
-        before = row.axes
-    total = sum(one.total_bytes for one in report.sent)
-    ways = [sum(one.total_bytes for one in report.sent if one.direction == way) for way in DIRECTIONS]
-    calls = sum(one.count for one in report.sent if one.bytes)
-    rows.append(["all", *map(in_bytes, ways), *_total(total, report), f"{calls:,}"])
+    for (axes, kind), sent in found:
+        ways = by_direction(sent)
+        rows += [", ".join(axes)] * (axes != before)
+        rows.append([f"  {kind}", *(in_bytes(size) if size else "-" for size in ways), *_total(ways, sent, report)])
+        bars.append([(way, size / most) for way, size in zip(DIRECTIONS, ways)])
+        before = axes
+    ways = by_direction(report.sent)
+    rows.append(["all", *map(in_bytes, ways), *_total(ways, report.sent, report)])
     table = Table(["axis, kind", *DIRECTIONS, "total", "a token", "calls"], rows, 1, bars)
     silent = sum(one.count for one in report.sent if not one.bytes)
     notes = [f"{silent:,} calls more send nothing: their axes are of one device."] * bool(silent)
     return TitledTables("sent", "What a device sends in a step, by axis and kind", [table, *notes])
 
 
-def _total(size: int, report: Report) -> tuple[str, str]:
-    return in_bytes(size), in_bytes(size / report.tokens)
+def _total(ways: list[float], sent: Iterable[Sent], report: Report) -> tuple[str, str, str]:
+    return in_bytes(sum(ways)), in_bytes(sum(ways) / report.tokens), f"{sum(one.count for one in sent if one.bytes):,}"
 
 
-def call_site_section(report: Report, line_numbers: bool) -> TitledTables:
+def call_site_section(report: Report) -> TitledTables:
     """The source lines that send, by axis and kind, the most bytes first."""
-    places = by_call_site(report.sent, line_numbers=line_numbers)
     rows: list[str | list[str]] = []
-    for group in by_axis_and_kind(report.sent):
-        rows.append(f"{', '.join(group.axes)} {group.kind}")
-        for row in (row for row in places if row[:2] == group[:2]):
-            source = row.source.removeprefix("parallax/")
-            rows.append([f"  {row.direction}", row.module, source, f"{row.calls:,}", in_bytes(row.total)])
+    for (axes, kind), of_kind in grouped_by(report.sent, "axes", "kind"):
+        rows.append(f"{', '.join(axes)} {kind}")
+        for (_, way, module, source), sent in grouped_by(of_kind, "axes", "direction", "module", "source"):
+            calls, total = sum(one.count for one in sent), sum(one.total_bytes for one in sent)
+            rows.append([f"  {way}", module, source.removeprefix("parallax/"), f"{calls:,}", in_bytes(total)])
     table = Table(["axis, kind", "module", "source", "calls", "total"], rows, 3)
     return TitledTables("call-sites", "Who asks for it", [table])
 

@@ -4,6 +4,7 @@ A bound is the estimate of step_time.py for the least that a layout can compute,
 of its traced step, as a test holds, and often far below it.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -42,60 +43,60 @@ from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.svg import INK, PAPER, svg, svg_text
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
-from parallax.schedules import Costs, Figures, by_name, figures
-from parallax.sharding.plan import layouts_of_policy
+from parallax.schedules import Costs, by_name, figures
+from parallax.sharding.plan import FLOAT32_BYTES, layouts_of_policy
 
-PARAMETER_BYTES = 4  # float32
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
-# write scores or gradients of weights.
+# write scores or gradients of weights, in float32.
 SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
 DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
 
 
 class LeastWork:
-    """The least that a step of one model computes, sends and holds, in each layout; a lower bound follows from it."""
+    """The least that a step of one model computes and sends, in each layout; a lower bound follows from it."""
 
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` is the model on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.shapes = settings, topology, model.shapes
         self.tokens = settings.data.global_batch * settings.data.seq
         self.parameters = parameters_by_component(model.shapes)
+        self.layers = self.parameters["attention"] + self.parameters["mlp"]
+        self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
-    def bound(self, choice: Choice) -> Estimate:
-        """The estimate of a layout's least work, never above the layout's own; the layout need not be legal."""
+    def bound(self, choice: Choice) -> float:
+        """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
-        priced = _figures(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
-        traced = TracedWork(self._products(choice), self._sent(choice), 0, priced.lockstep_bubble)
-        held = self._memory(choice, max(priced.activations))
-        return estimate(choice.applied(self.settings), self.topology, held, traced)
+        bubble = _bubble(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
+        traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
+        nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
+        return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def _products(self, choice: Choice) -> list[OpCost]:
         """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
-        model, size = self.settings.model, self._itemsize * self.settings.model.layers
-        attention = self.flops - FLOPS_PER_WEIGHT * (self._layers + model.vocab * model.d_model)
+        model, size = self.settings.model, self.itemsize * self.settings.model.layers
+        attention = self.flops - FLOPS_PER_WEIGHT * (self.layers + model.vocab * model.d_model)
         scores = 0
         weights = self.flops - attention + 2 * self._made_again(choice)
         if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
             pairs = model.layers * model.heads * self.settings.data.seq / 2
             attention += 2 * pairs * qk_width(model)
-            scores = pairs * (SCORES_MOVED * self._itemsize + FLOAT32_SCORES_MOVED * PARAMETER_BYTES)
+            scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
         kept = 2 * self._width_kept(choice.remat) * size
         costs = (weights, 0), (attention, scores), (0, kept)
         return [OpCost(flops, moved, "forward", self.tokens / self.topology.devices) for flops, moved in costs]
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that remat runs once more for each token."""
-        mlp = {"attention": 0.0, "layer": 1 - DOWN, "stage": 1 - DOWN}
-        if choice.remat not in mlp:
-            return 0.0
-        return self.parameters["attention"] + mlp[choice.remat] * self.parameters["mlp"]
+        again = {"attention": (1, 0), "layer": (1, 1 - DOWN), "stage": (1, 1 - DOWN)}
+        attention, mlp = again.get(choice.remat, (0, 0))
+        return attention * self.parameters["attention"] + mlp * self.parameters["mlp"]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Over dp and cp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
         then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back.
         What attention sends over cp is left out."""
-        model, layers = self.settings.model, self._layers / (choice.pp * choice.tp)
+        model, layers = self.settings.model, self.layers / (choice.pp * choice.tp)
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
@@ -112,86 +113,50 @@ class LeastWork:
             calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))
         share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
-            Sent(kind, axes, share(axes) * entries * self._itemsize, count, "forward", LAYER_PARTS[0], "")
+            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
             for kind, axes, entries, count in calls
         ]
-
-    def _memory(self, choice: Choice, held: float) -> Memory:
-        """Parameters and gradients, cut as far as can be; layers that are whole all step; and, without recomputation,
-        what a layer's products read, in each of the `held` microbatches that a rank holds at once."""
-        stay = layouts_of_policy(choice.policy)
-        weights, gradients = stay.resident == stay.compute, stay.summed == stay.compute
-        whole = self._layers / (choice.pp * choice.tp) * (self._itemsize * weights + PARAMETER_BYTES * gradients)
-        state, kept = PARAMETER_BYTES * self._layers / self.topology.devices, 0.0
-        if choice.remat == "none":
-            tokens = self.tokens / (choice.dp * choice.cp) / choice.microbatches * self.settings.model.layers
-            kept = held * tokens / choice.pp * self._width_kept("none") / choice.tp * self._itemsize
-        none = dict.fromkeys(Memory._fields, 0.0)
-        return Memory(**none | {"parameters": state, "gradients": max(state, whole), "saved_activations": kept})
 
     def _width_kept(self, remat: str) -> int:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
         reads of the residual stream."""
         model = self.settings.model
-        gate_and_up, queries = 2 * model.d_ff, model.heads * model.d_head
-        if remat == "stage":
-            return 0
-        if remat == "layer":
-            return model.d_model
-        if remat == "attention":
-            return model.d_model + gate_and_up
-        if remat == "elementwise":
-            return model.d_model + gate_and_up + queries
-        return 2 * model.d_model + gate_and_up + queries
-
-    @property
-    def _layers(self) -> int:
-        return self.parameters["attention"] + self.parameters["mlp"]
-
-    @property
-    def _itemsize(self) -> int:
-        return jnp.dtype(self.settings.model.dtype).itemsize
+        without_attention = model.d_model + 2 * model.d_ff
+        products = without_attention + model.heads * model.d_head
+        kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
+        return kept.get(remat, products + model.d_model)
 
 
 @cache
-def _figures(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> Figures:
-    return figures(by_name(name, ranks, microbatches, virtual), costs)
+def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs) -> float:
+    return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
 
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
 
 
 class Cache:
-    """A folder with a file for each result, named by the hash of all that it follows from."""
+    """A folder with a file for each result, named by the hash of all that it follows from, versions too."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
+        self.versions = {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
 
-    def get(self, key: str) -> Any | None:
-        """The value of a key; None where there is none, or where the file is damaged."""
-        try:
-            entry = read_object(self._path(key), odd_numbers=True)
-            return entry["value"] if entry["digest"] == digest(entry["value"]) else None
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value that JSON can hold."""
-        write_whole(self._path(key), json.dumps({"digest": digest(value), "value": value}))
-
-    def kept(self, key: str, make: Callable[[], Any]) -> Any:
-        """The value of a key, which is made and stored where there is none; tuples that were stored are lists."""
-        if (found := self.get(key)) is None:
-            found = make()
-            self.put(key, found)
+    def kept(self, what: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives and follows from `what`, both of which JSON can hold; it is made and stored where no file
+        has it, or where the file is damaged. Tuples that were stored are lists."""
+        path = self.folder / f"{digest([what, self.versions])}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            entry = read_object(path, odd_numbers=True)
+            if entry["digest"] == digest(entry["value"]):
+                return entry["value"]
+        found = make()
+        write_whole(path, json.dumps({"digest": digest(found), "value": found}))
         return found
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
 
 
 def digest(value: Any) -> str:
@@ -201,11 +166,6 @@ def digest(value: Any) -> str:
     True
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def predictor_versions() -> dict[str, str]:
-    """Versions of what a prediction depends on."""
-    return {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
 
 
 # A plan follows from these.
@@ -229,8 +189,7 @@ class Sweep:
         self.own = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
-        self._versions = predictor_versions()
-        self.topology = as_measured_first(topology, cache, self._versions)
+        self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -239,27 +198,24 @@ class Sweep:
         `progress` is told how many of how many are done. What was done before an interruption is kept.
         """
         bound_of = {choice: self.least.bound(choice) for choice in choices(self.settings, self.topology.devices)}
-        waiting = sorted(bound_of, key=lambda choice: bound_of[choice].secs)
+        waiting = sorted(bound_of, key=lambda choice: bound_of[choice])
         self._look_at(self.own)
         for done, choice in enumerate(waiting):
             progress(done, len(waiting))
-            if len(self.rows) >= self.keep and bound_of[choice].secs > self.rows[self.keep - 1].estimate.secs:
+            if len(self.rows) >= self.keep and bound_of[choice] > self.rows[self.keep - 1].estimate.secs:
                 self.passed["slower"] += len(waiting) - done
                 break
-            if choice == self.own:
-                continue
-            if bound_of[choice].peak_bytes > self.topology.chip.usable_bytes:
-                self.passed["too large"] += 1
-            else:
+            if choice != self.own:
                 self._look_at(choice)
         progress(len(waiting), len(waiting))
 
     def _look_at(self, choice: Choice) -> None:
-        found = priced(choice.applied(self.settings), self.topology, self.cache, self._versions)
+        settings = choice.applied(self.settings)
+        found = self.cache.kept(key_of(settings, self.topology), lambda: price(settings, self.topology))
         if isinstance(found, str):
             self.passed[found] += 1
         else:
-            self.rows.append(PricedLayout(choice, found))
+            self.rows.append(PricedLayout(choice, Estimate(*found)))
             self.rows.sort(key=lambda row: row.estimate.secs)
 
     def shown(self) -> list[PricedLayout]:
@@ -270,46 +226,38 @@ class Sweep:
     def compiled(self, choice: Choice, devices: list[Any]) -> CompiledStep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
-        key = digest(["compiled", key_of(settings, self.topology, self._versions)])
-        *sizes, time = self.cache.kept(key, lambda: compile_and_read(settings, self.topology, devices))
+        what = ["compiled", key_of(settings, self.topology)]
+        *sizes, time = self.cache.kept(what, lambda: compile_and_read(settings, self.topology, devices))
         return CompiledStep(*sizes, time and StepTime(*time))
 
 
-def as_measured_first(topology: Topology, cache: Cache, known: dict[str, str]) -> Topology:
+def as_measured_first(topology: Topology, cache: Cache) -> Topology:
     """The topology; for this machine's devices, with the speeds that were measured when the cache first had them.
 
     A new measurement differs a little, and so would all keys of the cache.
     """
     if not topology.shared:
         return topology
-    key = digest(["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes, known])
-    return topology._replace(chip=Chip(*cache.kept(key, lambda: topology.chip)))
+    what = ["measured", topology.name, sorted(topology.chip.flops), topology.chip.usable_bytes]
+    return topology._replace(chip=Chip(*cache.kept(what, lambda: topology.chip)))
 
 
-def priced(settings: Settings, topology: Topology, cache: Cache, known: dict[str, str]) -> Estimate | str:
-    """The estimate of a layout, from the cache or traced; "not legal" or "too large" where there is none.
-
-    `known` are the versions that the cache is kept for.
-    """
-
-    def price() -> Estimate | str:
-        model = build_if_legal(settings, topology)
-        if model is None:
-            return "not legal"
-        held = predicted_memory(model, settings)
-        if held.peak > topology.chip.usable_bytes:
-            return "too large"
-        return estimate(settings, topology, held, traced_work(model, settings))
-
-    found = cache.kept(key_of(settings, topology, known), price)
-    return found if isinstance(found, str) else Estimate(*found)
+def price(settings: Settings, topology: Topology) -> Estimate | str:
+    """The estimate of a layout; "not legal" or "too large" where there is none."""
+    model = build_if_legal(settings, topology)
+    if model is None:
+        return "not legal"
+    held = predicted_memory(model, settings)
+    if held.peak > topology.chip.usable_bytes:
+        return "too large"
+    return estimate(settings, topology, held, traced_work(model, settings))
 
 
-def key_of(settings: Settings, topology: Topology, known: dict[str, str]) -> str:
-    """The hash of everything that a prediction depends on."""
+def key_of(settings: Settings, topology: Topology) -> list[Any]:
+    """All that a prediction follows from, beside versions."""
     sections = settings.to_dict()
     data = {name: sections["data"][name] for name in ("global_batch", "seq")}
-    return digest([{name: sections[name] for name in PRICED_SECTIONS}, data, topology, known])
+    return [{name: sections[name] for name in PRICED_SECTIONS}, data, topology]
 
 
 def front(rows: Sequence[PricedLayout]) -> list[Choice]:

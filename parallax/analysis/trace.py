@@ -20,56 +20,38 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax.model.batch import BATCH_ARRAYS
-from parallax.pipeline import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WAIT, WEIGHTS, ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
-from parallax.runtime.jaxprs import Loop, apply, called, closed, loop
+from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
 from parallax.runtime.version import PACKAGE
 from parallax.sharding import collectives, layout
+from parallax.sharding.plan import GRADIENTS
 from parallax.training.step import UPDATE, TrainStep, abstract_state
 
 # They ask on behalf of others.
 PLUMBING = tuple(module.__file__ for module in (collectives, jaxprs, layout))
 LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borrow another's
-# Scopes of the executor: its passes, and what stages send each other. In B forward's work may be done again. And the
-# step's own.
-SCOPES = {FORWARD: "forward", ACTIVATIONS: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward"}
-SCOPES |= {UPDATE: "update"}
+# Scopes of the executor's passes, of messages of gradients, and of the update. In B, what is not transposed is work of
+# forward, done again.
+SCOPES = {FORWARD: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward", UPDATE: "update"}
 REMATTED = "rematted_computation"  # as JAX calls what jax.checkpoint runs again
 OUTERMOST = "Block"  # names no part of the model: every layer is one
 
 
 class Origin(NamedTuple):
-    """`stack` holds names of transformations, scopes and modules, outermost first, with those of calling programs;
-    `gradient` is whether the equation works on gradients."""
+    """`stack` holds names of transformations, scopes and modules, outermost first, with those of calling programs."""
 
     stack: str
-    gradient: bool
     traceback: Any
-
-    @staticmethod
-    def of(equation: JaxprEqn, outer: str, reads_gradient: bool) -> "Origin":
-        """The origin of an equation of a program that was called under the stack `outer`."""
-        stack = "/".join(filter(None, [outer, str(equation.source_info.name_stack)]))
-        transposed = "transpose(" in stack and REMATTED not in stack
-        return Origin(stack, transposed or reads_gradient, equation.source_info.traceback)
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether this is forward's by its scope."""
-        return _scope(self.stack) == "forward"
-
-    @property
-    def makes_no_gradient(self) -> bool:
-        """Whether what this returns is made of no gradient, even if it waits for one."""
-        return self.is_forward or WAIT in _names(self.stack)
 
     @property
     def direction(self) -> str:
-        """What works on gradients is "backward"; what forward did, and the backward pass does again, "recompute"."""
-        if self.gradient and not self.is_forward:
+        """What is transposed is "backward"; what forward did, and the backward pass does again, "recompute"."""
+        again = REMATTED in self.stack
+        if "transpose(" in self.stack and not again:
             return "backward"
-        return _scope(self.stack) or ("recompute" if REMATTED in self.stack else "forward")
+        return _scope(self.stack) or ("recompute" if again else "forward")
 
     @property
     def module(self) -> str:
@@ -94,7 +76,7 @@ def _scope(stack: str) -> str | None:
 @functools.cache
 def _module(stack: str) -> str:
     # A name with a dot is a method of the module before it.
-    names = [name for name in _names(stack) if name not in (*SCOPES, WAIT, REMATTED, OUTERMOST) and "." not in name]
+    names = [name for name in _names(stack) if name not in (*SCOPES, REMATTED, OUTERMOST) and "." not in name]
     return "/".join(names).lower()
 
 
@@ -131,7 +113,7 @@ def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counte
     changes the sum.
     """
     device = Walk(at, count)
-    device.call(program, Invocation("", set(), set()), [None] * len(program.jaxpr.invars))
+    device.call(program, Invocation("", set()), [None] * len(program.jaxpr.invars))
     return device.total
 
 
@@ -139,7 +121,6 @@ class Invocation(NamedTuple):
     """How a program is called."""
 
     stack: str  # of names, as in Origin
-    gradients: Set[int]  # inputs that are made from gradients
     wanted: Set[int]  # outputs whose values steer what runs later
 
 
@@ -148,7 +129,7 @@ class Walk:
 
     def __init__(self, at: Mapping[str, int], count: Count):
         self.at, self.count, self.total = dict(at), count, Counter()
-        self._steering, self._gradients, self._calls, self._used = Steering(), Gradients(), {}, {}
+        self._steering, self._calls, self._needed = Steering(), {}, functools.cache(needed)
 
     def call(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         """Run a program; its outputs, known at least where they are wanted and can be.
@@ -158,7 +139,7 @@ class Walk:
         steers = self._steering.inputs(program.jaxpr, how.wanted)
         args = [value if at in steers else None for at, value in enumerate(args)]
         values = tuple(None if value is None else value.tobytes() for value in args)
-        key = program.jaxpr, how.stack, frozenset(how.gradients), frozenset(how.wanted), values
+        key = program.jaxpr, how.stack, frozenset(how.wanted), values
         if key not in self._calls:
             counted, outs = self._apart(lambda: self._run(program, how, args))
             self._calls[key] = counted, outs
@@ -175,15 +156,14 @@ class Walk:
 
     def _run(self, program: ClosedJaxpr, how: Invocation, args: Sequence[Known]) -> list[Known]:
         jaxpr = program.jaxpr
-        steering = self._steering.variables(jaxpr, how.wanted)
-        gradients = self._gradients.variables(jaxpr, how.stack, how.gradients)
+        steering = self._steering.variables(jaxpr, frozenset(how.wanted))
         value_of = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_known, program.consts), *args], strict=True))
         read = lambda atom: np.asarray(atom.val) if isinstance(atom, Literal) else value_of[atom]  # noqa: E731
         for equation in self._needed(jaxpr):
-            given = inputs_in(equation, gradients)
-            origin = Origin.of(equation, how.stack, bool(given))
-            self.total.update(self.count(equation, origin))
-            inner = Invocation(origin.stack, given, {at for at, out in enumerate(equation.outvars) if out in steering})
+            source = equation.source_info
+            stack = "/".join(filter(None, [how.stack, str(source.name_stack)]))
+            self.total.update(self.count(equation, Origin(stack, source.traceback)))
+            inner = Invocation(stack, {at for at, out in enumerate(equation.outvars) if out in steering})
             outs = self._outputs(equation, inner, [read(atom) for atom in equation.invars])
             value_of |= zip(equation.outvars, outs, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
@@ -197,8 +177,7 @@ class Walk:
         if name == "scan":
             return self._scan(loop(equation), how, values)
         if name == "cond":
-            inner = Invocation(how.stack, operands(how.gradients), how.wanted)
-            return self._branch([closed(branch) for branch in params["branches"]], inner, *values)
+            return self._branch([closed(branch) for branch in params["branches"]], how, *values)
         if name == "while":
             return self._while(closed(params["body_jaxpr"]), how, len(equation.outvars))
         if (inner := called(equation)) is not None:
@@ -209,16 +188,13 @@ class Walk:
         return _evaluate(equation, values) if how.wanted else [None] * len(equation.outvars)
 
     def _scan(self, scan: Loop, how: Invocation, values: list[Known]) -> list[Known]:
-        given = self._gradients.given_to_body(scan, how.stack, how.gradients)
         split, made = scan.consts + scan.carried, len(scan.body.jaxpr.outvars) - scan.carried
         read = self._steering.inputs(scan.body.jaxpr, how.wanted)
         if all(at < scan.consts for at in read):  # every turn is like the first
-            counted, _ = self._apart(lambda: self.call(scan.body, Invocation(how.stack, given, set()), values))
+            counted, _ = self._apart(lambda: self.call(scan.body, Invocation(how.stack, set()), values))
             self.total.update({key: number * scan.length for key, number in counted.items()})
             return [None] * (scan.carried + made)
-        inner = Invocation(
-            how.stack, given, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split}
-        )
+        inner = Invocation(how.stack, how.wanted | {at - scan.consts for at in read if scan.consts <= at < split})
         carry, xs = values[scan.consts : split], values[split:]
         for turn in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             own = [None if x is None else x[turn] for x in xs]
@@ -237,22 +213,10 @@ class Walk:
 
     def _while(self, body: ClosedJaxpr, how: Invocation, outputs: int) -> list[Known]:
         inputs = len(body.jaxpr.invars)
-        given = range(inputs) if how.gradients else ()
-        counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set(given), set()), [None] * inputs))
+        counted, _ = self._apart(lambda: self.call(body, Invocation(how.stack, set()), [None] * inputs))
         if counted:
             raise ValueError(f"how often a while loop turns depends on data, and each turn counts {dict(counted)}.")
         return [None] * outputs
-
-    def _needed(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
-        """The equations of which an output is used, in order."""
-        if jaxpr not in self._used:
-            used, needed = {out for out in jaxpr.outvars if not isinstance(out, Literal)}, []
-            for equation in reversed(jaxpr.eqns):
-                if used.intersection(equation.outvars):
-                    needed.append(equation)
-                    used |= {var for var in equation.invars if not isinstance(var, Literal)}
-            self._used[jaxpr] = needed[::-1]
-        return self._used[jaxpr]
 
 
 def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
@@ -279,22 +243,19 @@ class Steering:
     """Which values decide what a program runs. Results are cached."""
 
     def __init__(self):
-        self._found: dict = {}
+        self.variables = functools.cache(self._variables)
 
-    def variables(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set:
+    def _variables(self, jaxpr: Jaxpr, wanted: frozenset[int]) -> Set:
         """Variables on which it depends which sides of branches are taken, or what the `wanted` outputs are."""
-        key = jaxpr, frozenset(wanted)
-        if key not in self._found:
-            steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
-            for equation in reversed(jaxpr.eqns):
-                read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
-                steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
-            self._found[key] = steer
-        return self._found[key]
+        steer = {jaxpr.outvars[at] for at in wanted if not isinstance(jaxpr.outvars[at], Literal)}
+        for equation in reversed(jaxpr.eqns):
+            read = self._operands(equation, {at for at, out in enumerate(equation.outvars) if out in steer})
+            steer |= {equation.invars[at] for at in read if not isinstance(equation.invars[at], Literal)}
+        return steer
 
     def inputs(self, jaxpr: Jaxpr, wanted: Set[int]) -> Set[int]:
         """Numbers of the inputs among them."""
-        steer = self.variables(jaxpr, wanted)
+        steer = self.variables(jaxpr, frozenset(wanted))
         return {at for at, var in enumerate(jaxpr.invars) if var in steer}
 
     def _operands(self, equation: JaxprEqn, wanted: Set[int]) -> Set[int]:
@@ -319,63 +280,6 @@ class Steering:
             if not more:
                 return read
             wanted = wanted | more
-
-
-class Gradients:
-    """Which values are made from gradients, whichever branches run. Results are cached.
-
-    A step's forward pass reads no gradient of the same step: what does is backward, if no scope says otherwise.
-    """
-
-    def __init__(self):
-        self._found: dict = {}
-
-    def variables(self, jaxpr: Jaxpr, stack: str, given: Set[int]) -> Set:
-        """Variables that are, where the inputs with the numbers `given` are; `stack` as in Origin."""
-        key = jaxpr, stack, frozenset(given)
-        if key not in self._found:
-            found = {jaxpr.invars[at] for at in given}
-            for equation in jaxpr.eqns:
-                found |= {equation.outvars[at] for at in self._outputs(equation, stack, inputs_in(equation, found))}
-            self._found[key] = found
-        return self._found[key]
-
-    def given_to_body(self, scan: Loop, stack: str, given: Set[int]) -> Set[int]:
-        """Inputs of a loop's body that are gradients in some turn, where those `given` are at its start."""
-        while True:
-            carried = {at for at in self._returned(scan.body.jaxpr, stack, given) if at < scan.carried}
-            more = {scan.consts + at for at in carried} - given
-            if not more:
-                return given
-            given = given | more
-
-    def _returned(self, jaxpr: Jaxpr, stack: str, given: Set[int]) -> Set[int]:
-        found = self.variables(jaxpr, stack, given)
-        return {at for at, out in enumerate(jaxpr.outvars) if not isinstance(out, Literal) and out in found}
-
-    def _outputs(self, equation: JaxprEqn, outer: str, given: Set[int]) -> Set[int]:
-        origin, name = Origin.of(equation, outer, bool(given)), equation.primitive.name
-        if origin.makes_no_gradient:
-            return set()
-        if name == "cond":
-            sides = (closed(branch).jaxpr for branch in equation.params["branches"])
-            return set().union(*(self._returned(side, origin.stack, operands(given)) for side in sides))
-        if name == "scan":
-            scan = loop(equation)
-            return self._returned(scan.body.jaxpr, origin.stack, self.given_to_body(scan, origin.stack, given))
-        if (inner := called(equation)) is not None:
-            return self._returned(inner.jaxpr, origin.stack, given)
-        return set(range(len(equation.outvars))) if origin.gradient else set()
-
-
-def inputs_in(equation: JaxprEqn, variables: Set) -> Set[int]:
-    """Numbers of an equation's inputs that are among some variables."""
-    return {at for at, var in enumerate(equation.invars) if not isinstance(var, Literal) and var in variables}
-
-
-def operands(numbers: Set[int]) -> Set[int]:
-    """Inputs of a branch, by number, from those of the equation, whose first is the index of the branch."""
-    return {at - 1 for at in numbers if at > 0}
 
 
 def abstract_mesh(sizes: Mapping[str, int], *, simulated: bool = False) -> AbstractMesh:

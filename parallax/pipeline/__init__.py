@@ -1,16 +1,12 @@
 """A model in pipeline stages: what trains, evaluates and gives logits on a mesh, and when its stages run."""
 
-from parallax.pipeline.buffers import WAIT
-from parallax.pipeline.executor import ACTIVATIONS, BACKWARD, FORWARD, GRADIENTS, WEIGHTS, at_rank
+from parallax.pipeline.executor import BACKWARD, FORWARD, WEIGHTS, at_rank
 from parallax.pipeline.layer_order import Arrangement
 from parallax.pipeline.sharded_model import ShardedModel
 
 __all__ = [
-    "ACTIVATIONS",
     "BACKWARD",
     "FORWARD",
-    "GRADIENTS",
-    "WAIT",
     "WEIGHTS",
     "Arrangement",
     "ShardedModel",

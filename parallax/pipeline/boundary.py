@@ -24,7 +24,7 @@ from parallax.pipeline.buffers import index
 from parallax.sharding.activations import ROWS, SEQ, SHARED_ROWS, TOKEN_AXES, TOKENS, with_rows
 from parallax.sharding.collectives import all_gather, as_varying, cut, reduce_scatter, sum_over
 from parallax.sharding.layout import Layout
-from parallax.sharding.plan import ShardingPlan
+from parallax.sharding.plan import GRADIENTS, ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,8 @@ class MicrobatchHead(PipelineBoundary):
         loss, grads, d_share = self.embed_and_head.head_loss_and_grads(
             *self._share(y, microbatch), self.weight, state.grads
         )
-        dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
+        with jax.named_scope(GRADIENTS):
+            dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
         return MicrobatchState(exits, state.loss + loss, grads)
 
@@ -305,7 +306,9 @@ class BatchedHead(PipelineBoundary):
         y = self.from_last(state.exits)
         labels = self._own_rows(self.tokens.labels)
         loss, grads, dy = self.embed_and_head.head_loss_and_grads(y, labels, self.weight, state.grads)
-        return BatchedState(state.entries, self._to_first(dy), state.loss + loss, grads)
+        with jax.named_scope(GRADIENTS):
+            exits = self._to_first(dy)
+        return BatchedState(state.entries, exits, state.loss + loss, grads)
 
     def last_stage_gradient(self, state, microbatch, slot):
         return index(state.exits, microbatch)
@@ -316,7 +319,8 @@ class BatchedHead(PipelineBoundary):
     def finish(self, state) -> BatchedState:
         """Take the gradients of the first stage's inputs back to the ranks that embedded them."""
         first = lax.axis_index("pp") == 0
-        dx = self._scatter_rows(jnp.where(first, state.entries, 0))
+        with jax.named_scope(GRADIENTS):
+            dx = self._scatter_rows(jnp.where(first, state.entries, 0))
         grads = self.embed_and_head.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
         return state._replace(grads=add_gradients(state.grads, grads))
 

@@ -10,8 +10,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.sharding.collectives import as_varying, varying_axes
 
-WAIT = "wait"  # the scope of what holds an array back until a gradient is there
-
 
 def zeros(like: Any, *leading: int) -> Array:
     """Room for arrays like this one, varying where it does and over pp."""
@@ -67,6 +65,5 @@ def after(x: Array, earlier: Array) -> Array:
     An optimization_barrier is gone before that order is made, so this is arithmetic that XLA cannot see through:
     where a gradient is NaN, and the step lost, messages are NaN, too.
     """
-    with jax.named_scope(WAIT):
-        probe = earlier.reshape(-1)[0].astype(x.dtype)
-        return jnp.where(jnp.isnan(probe), probe, x)
+    probe = earlier.reshape(-1)[0].astype(x.dtype)
+    return jnp.where(jnp.isnan(probe), probe, x)

@@ -25,6 +25,7 @@ from parallax.pipeline.buffers import after, index, read_slot, row_major, write_
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
+from parallax.sharding.plan import GRADIENTS
 
 # `step(carry, layer, number, gathered)` is one layer: `layer` counts in the stage, `number` in the rank's places. It
 # returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
@@ -33,9 +34,8 @@ Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
 # What a pass works on: the stage's input or the gradient in its output, the microbatch's context, and its slots. A pass
 # reads it itself, so that idle ranks do not, and the first stage's rank alone embeds.
 Read = Callable[[], tuple[Array, Context, "SlotIndex"]]
-# The scopes of the passes and of what stages send each other, by which traces and profiles are read.
+# The scopes of the passes, by which traces and profiles are read.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
-ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class State(NamedTuple):
@@ -191,7 +191,7 @@ class Executor(NamedTuple):
                 output = outputs[kind]
                 if self.messages_last and "B" in outputs:
                     output = after(output, state.grads[self.stage.last_weight])
-                with jax.named_scope(ACTIVATIONS if kind == "F" else GRADIENTS):
+                with jax.named_scope(FORWARD if kind == "F" else GRADIENTS):
                     arrived = permute(self.message, output, axis="pp", shift=shift) if shift else output
                 messages[kind] = row.store(name, messages[kind], arrived)
         return state._replace(messages=messages)

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from parallax.runtime.jaxprs import apply, called, part
+from parallax.runtime.jaxprs import ancestors, apply, called, part
 from parallax.sharding.collectives import as_varying
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -105,17 +105,17 @@ def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Ite
     whole = inlined(program)
     jaxpr = whole.jaxpr
     wanted, readable = set(wanted), set(readable)
-    first = _ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
+    first = ancestors(jaxpr, [jaxpr.outvars[at] for at in wanted])
     deferred = []
     for at, out in enumerate(jaxpr.outvars):
         if at in wanted:
             continue
-        own = _ancestors(jaxpr, [out]) - first
+        own = ancestors(jaxpr, [out]) - first
         if any(jaxpr.eqns[number].primitive.name in PRODUCTS for number in own):
             deferred.append(at)
         else:
             first |= own
-    second = _ancestors(jaxpr, [jaxpr.outvars[at] for at in deferred]) - first
+    second = ancestors(jaxpr, [jaxpr.outvars[at] for at in deferred]) - first
     crossing = _crossing(jaxpr, second, [jaxpr.outvars[at] for at in deferred])
     place = {var: at for at, var in enumerate(jaxpr.invars)}
     reads = [var for var in crossing if place.get(var) in readable]
@@ -146,11 +146,11 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
     first, later = [], []
     for at, out in enumerate(jaxpr.outvars):
         (first if at in now else later).append(out)
-    recomputed = _ancestors(jaxpr, later, given=named)
+    recomputed = ancestors(jaxpr, later, given=named)
     kept = [var for var in _crossing(jaxpr, recomputed, later) if var in named]
     first += kept
     return Selection(
-        _numbered(whole, _ancestors(jaxpr, first), jaxpr.invars, first),
+        _numbered(whole, ancestors(jaxpr, first), jaxpr.invars, first),
         _numbered(whole, recomputed, [*jaxpr.invars, *kept], later),
     )
 
@@ -169,18 +169,6 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
-
-
-def _ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
-    """Numbers of the equations that these outputs need, where these values are given."""
-    needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
-    found = set()
-    for number in reversed(range(len(jaxpr.eqns))):
-        equation = jaxpr.eqns[number]
-        if needed & set(equation.outvars):
-            found.add(number)
-            needed |= {var for var in equation.invars if not isinstance(var, Literal) and var not in given}
-    return found
 
 
 def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:

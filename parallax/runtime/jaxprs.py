@@ -1,6 +1,6 @@
 """Helpers for jaxprs: parts of a traced program as functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
@@ -32,6 +32,23 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name in NO_CALLS or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
     return closed(inner)
+
+
+def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:
+    """Numbers of the equations that these outputs need, where these values are given."""
+    needed = {out for out in outs if not isinstance(out, Literal) and out not in given}
+    found = set()
+    for number in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[number]
+        if needed & set(equation.outvars):
+            found.add(number)
+            needed |= {var for var in equation.invars if not isinstance(var, Literal) and var not in given}
+    return found
+
+
+def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations that its outputs need, in order."""
+    return [jaxpr.eqns[number] for number in sorted(ancestors(jaxpr, jaxpr.outvars))]
 
 
 class Loop(NamedTuple):

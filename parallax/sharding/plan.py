@@ -41,6 +41,7 @@ from parallax.sharding.parameter import Declared, layouts_of
 
 DATA_AXES = ("dp", "cp")  # axes that may cut a parameter at rest, major first; `replica` never does
 SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
+GRADIENTS = "gradients"  # the scope of messages of gradients that no transposed program sends, for traces
 
 
 class PolicyLayouts(NamedTuple):
@@ -239,7 +240,8 @@ class ShardingPlan:
 
     def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them."""
-        return self._sum({part: self._store(part, grads[part]) for part in PARTS})
+        with jax.named_scope(GRADIENTS):
+            return self._sum({part: self._store(part, grads[part]) for part in PARTS})
 
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Gradients of zero, cut as summed ones are: not as weights."""
@@ -299,7 +301,7 @@ class ShardingPlan:
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """The one call that sums gradients over data axes to the pieces that a device keeps."""
-        with jax.named_scope(row.scope):
+        with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
             pattern = _pattern(before, after, grad)

@@ -36,6 +36,7 @@ from parallax.sharding.collectives import (
     reduce_scatter,
     sum_over,
 )
+from parallax.sharding.plan import GRADIENTS
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state, make_train_step
 
@@ -155,9 +156,15 @@ def directions(sent):
     return {(one.direction, one.kind): one.count for one in sent}
 
 
-def test_transposes_and_what_is_made_of_gradients_is_backward():
+def test_transposes_and_what_is_in_the_scope_of_gradients_is_backward():
     gather = lambda x: all_gather("batch/dp d_model -> batch d_model", x)  # noqa: E731
-    found = directions(sent_by(lambda x: exchange(gradient_of(gather)(x))))
+
+    def exchanged(x):
+        gradient = gradient_of(gather)(x)
+        with jax.named_scope(GRADIENTS):
+            return exchange(gradient)
+
+    found = directions(sent_by(exchanged))
     assert found == {("forward", "all-gather"): 1, ("backward", "reduce-scatter"): 1, ("backward", "all-to-all"): 1}
 
 

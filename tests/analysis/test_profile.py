@@ -9,7 +9,7 @@ from process_examples import flags_of, launched
 from run_examples import stop_at, tiny_config
 from stand_ins import Line
 
-from parallax.analysis.profile import Operation, Trace, profile_steps, read_traces
+from parallax.analysis.profile import About, Operation, Trace, profile_steps, read_traces
 from parallax.cli.report import main
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ def test_a_run_writes_a_trace_of_its_steps_with_the_program_that_ran(observed_ru
 def test_compute_collectives_and_idle_add_up_to_the_wall_time_on_each_device(found):
     assert found.steps == (3, 4, 5) and len(found.devices) == 8 and found.secs > 0
     for one in found.devices:
-        assert one.total == pytest.approx(found.secs, rel=1e-9) and min(one.compute, one.exposed, one.idle) >= 0
+        assert sum(one[2:]) == pytest.approx(found.secs, rel=1e-9) and min(one[2:]) >= 0
     parts = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
     assert parts == pytest.approx(found.secs, rel=1e-9)
     assert [one.place for one in found.devices][:3] == ["pp=0 dp=0 tp=0", "pp=0 dp=0 tp=1", "pp=0 dp=1 tp=0"]
@@ -125,18 +125,18 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
 
 
 def ran(start, end, module, collective=False):
-    return Operation(start, end, module, collective, product=False)
+    return Operation(start, end, About(module, collective, product=False))
 
 
 def test_each_moment_is_counted_once():
     """Ten seconds: 0-2 mlp, 2-4 mlp and attention at once, 3-6 a gather of which 3-4 is hidden, 8-12 cut at 10."""
     device = [ran(0, 4, "mlp"), ran(2, 4, "attention"), ran(3, 6, "all-gather", True), ran(8, 12, "update")]
-    trace = Trace("hand", {0: device, 1: []}, (0.0, 10.0), (1,), {}, (0, 1), "")
+    trace = Trace("hand", {0: device, 1: []}, 10.0, (1,), {}, (0, 1), "")
     found = profile_steps(trace)
     by_name = {part.name: (part.secs, part.hidden) for part in (*found.modules, *found.collectives)}
     # Of an average device: the other one is idle.
     assert by_name == {"mlp": (1.5, 0), "attention": (0.5, 0), "update": (1, 0), "all-gather": (1, 0.5)}
-    assert found.idle == 6 and [one.total for one in found.devices] == [10, 10]
+    assert found.idle == 6 and [sum(one[2:]) for one in found.devices] == [10, 10]
     assert found.devices[0][2:] == (6.0, 2.0, 2.0)
 
 
@@ -248,4 +248,4 @@ def test_each_process_of_a_job_traces_its_own_devices(corpus, tmp_path):
     found = profile_steps(read_traces(tmp_path))
     places = [f"pp={pp} dp={dp} tp={tp}" for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)]
     assert sorted(one.place for one in found.devices) == places
-    assert all(one.compute > 0 and one.total == pytest.approx(found.secs, rel=1e-9) for one in found.devices)
+    assert all(one.compute > 0 and sum(one[2:]) == pytest.approx(found.secs, rel=1e-9) for one in found.devices)

@@ -40,7 +40,7 @@ MADE = [
 ]
 MEMORY = {"parameters": 30 * MIB, "saved_activations": 60 * MIB, "optimizer": 10 * MIB}
 COMPILED = Compiled(
-    40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB, MADE, 1e6, CompiledFlops(70e9, 0), [], [], None, [], "", {}
+    MADE, 1e6, CompiledFlops(70e9, 0), [], [], None, [], {}, 40 * MIB, 80 * MIB, 40 * MIB, 40 * MIB, 120 * MIB
 )
 REPORT = Report(
     name="a <b>name</b>",
