@@ -2,10 +2,15 @@
 
 import json
 import logging
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import islice
+from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
@@ -243,7 +248,7 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
     )
 
 
-# ---- workers
+# ---- worker processes
 
 
 def write_shards(
@@ -251,16 +256,48 @@ def write_shards(
 ) -> Iterator[Shard]:
     """Write a shard of each group, a name and its texts, and yield it when it is finished, in any order.
 
-    Workers are threads: the tokenizers library and NumPy leave Python to the others while they work.
+    With one worker all happens in this process.
+
+    Raises:
+        DataError: a worker ended.
     """
-    pool, pending = ThreadPoolExecutor(workers), set()
+    if workers == 1:
+        yield from (write_shard(folder, name, texts, tokenizer) for name, texts in groups)
+        return
+    # Spawned, not forked: the parent may have JAX's threads.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(tokenizer,))
+    pending = set()
     try:
-        for name, texts in groups:
-            pending.add(pool.submit(write_shard, folder, name, texts, tokenizer))
+        for group in groups:
+            pending.add(pool.submit(_write_in_worker, folder, *group))
             # One spare group per worker; more would only fill the memory.
             if len(pending) >= 2 * workers:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 yield from [future.result() for future in done]
         yield from [future.result() for future in pending]
+    except BrokenProcessPool:
+        raise DataError(
+            f"a worker that tokenised was killed, perhaps for lack of memory; run again to resume, "
+            f"with fewer than {workers} workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(tokenizer: Tokenizer) -> None:
+    global _worker_tokenizer
+    _worker_tokenizer = tokenizer
+    # The processes share the cores already; threads of the library would only get in each other's way.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A pool's workers do not notice when their parent is killed.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _write_in_worker(folder: Path, name: str, texts: list[str]) -> Shard:
+    return write_shard(folder, name, texts, _worker_tokenizer)

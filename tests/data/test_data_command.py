@@ -147,7 +147,7 @@ def test_a_run_that_is_killed_is_resumed(tmp_path):
         assert process.poll() is None, "it ended before it was killed"
         time.sleep(0.005)
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=10)  # until the workers, which have the same output, have ended too
     assert not (tmp_path / "out" / "manifest.json").exists()
     finished = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.documents")}
     kept = {line.split('"')[3] for line in journal.read_text().splitlines()[1:] if line.endswith("}")}
