@@ -18,7 +18,7 @@ from parallax.cli.command import read_command
 from parallax.config.settings import Settings
 from parallax.runtime.units import in_bytes
 from parallax.schedules import Costs, Schedule, by_name
-from parallax.schedules.pricing import lockstep_starts, tick_ends
+from parallax.schedules.pricing import start_times, tick_ends
 
 PICTURE = ROOT / "docs" / "step.svg"
 CONFIG = ROOT / "configs" / "quickstart.py"
@@ -84,7 +84,7 @@ def _heading(report: Report) -> Iterator[str]:
 def _gantt(schedule: Schedule) -> Iterator[str]:
     """The schedule's table: each cell a microbatch in a stage, with what is sent where a tick ends."""
     costs = Costs()
-    time_of, starts = costs.of(schedule), lockstep_starts(schedule, costs)
+    time_of, starts = costs.of(schedule), start_times(schedule, costs, asynchronous=False)
     scale = (WIDTH - LEFT - RIGHT) / float(tick_ends(schedule, costs)[-1])
     for rank in range(schedule.ranks):
         y = GANTT_TOP + rank * (ROW + 14)

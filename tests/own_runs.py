@@ -1,11 +1,14 @@
 """Runs of our own, as if they had trained, of every kind that has an architecture elsewhere."""
 
+import pathlib
+import tempfile
+
 import numpy as np
 from run_examples import tiny_config
 
 from parallax.config.settings import read_settings
 from parallax.data.tokenizer import Bytes
-from parallax.interop.export import json_text, make_run
+from parallax.interop.export import json_text, make_run, param_shapes
 
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
 SIZES = dict(vocab=384, d_rope=4, d_latent=16)
@@ -30,15 +33,12 @@ def own_run(folder, settings, tokenizer=None):
     """A run of random parameters, as if it had trained; it reads bytes where no tokenizer is given."""
     tokenizer = tokenizer or Bytes()
     draw, made = np.random.default_rng(0), {}
-
-    def write(arrays):
-        for name, array in arrays.items():
-            around = 1.0 if name.endswith("scale") else 0.0
-            made[name] = (around + 0.2 * draw.normal(size=array.shape)).astype(np.float32)
-            array.write((...,), made[name])
-
-    folder.mkdir()
-    tokenizer.save(folder)
-    texts = {path.name: path.read_text() for path in folder.iterdir()}
-    make_run(folder, settings, tokenizer, {"config.json": json_text(settings.to_dict()), **texts}, write)
+    for name, about in param_shapes(settings).items():
+        around = 1.0 if name.endswith("scale") else 0.0
+        made[name] = (around + 0.2 * draw.normal(size=about.shape)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as beside:
+        tokenizer.save(pathlib.Path(beside))
+        carried = {path.name: path for path in pathlib.Path(beside).iterdir()}
+        carried["config.json"] = json_text(settings.to_dict())
+        make_run(folder, settings, tokenizer, carried, lambda _, here: iter([made[here.name][here.index]]))
     return made

@@ -1,6 +1,7 @@
 """Arrays of a checkpoint: by name, and read and written on the host, piece by piece."""
 
-from collections.abc import Iterator, Mapping
+import collections
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,17 @@ def new_cache() -> tensorstore.Context:
 
 
 class ArrayReader:
-    """One array of a part of a step, as orbax has written it; rows are along the first dim."""
+    """One array of a part of a step, as orbax has written it; rows are along the first dim.
+
+    `running` is the fingerprint of the pieces so far: the array's when they were all, in order.
+    """
 
     def __init__(self, folder: Path, name: str, about: Mapping[str, Any], cache: tensorstore.Context | None = None):
         context = new_cache() if cache is None else cache
         self._array = tensorstore.open(_zarr(folder, name), context=context, open=True).result()
         self.shape = tuple(about["shape"])
         self.dtype = self._array.dtype.numpy_dtype
+        self.running = RunningFingerprint()
         if self._array.shape != self.shape or str(self.dtype) != about["dtype"]:
             raise CheckpointError(f"{name} is {self.dtype}{list(self._array.shape)} in its files")
 
@@ -53,14 +58,15 @@ class ArrayReader:
 
     def pieces(self, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
         """The array, or what `index` selects of it, as pieces of rows that follow one another."""
-        rest = self.shape[len(index) :]
-        if not rest:
-            yield self.read(index)
-            return
-        row_bytes = max(int(np.prod(rest[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
-        rows = max(PIECE_BYTES // row_bytes, 1)
-        for start in range(0, rest[0], rows):
-            yield self.read((*index, slice(start, min(start + rows, rest[0]))))
+        indices, rest = [index], self.shape[len(index) :]
+        if rest:
+            row_bytes = max(int(np.prod(rest[1:], dtype=np.int64)) * self.dtype.itemsize, 1)
+            rows = max(PIECE_BYTES // row_bytes, 1)
+            indices = [(*index, slice(start, min(start + rows, rest[0]))) for start in range(0, rest[0], rows)]
+        for at in indices:
+            piece = self.read(at)
+            self.running.add(piece)
+            yield piece
 
 
 def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -74,13 +80,12 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
-    running = RunningFingerprint()
     try:
-        for piece in ArrayReader(folder, name, about).pieces():
-            running.add(piece)
+        array = ArrayReader(folder, name, about)
+        collections.deque(array.pieces(), maxlen=0)
     except (ValueError, OSError):  # tensorstore raises these for all that is wrong with its files
         return False
-    return running.value == about["fingerprint"]
+    return array.running.value == about["fingerprint"]
 
 
 class ArrayWriter:
@@ -93,10 +98,13 @@ class ArrayWriter:
         self._running, self._about = RunningFingerprint(), about
         self.shape, self.dtype = tuple(about.shape), about.dtype
 
-    def write(self, index: tuple[Any, ...], piece: np.ndarray) -> None:
-        """Put a piece where an index of NumPy's says; pieces come in order."""
-        self._array[index].write(piece).result()
-        self._running.add(piece)
+    def write(self, index: tuple[int, ...], pieces: Iterable[np.ndarray]) -> None:
+        """Fill the array, or what `index` selects of it, with pieces of rows; what is filled comes in order."""
+        row = 0
+        for piece in pieces:
+            self._array[(*index, slice(row, row + len(piece)))].write(piece).result()
+            self._running.add(piece)
+            row += len(piece)
 
     def described(self) -> dict[str, Any]:
         """Shape, dtype and fingerprint, as a manifest lists them."""

@@ -54,7 +54,6 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         self._in_flight: dict[str, Any] = {}
         say_errors_once()
         files.check_writable(self._folder)
-        self._losses = {step: read_manifest(self._folder, step)["loss"] for step in check_steps(self._folder).valid}
         # Orbax would remove a step as any folder, from whichever end: here it keeps all.
         options = ocp.CheckpointManagerOptions(
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
@@ -107,7 +106,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
                 if step not in complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
                 files.sync(self._folder)
-        self._losses[step], self._in_flight = self._in_flight["loss"], {}
+        self._in_flight = {}
         if jax.process_index() == 0:
             self._remove_replaced()
 
@@ -120,13 +119,10 @@ class CheckpointWriter(contextlib.AbstractContextManager):
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best."""
-        # What was saved may have been moved or removed by hand.
-        there = complete_steps(self._folder)
-        last = sorted(there)[-self._config.keep_last :]
-        measured = sorted(step for step in there if self._losses.get(step) is not None)
-        best = sorted(measured, key=self._losses.__getitem__)[: self._config.keep_best]
-        # Damaged steps are not among the losses; they are for the next start to set aside.
-        for step in sorted(there.intersection(self._losses) - {*last, *best}):
+        there = sorted(check_steps(self._folder).valid)  # damaged ones are for the next start to set aside
+        losses = {step: read_manifest(self._folder, step)["loss"] for step in there}
+        best = sorted((step for step in there if losses[step] is not None), key=losses.get)[: self._config.keep_best]
+        for step in sorted({*there} - {*there[-self._config.keep_last :], *best}):
             try:
                 remove_step(self._folder, step)
             except OSError as error:

@@ -31,44 +31,40 @@ class Key:
     path: bool = False  # whether it names a file or folder
     added: bool = False  # later than the first runs, which did as the default says
 
-    def read(self, name: str, value: Any, kind: type) -> Any:
-        """What was written in a config, as a value of the key's type; ConfigError where it is none."""
+    def checked(self, name: str, value: Any, kind: type, section: type["Section"]) -> Any:
+        """What was written, as a value of the key's type; ConfigError where it is none, or out of its range."""
         # bool is an int to Python, but layers=True is a mistake; a whole number may stand for a float.
         known = int | float if kind is float else kind
         if not isinstance(value, known) or (kind is bool) != isinstance(value, bool):
             written = KINDS.get(type(value), type(value).__name__)
             raise ConfigError(f"{name}={quoted(value)} is {written}, but it must be {KINDS[kind]}")
+        if kind is str:
+            self._check_text(name, value)
         if kind is float and isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value!r} is not finite; it must be {KINDS[float]}")
         if kind is float and abs(value) > LARGEST_FLOAT32:  # before a float is made of a whole number
             raise ConfigError(f"{name}={quoted(value)} is more than a float32 holds; use {LARGEST_FLOAT32:.1e} or less")
-        if kind is str:
-            _check_letters(name, value)
-        if self.path:
-            _check_path(name, value)
+        if kind in (int, float) and value != self.also:
+            self._check_range(name, value, section, whole=kind is int)
         return kind(value)
 
-    def check_text(self, name: str, value: str) -> None:
+    def _check_text(self, name: str, value: str) -> None:
+        _check_letters(name, value)
+        if self.path:
+            _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
-            says = self.says or f"is unknown; {nearest(str(value), self.choices)}"
-            raise ConfigError(f"{name}={quoted(value)} {says}")
+            raise ConfigError(f"{name}={quoted(value)} {self.says or f'is unknown; {nearest(value, self.choices)}'}")
 
-    def check_whole(self, name: str, value: Any, section: type["Section"]) -> None:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        most = section.most if self.most is None else self.most
+    def _check_range(self, name: str, value: float, section: type["Section"], *, whole: bool) -> None:
+        most = section.most if whole and self.most is None else self.most
         if whole and value > most:
             power = most >= LARGEST_INT32 and most & (most + 1) == 0
             limit = f"less than 2**{most.bit_length()}" if power else f"{most} or less"
             raise ConfigError(f"{name}={quoted(value)} {self.too_large or f'is too large; use {limit}'}")
-        if not whole or (value < self.least and value != self.also):
-            raise ConfigError(f"{name}={quoted(value)} {self.says or section.says.format(self.least)}")
-
-    def check_float(self, name: str, value: Any) -> None:
-        most = math.inf if self.most is None else self.most
-        # Written so that NaN is refused, too.
-        if not (value == self.also or (self.least <= value <= most and value < self.below)):
-            upper = f"below {self.below:g}" if self.most is None else f"at most {most:g}"
-            raise ConfigError(f"{name}={value!r} {self.says or f'must be at least {self.least} and {upper}.'}")
+        if not self.least <= value < self.below or (most is not None and value > most):
+            upper = f"below {self.below:g}" if most is None else f"at most {most:g}"
+            range_ = section.says.format(self.least) if whole else f"must be at least {self.least} and {upper}."
+            raise ConfigError(f"{name}={quoted(value)} {self.says or range_}")
 
 
 def key(default: Any, meaning: str, **range_: Any) -> Any:
@@ -94,13 +90,9 @@ class Section:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            name, value, key = f"{self.section}.{field.name}", getattr(self, field.name), field.metadata["key"]
-            if field.type is str:
-                key.check_text(name, value)
-            elif field.type is int:
-                key.check_whole(name, value, type(self))
-            elif field.type is float:
-                key.check_float(name, value)
+            name, value = f"{self.section}.{field.name}", getattr(self, field.name)
+            value = field.metadata["key"].checked(name, value, field.type, type(self))
+            object.__setattr__(self, field.name, value)  # a whole number that stands for a float becomes one
         self.check()
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,8 @@ def _wrapped(head: str, words: Sequence[str]) -> Iterator[str]:
 def _read_section(name: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}={quoted(values)} must be a section; write config.{name}.<key> = ...")
-    known = {field.name: field for field in fields(SECTIONS[name])}
-    _check_names(f"{name}.", values, known)
-    return SECTIONS[name](
-        **{key: field.metadata["key"].read(f"{name}.{key}", values[key], field.type) for key, field in known.items()}
-    )
+    _check_names(f"{name}.", values, SECTIONS[name].__dataclass_fields__)
+    return SECTIONS[name](**values)
 
 
 def _check_names(prefix: str, written: Mapping[str, Any], known: Mapping[str, Any]) -> None:

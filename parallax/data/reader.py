@@ -197,16 +197,13 @@ class Reader:
         return documents_of_split(hashes, split=self.split, eval_fraction=self._eval_fraction)
 
     def _windows_in(self, step: int, rows: np.ndarray) -> np.ndarray:
-        if self.split != "train":
-            positions = step % self.batches * self._global_batch + rows
-            real = positions < self.windows
-            windows = np.full(len(positions), self.windows)  # beyond the last: all padding
-            windows[real] = shuffled(positions[real], self.windows, seed=self._seed, epoch=0)
-            return windows
-        epochs, positions = np.divmod(step * self._global_batch + rows, self.windows)
-        windows = np.empty(len(positions), np.int64)
+        if self.split == "train":
+            epochs, positions = np.divmod(step * self._global_batch + rows, self.windows)
+        else:
+            epochs, positions = np.zeros(len(rows), np.int64), step % self.batches * self._global_batch + rows
+        windows = np.full(len(rows), self.windows)  # beyond the last: all padding
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
+            mine = (epochs == epoch) & (positions < self.windows)
             windows[mine] = shuffled(positions[mine], self.windows, seed=self._seed, epoch=int(epoch))
         return windows
 

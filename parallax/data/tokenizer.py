@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,63 +22,41 @@ END_OF_DOCUMENT = "<|endoftext|>"
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 
 
-class Tokenizer(Protocol):
-    """What data and generation use of a tokenizer."""
-
-    name: str
-    vocab: int  # ids are 0 ... vocab-1
-    begin: tuple[int, ...]  # ids that begin a document and a prompt: a BOS token, or none
-    end: int  # id that ends a document; no text encodes to it
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 in hex; equal for tokenizers that encode alike, and whose documents begin alike."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32, without `begin` and `end`."""
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on several threads where that helps."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; `begin`, `end` and ids beyond the vocab (a model's padding) are left out."""
-
-    def token(self, number: int) -> str:
-        """The name of an id, as tokenizer.json writes it."""
-
-    def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer` reads: tokenizer.json, and tokenizer_config.json where there was one."""
-
-
 class Bytes:
-    """The 256 bytes of UTF-8, and one id that ends a document.
+    """The 256 bytes of UTF-8, and one id that ends a document. `Bpe` has the same members.
 
     >>> Bytes().encode("né").tolist()
     [110, 195, 169]
     """
 
     name = "bytes"
-    vocab = 257
-    begin = ()
-    end = 256
+    vocab = 257  # ids are 0 ... vocab-1
+    begin = ()  # ids that begin a document and a prompt: a BOS token, or none
+    end = 256  # id that ends a document; no text encodes to it
 
     @property
     def fingerprint(self) -> str:
+        """SHA-256 in hex; equal for tokenizers that encode alike, and whose documents begin alike."""
         return hashlib.sha256(b"bytes and an end").hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32, without `begin` and `end`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on several threads where that helps."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; `begin`, `end` and ids beyond the vocab (a model's padding) are left out."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def token(self, number: int) -> str:
+        """The name of an id, as tokenizer.json writes it."""
         return END_OF_DOCUMENT if number == self.end else _BYTE_SYMBOLS[number]
 
     def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` reads: tokenizer.json, and tokenizer_config.json where there was one."""
         make_folder(folder)
         write_whole(folder / TOKENIZER_FILE, json.dumps({"parallax": self.name}))
 
@@ -200,6 +178,9 @@ class Bpe:
         write_whole(folder / TOKENIZER_FILE, self._text)
         if self._config:
             write_whole(folder / TOKENIZER_CONFIG, self._config)
+
+
+Tokenizer = Bytes | Bpe
 
 
 def train_bpe(documents: Iterable[str], *, vocab: int) -> Bpe:

@@ -6,7 +6,7 @@ from pathlib import Path
 from parallax.checkpoint.steps import check_steps, complete_steps, read_manifest
 from parallax.config.earlier import of_today
 from parallax.config.sections import AUTO, SMALLEST_BPE_VOCAB, DataConfig
-from parallax.config.settings import Settings
+from parallax.config.settings import Settings, read_settings
 from parallax.data.tokenizer import TOKENIZER_FILE, Bytes, load_tokenizer
 from parallax.runtime.errors import ConfigError, DataError, quoted
 from parallax.runtime.run_files import RunFiles
@@ -24,8 +24,7 @@ def with_tokenizer(settings: Settings, run: Path) -> Settings:
     origin = _origin(settings, run)
     if settings.data.tokenizer != AUTO or origin is None:
         return settings
-    name = _tokenizer_of(origin.checkpoints)
-    return dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer=name))
+    return read_settings(settings, data={"tokenizer": _tokenizer_of(origin.checkpoints)})
 
 
 def with_vocab_of_source(settings: Settings, run: Path | None = None) -> Settings:
@@ -65,8 +64,7 @@ def with_vocab(settings: Settings, entries: int) -> Settings:
     themselves, where model.vocab_multiple says to what they are padded."""
     padded = settings.model.vocab_multiple > 1
     rounded = entries if padded else -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    model = dataclasses.replace(settings.model, vocab=settings.model.vocab or rounded)
-    return dataclasses.replace(settings, model=model)
+    return read_settings(settings, model={"vocab": settings.model.vocab or rounded})
 
 
 def with_likely_vocab(settings: Settings) -> Settings:

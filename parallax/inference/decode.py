@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -63,11 +62,6 @@ class Decoder:
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
         self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
 
-    def logits(self, params: Any, prompts: Prompts, prefill: int) -> Array:
-        """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
-        local = partial(self._logits, prefill=prefill)
-        return self._mapped(local, LOGITS.spec(self.mesh))(params, prompts, None)
-
     def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
         """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
 
@@ -75,32 +69,13 @@ class Decoder:
         rows of the global batch. No row ends at a negative `end`.
         """
         local = partial(self._write, pick=pick, tokens=tokens, end=end)
-        return self._mapped(local, self._rows)(params, prompts, key)
-
-    def _mapped(self, local: Callable, out_specs: Any) -> Callable:
         specs = jax.tree.map(lambda layout: layout.spec(self.mesh), self.layouts)
-        in_specs = (specs, Prompts(self._rows, self._rows), P())
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-
-    @property
-    def _rows(self) -> P:
-        return Layout.parse(ROWS).spec(self.mesh)
+        rows = Layout.parse(ROWS).spec(self.mesh)
+        in_specs = (specs, Prompts(rows, rows), P())
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows, check_vma=True)
+        return mapped(params, prompts, key)
 
     # ---- what runs on each device
-
-    def _logits(self, params, prompts, key, *, prefill):
-        weights, (ids_BS, empty_B) = self._weights(params), prompts
-        caches = self._caches(*ids_BS.shape)
-
-        def step(carry, ids_B):
-            caches, cursor = carry
-            x, caches = self._advance(weights, caches, Prompts(ids_B[:, None], empty_B), cursor)
-            return (caches, cursor + 1), self._on_every_stage(lambda: self._head(weights, x))[:, 0]
-
-        x, caches = self._advance(weights, caches, Prompts(ids_BS[:, :prefill], empty_B), 0)
-        first_BSV = self._on_every_stage(lambda: self._head(weights, x))
-        _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
-        return jnp.concatenate([first_BSV, rearrange(rest_SBV, "s b v -> b s v")], axis=1)
 
     def _write(self, params, prompts, key, *, pick, tokens, end):
         weights, (batch, prompt) = self._weights(params), prompts.ids_BS.shape

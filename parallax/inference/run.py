@@ -13,8 +13,8 @@ import numpy as np
 
 from parallax.checkpoint.restore import restore, restore_newest
 from parallax.checkpoint.steps import complete_steps
-from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig, PipelineConfig
-from parallax.config.settings import Settings, load_settings
+from parallax.config.sections import ALL_AXES, INFERRED, MeshConfig
+from parallax.config.settings import Settings, load_settings, read_settings
 from parallax.data import as_batch
 from parallax.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from parallax.inference.generate import complete, encode
@@ -54,8 +54,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one for each step: "step", "train/loss", "perf/tokens_per_second", ..."""
-        path = RunFolder(self.path).metrics
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(RunFolder(self.path).metrics)
 
     @property
     def numbers(self) -> list[str]:
@@ -79,11 +78,7 @@ class Run:
 
         Those that are left out are the run's: tokens (at most so many), temperature (0 is greedy), top_k, top_p, seed.
         """
-        known = [field.name for field in dataclasses.fields(self.settings.sample)]
-        for key in how:
-            if key not in known:
-                raise ConfigError(f"unknown key sample.{key}; {nearest(key, known)}")
-        sample = dataclasses.replace(self.settings.sample, prompt=prompt, **how)
+        sample = read_settings(self.settings, sample={**how, "prompt": prompt}).sample
         return complete(self.model, self.params, self.tokenizer, sample)
 
     def batch_of(self, text: str) -> dict[str, np.ndarray]:
@@ -139,12 +134,8 @@ def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int =
     holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
     """
     path = RunFolder(workdir).path
-    settings = load_settings(path)
-    saved = complete_steps(RunFolder(path).checkpoints)
-    if step is not None and saved and step not in saved:
-        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(saved)))}")
     mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp)
-    return load_trained(path, settings, mesh, step, "pp, dp, cp and tp")
+    return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp and tp")
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:
@@ -186,8 +177,7 @@ def build_on(settings: Settings, mesh: MeshConfig, choose: str) -> ShardedModel:
     except ConfigError as error:
         raise ConfigError(f"{error}; choose with {choose}") from error
     # Schedules are for training, and some need a certain number of stages.
-    pipeline: PipelineConfig = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return model_of(dataclasses.replace(settings, pipeline=pipeline), laid_out)
+    return model_of(read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1}), laid_out)
 
 
 def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:

@@ -1,7 +1,6 @@
 """A run's parameters to safetensors files, and such files to a new run, without a whole model in memory."""
 
 import contextlib
-import dataclasses
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,6 @@ import jax
 import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, flatten, new_cache
-from parallax.checkpoint.fingerprint import RunningFingerprint
 from parallax.checkpoint.steps import (
     DamagedError,
     complete_steps,
@@ -24,7 +22,7 @@ from parallax.checkpoint.steps import (
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from parallax.interop.safetensors import read_model, read_pieces, write_model
+from parallax.interop.safetensors import read_model, write_model
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_few, shown, writing
 from parallax.runtime.run_files import RECORD
@@ -71,17 +69,12 @@ def import_params(source: Path, workdir: Path) -> None:
     tensors, wanted = read_model(source), plain_names(param_shapes(settings))
     differences = []
     for name in wanted.keys() & tensors.keys():
-        there, here = (f"{np.dtype(about.dtype)}{list(about.shape)}" for about in (tensors[name][1], wanted[name]))
+        there, here = (f"{np.dtype(about.dtype)}{list(about.shape)}" for about in (tensors[name], wanted[name]))
         differences += [] if there == here else [f"{name} is {there} there and {here} here"]
     check_tensors(source, tensors, wanted, differences)
-
-    def write(arrays: Mapping[str, ArrayWriter]) -> None:
-        for name, here in plain_names(arrays).items():
-            write_rows(arrays[here.name], here.index, read_pieces(*tensors[name], PIECE_BYTES))
-
     names = (*CARRIED, *(name for name in CARRIED_IF_THERE if (source / name).is_file()))
-    with new_folder(workdir) as unfinished:
-        make_run(unfinished, settings, tokenizer, {name: source / name for name in names}, write)
+    rows = lambda name, here: tensors[name].pieces(PIECE_BYTES)  # noqa: E731
+    make_run(workdir, settings, tokenizer, {name: source / name for name in names}, rows)
 
 
 def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: list[str]) -> None:
@@ -93,14 +86,6 @@ def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: 
     ]
     if differences:
         raise CheckpointError(f"{source} has not the parameters of its config.json: {first_few(sorted(differences))}")
-
-
-def write_rows(array: ArrayWriter, index: tuple[int, ...], pieces: Iterator[np.ndarray]) -> None:
-    """Write pieces of rows that follow one another into an array, or into a layer of it."""
-    row = 0
-    for piece in pieces:
-        array.write((*index, slice(row, row + len(piece))) if piece.ndim else index, piece)
-        row += len(piece) if piece.ndim else 0
 
 
 # ---- names
@@ -186,7 +171,7 @@ class SavedParams:
     """The parameters of a step, read piece by piece, each in order and once; `check` compares their fingerprints."""
 
     def __init__(self, step: SavedStep):
-        self._step, self._running = step, {name: RunningFingerprint() for name in step.arrays}
+        self._step = step
         try:
             cache, folder = new_cache(), step.folder / "params"
             self.stored = {name: ArrayReader(folder, name, about, cache) for name, about in step.arrays.items()}
@@ -196,16 +181,14 @@ class SavedParams:
     def pieces(self, name: str, index: tuple[int, ...]) -> Iterator[np.ndarray]:
         """Rows of an array, or of a layer of it, that follow one another."""
         try:
-            for piece in self.stored[name].pieces(index):
-                self._running[name].add(piece)
-                yield piece
+            yield from self.stored[name].pieces(index)
         except ValueError as error:  # tensorstore's, for all that is wrong with its files
             raise damaged(self._step, f"params {name} cannot be read") from error
 
     def check(self) -> None:
         """Raise DamagedError unless all arrays were read, and are as saved."""
         arrays = self._step.arrays.items()
-        wrong = [f"params {name}" for name, about in arrays if self._running[name].value != about["fingerprint"]]
+        wrong = [f"params {name}" for name, about in arrays if self.stored[name].running.value != about["fingerprint"]]
         if wrong:
             raise damaged(self._step, f"{first_few(wrong)} not as saved")
 
@@ -214,29 +197,32 @@ class SavedParams:
 
 
 def make_run(
-    unfinished: Path,
+    workdir: Path,
     settings: Settings,
     tokenizer: Tokenizer,
     carried: Mapping[str, Path | str],
-    write: Callable[[Mapping[str, ArrayWriter]], None],
+    rows: Callable[[str, TensorSource], Iterator[np.ndarray]],
 ) -> None:
-    """Make a run of step 0 in an empty folder. `write` fills its parameters.
+    """Make a run of step 0 in a new folder. `rows` gives the pieces of each tensor of `plain_names`, in order.
 
     `carried` are files to copy, or their texts, by name. All but RECORD are beside the checkpoints too.
     """
-    step = unfinished / "checkpoints" / "0"
-    files.make_folder(step / "params")
-    arrays = {name: ArrayWriter(step / "params", name, about) for name, about in param_shapes(settings).items()}
-    write(arrays)
-    for name, content in carried.items():
-        for folder in (step,) if name == RECORD else (step, unfinished):
-            if isinstance(content, Path):
-                files.copy_file(content, folder / name)
-            else:
-                files.write_file(folder / name, content)
-    about = {**settings.to_dict(), "corpus": {"tokenizer": tokenizer.fingerprint}, "code": {"parallax": code_version()}}
-    described = {"params": {name: array.described() for name, array in arrays.items()}}
-    write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
+    with new_folder(workdir) as unfinished:
+        step = unfinished / "checkpoints" / "0"
+        files.make_folder(step / "params")
+        arrays = {name: ArrayWriter(step / "params", name, about) for name, about in param_shapes(settings).items()}
+        for name, here in plain_names(arrays).items():
+            arrays[here.name].write(here.index, rows(name, here))
+        for name, content in carried.items():
+            for folder in (step,) if name == RECORD else (step, unfinished):
+                if isinstance(content, Path):
+                    files.copy_file(content, folder / name)
+                else:
+                    files.write_file(folder / name, content)
+        corpus, code = {"tokenizer": tokenizer.fingerprint}, {"parallax": code_version()}
+        about = {**settings.to_dict(), "corpus": corpus, "code": code}
+        described = {"params": {name: array.described() for name, array in arrays.items()}}
+        write_manifest(step, {"step": 0, "loss": None, "settings": about, "arrays": described})
 
 
 def json_text(content: Mapping[str, Any]) -> str:
@@ -247,8 +233,8 @@ def json_text(content: Mapping[str, Any]) -> str:
 def param_shapes(settings: Settings) -> dict[str, Any]:
     """Shapes and dtypes of the model's parameters, on one device."""
     mesh = make_mesh(MeshConfig(pp=1, dp=1, tp=1, simulate=0), jax.devices()[:1])
-    pipeline = dataclasses.replace(settings.pipeline, schedule="gpipe", virtual=1, microbatches=1)
-    return flatten(model_of(dataclasses.replace(settings, pipeline=pipeline), mesh).shapes)
+    settings = read_settings(settings, pipeline={"schedule": "gpipe", "virtual": 1, "microbatches": 1})
+    return flatten(model_of(settings, mesh).shapes)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ Weights in float8, of which each block has a scale as in DeepSeek-V3, are read a
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
@@ -18,7 +17,7 @@ from einops import rearrange
 
 from parallax.config.sections import ModelConfig
 from parallax.interop.hf_config import ScaleBlock
-from parallax.interop.safetensors import Tensor, read_pieces, read_tensor
+from parallax.interop.safetensors import Tensor
 
 LAYER = "model.layers.{layer}."
 LM_HEAD = "lm_head.weight"
@@ -137,41 +136,38 @@ def _mla(model: ModelConfig, interleaved: bool) -> dict[str, WeightView]:
     }
 
 
-# ---- tensors in files, and scales of float8
+# ---- scales of float8
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file, and the scales of its blocks where it is float8."""
+class ScaledTensor(NamedTuple):
+    """A tensor of float8, read as float32: each block times its scale."""
 
-    path: Path
-    tensor: Tensor
-    scales: "StoredTensor | None" = None
-    block: ScaleBlock = (1, 1)
+    stored: Tensor
+    scales: Tensor
+    block: ScaleBlock
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
 
     def pieces(self, limit_bytes: int) -> Iterator[np.ndarray]:
-        """Rows, as many at a time as fit into a number of bytes; float32 where they have scales."""
-        if self.scales is None:
-            yield from read_pieces(self.path, self.tensor, limit_bytes)
-            return
+        """Rows, as many at a time as fit into a number of bytes."""
         scales, row = self.scales.whole().astype(np.float32), 0
-        for piece in read_pieces(self.path, self.tensor, limit_bytes // 4):  # a byte becomes four
+        for piece in self.stored.pieces(limit_bytes // 4):  # a byte becomes four
             yield dequantized(piece, scales, self.block, row)
             row += len(piece)
 
     def whole(self) -> np.ndarray:
-        """The tensor; float32 where it has scales."""
-        if self.scales is None:
-            return read_tensor(self.path, self.tensor)
-        values, row = np.empty(self.tensor.shape, np.float32), 0
+        """All of it."""
+        values, row = np.empty(self.shape, self.dtype), 0
         for piece in self.pieces(WHOLE_PIECE_BYTES):
             values[row : row + len(piece)] = piece
             row += len(piece)
         return values
 
-    def equals(self, other: "StoredTensor", limit_bytes: int) -> bool:
-        """Whether another tensor has the same dtype, shape and bytes."""
-        pairs = zip(self.pieces(limit_bytes), other.pieces(limit_bytes))
-        return self.tensor[:2] == other.tensor[:2] and all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+Weight = Tensor | ScaledTensor
 
 
 def dequantized(values_RC: np.ndarray, scales: np.ndarray, block: ScaleBlock, first_row: int) -> np.ndarray:
@@ -197,15 +193,15 @@ def scales_shape(shape: tuple[int, ...], block: ScaleBlock) -> tuple[int, ...]:
     return tuple(math.ceil(size / side) for size, side in zip(shape, block))
 
 
-def with_scales(tensors: Mapping[str, StoredTensor], block: ScaleBlock) -> dict[str, StoredTensor]:
+def with_scales(tensors: Mapping[str, Tensor], block: ScaleBlock) -> dict[str, Weight]:
     """Tensors by name, float8 ones joined to the scales that are stored beside them as tensors of their own.
 
     A tensor that is not float8, or has no scales of the right shape, stays as it is, and so do such scales.
     """
     found = dict(tensors)
-    for name, (path, tensor, *_) in tensors.items():
+    for name, tensor in tensors.items():
         scales = tensors.get(name + SCALES)
-        fits = scales and scales.tensor.shape == scales_shape(tensor.shape, block) and len(tensor.shape) == 2
-        if tensor.dtype == FLOAT8 and fits and scales.tensor.dtype in SCALE_DTYPES:
-            found[name] = StoredTensor(path, tensor, found.pop(name + SCALES), block)
+        fits = scales and scales.shape == scales_shape(tensor.shape, block) and len(tensor.shape) == 2
+        if tensor.dtype == FLOAT8 and fits and scales.dtype in SCALE_DTYPES:
+            found[name] = ScaledTensor(tensor, found.pop(name + SCALES), block)
     return found

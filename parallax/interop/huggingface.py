@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from parallax.checkpoint.arrays import PIECE_BYTES, ArrayWriter
+from parallax.checkpoint.arrays import PIECE_BYTES
 from parallax.config.sections import ModelConfig
 from parallax.config.settings import Settings, load_json, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tokenizer, load_tokenizer
-from parallax.interop import export, hf_config
-from parallax.interop.export import SavedParams, SavedStep, json_text
+from parallax.interop import export, hf_config, hf_weights
+from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
-from parallax.interop.hf_weights import LAYER, LM_HEAD, TABLE, StoredTensor, WeightView, weight_views, with_scales
+from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.runtime import files
@@ -69,7 +69,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
             f"{source / TOKENIZER_FILE} has {tokenizer.vocab} entries, but vocab_size={model.vocab}; "
             "put the model's own tokenizer there"
         )
-    views = weight_views(model, interleaved=config.interleaved)
+    views = hf_weights.weight_views(model, interleaved=config.interleaved)
     tensors = _tensors_of_model(source, _hf_shapes(model, views), config)
     record = {
         # The config of the weights as they can be written again.
@@ -79,21 +79,13 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         "dtypes": _dtypes_to_write(content, tensors),
         "files": {name: _read_text(source / name) for name in BESIDE if _is_small(source / name)},
     }
-
-    def write(arrays: Mapping[str, ArrayWriter]) -> None:
-        for here in export.plain_names(arrays).values():
-            view = views[here.name]
-            rows = _our_rows(view, tensors[view.name(here.index)], here.shape)
-            export.write_rows(arrays[here.name], here.index, rows)
-
     copied = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG) if (source / name).is_file()]
     carried = {
         CONFIG: json_text(settings.to_dict()),
         RECORD: json.dumps(record),
         **{name: source / name for name in copied},
     }
-    with export.new_folder(workdir) as unfinished:
-        export.make_run(unfinished, settings, tokenizer, carried, write)
+    export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_rows(views[here.name], tensors, here))
     if model.padded_vocab == model.vocab:
         return config
     note = (
@@ -103,22 +95,22 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     return config._replace(notes=(*config.notes, note))
 
 
-def _our_rows(view: WeightView, found: StoredTensor, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _our_rows(view: WeightView, tensors: Mapping[str, Weight], here: TensorSource) -> Iterator[np.ndarray]:
     """Rows of an array in float32: from the file where they are the tensor's rows, else from the whole tensor."""
-    limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
+    found, limit = tensors[view.name(here.index)], PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if view.view:
         pieces = in_pieces(view.ours(found.whole()), limit)
     else:
-        padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
+        padding = np.broadcast_to(np.float32(0), (here.shape[0] - view.shape[0], *here.shape[1:]))  # of the vocab
         pieces = itertools.chain(found.pieces(limit), in_pieces(padding, limit))
     return (np.ascontiguousarray(view.read(piece), np.float32) for piece in pieces)
 
 
-def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, str]:
     """The dtype of each tensor; where it was quantized, the one that config.json has for the model."""
     said = content.get("torch_dtype") or content.get("dtype")
     plain = said if said in tuple(WEIGHT_DTYPES) else "bfloat16"
-    return {name: plain if found.scales else str(found.tensor.dtype) for name, found in tensors.items()}
+    return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
 
 
 def _hf_shapes(model: ModelConfig, views: Mapping[str, WeightView]) -> dict[str, tuple[int, ...]]:
@@ -126,29 +118,36 @@ def _hf_shapes(model: ModelConfig, views: Mapping[str, WeightView]) -> dict[str,
     return {view.name((layer,)): view.shape for view in views.values() for layer in range(model.layers)}
 
 
-def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], config: HfConfig) -> dict[str, StoredTensor]:
+def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], config: HfConfig) -> dict[str, Weight]:
     """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
     layers = config.model["layers"]
-    further = tuple(LAYER.format(layer=layers + number) for number in range(config.further_layers))
+    further = tuple(hf_weights.LAYER.format(layer=layers + number) for number in range(config.further_layers))
     tensors = {
-        name: StoredTensor(*found)
-        for name, found in read_model(source).items()
+        name: tensor
+        for name, tensor in read_model(source).items()
         if not name.endswith(ROPE_TABLE) and not name.startswith(further)
     }
     if config.block:
-        tensors = with_scales(tensors, config.block)
-    head, table = tensors.get(LM_HEAD), tensors.get(TABLE)
-    if head and table and LM_HEAD not in shapes and head.equals(table, PIECE_BYTES):
-        del tensors[LM_HEAD]  # a tied table that is stored twice
+        tensors = hf_weights.with_scales(tensors, config.block)
+    head, table = tensors.get(hf_weights.LM_HEAD), tensors.get(hf_weights.TABLE)
+    if head and table and hf_weights.LM_HEAD not in shapes and _same(head, table):
+        del tensors[hf_weights.LM_HEAD]  # a tied table that is stored twice
     differences = []
     for name in shapes.keys() & tensors.keys():
-        tensor, scales = tensors[name].tensor, tensors[name].scales
+        tensor = tensors[name]
         if tensor.shape != shapes[name]:
             differences.append(f"{name} is {list(tensor.shape)} there and {list(shapes[name])} here")
-        if tensor.dtype not in WEIGHT_DTYPES.values() and not scales:
+        if tensor.dtype not in WEIGHT_DTYPES.values():
             differences.append(f"{name} is {tensor.dtype} and none of {', '.join(WEIGHT_DTYPES)}")
     export.check_tensors(source, tensors, shapes, differences)
     return tensors
+
+
+def _same(one: Weight, other: Weight) -> bool:
+    """Whether tensors have the same dtype, shape and bytes."""
+    pairs = zip(one.pieces(PIECE_BYTES), other.pieces(PIECE_BYTES))
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
 def _read_text(path: Path) -> str:
@@ -209,7 +208,7 @@ def to_hf(
     # The tokenizer config of a run that knows no import, but reads with somebody's tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
-    views = weight_views(model, interleaved=config.interleaved)
+    views = hf_weights.weight_views(model, interleaved=config.interleaved)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}

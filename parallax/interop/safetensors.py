@@ -9,7 +9,7 @@ what the library does not (0.8.0, measured):
   (65 dims, 2^63 entries by 0), and takes 16 s for a header of 99 MB. These are refused here.
 - Reading: through its memory map a whole file stays in memory (+262 MiB of 256, in pieces of 8 MiB), and a file that is
   truncated meanwhile ends the process with SIGBUS; its slices without the map read the whole tensor for each piece.
-  `read_pieces` holds one piece in memory, and a file that ends too early is an error.
+  `Tensor.pieces` holds one piece in memory, and a file that ends too early is an error.
 - Writing: it needs all of a file's tensors in memory at once (+297 MiB for a file of 256); `write_tensors` holds one.
 
 bfloat16 and float8 need ml_dtypes here and there, no torch; the library does not read float8 into NumPy.
@@ -57,12 +57,32 @@ SINGLE = "model.safetensors"
 
 
 class Tensor(NamedTuple):
-    """A tensor's entry in a header; its bytes are `start` to `end` of the file."""
+    """A tensor in a file, whose bytes begin at `start`."""
 
+    path: Path
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    end: int
+
+    def pieces(self, limit_bytes: int) -> Iterator[np.ndarray]:
+        """Rows, as many at a time as fit into a number of bytes."""
+        count = self.shape[0] if self.shape else 1
+        rows = max(limit_bytes * count // max(nbytes(self), 1), 1)
+        try:
+            with open_file(self.path) as file:
+                file.seek(self.start)
+                for start in range(0, count, rows):
+                    piece = np.empty((min(rows, count - start), *self.shape[1:]), self.dtype)
+                    if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
+                        end = self.start + nbytes(self)
+                        raise _bad(self.path, f"it ends before byte {end}, though it was as long when it was opened")
+                    yield piece if self.shape else piece.reshape(())
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def whole(self) -> np.ndarray:
+        """All of it."""
+        return next(self.pieces(nbytes(self)), np.empty(self.shape, self.dtype))  # no rows, no pieces
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -88,32 +108,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
-def read_pieces(path: Path, tensor: Tensor, limit_bytes: int) -> Iterator[np.ndarray]:
-    """Rows of a tensor, as many at a time as fit into a number of bytes."""
-    count = tensor.shape[0] if tensor.shape else 1
-    rows = max(limit_bytes * count // max(nbytes(tensor), 1), 1)
-    try:
-        with open_file(path) as file:
-            file.seek(tensor.start)
-            for start in range(0, count, rows):
-                piece = np.empty((min(rows, count - start), *tensor.shape[1:]), tensor.dtype)
-                if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
-                    raise _bad(path, f"it ends before byte {tensor.end}, though it was as long when it was opened")
-                yield piece if tensor.shape else piece.reshape(())
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
 def in_pieces(array: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
-    """Rows of an array in memory, likewise."""
+    """Rows of an array in memory, as many at a time as fit into a number of bytes."""
     rows = max(limit_bytes // max(array[:1].nbytes, 1), 1)
     return (array[start : start + rows] for start in range(0, len(array), rows))
-
-
-def read_tensor(path: Path, tensor: Tensor) -> np.ndarray:
-    """A whole tensor."""
-    whole = next(read_pieces(path, tensor, nbytes(tensor)), None)
-    return np.empty(tensor.shape, tensor.dtype) if whole is None else whole  # no rows, no pieces
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], pieces: Callable[[str], Iterable[np.ndarray]]) -> None:
@@ -147,14 +145,14 @@ def _read_entry(path: Path, name: str, about: Mapping[str, Any], begin: int) -> 
     """A tensor's entry in a header, whose data begin at a byte."""
     if set(about) != {"dtype", "shape", "data_offsets"}:
         raise _bad(path, f"tensor {quoted(name)} has not dtype, shape and data_offsets alone")
-    dtype, shape, (start, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
+    dtype, shape, (start, _) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     if dtype not in DTYPES:
         raise _bad(path, f"tensor {quoted(name)} has dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if len(shape) > MOST_DIMS:
         raise _bad(path, f"tensor {quoted(name)} has {len(shape)} dims; an array has at most {MOST_DIMS}")
     if math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > MOST_BYTES:
         raise _bad(path, f"tensor {quoted(name)} has the shape {quoted(list(shape))}, which no array has")
-    return Tensor(DTYPES[dtype], shape, begin + start, begin + end)
+    return Tensor(path, DTYPES[dtype], shape, begin + start)
 
 
 def _bad(path: Path, how: str) -> CheckpointError:
@@ -201,8 +199,8 @@ def grouped(tensors: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]
     return groups
 
 
-def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
-    """Every tensor of a folder, with the file that holds it; of each file the header alone is read.
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder; of each file the header alone is read.
 
     Raises:
         CheckpointError: the index or a file is missing, damaged, or leads out of the folder.
@@ -210,20 +208,18 @@ def read_model(folder: Path) -> dict[str, tuple[Path, Tensor]]:
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).is_file():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; is it what an export has finished?")
-        path = _checked_file(folder, SINGLE)
-        return {name: (path, tensor) for name, tensor in read_header(path).items()}
+        return read_header(_checked_file(folder, SINGLE))
     homes = _read_index(folder)
     of_shard: dict[str, set[str]] = {}
     for name, home in homes.items():
         of_shard.setdefault(home, set()).add(name)
     found = {}
     for shard, names in sorted(of_shard.items()):
-        path = _checked_file(folder, shard)
-        tensors = read_header(path)
+        tensors = read_header(_checked_file(folder, shard))
         odd = names ^ set(tensors)
         if odd:
             raise CheckpointError(f"{folder / INDEX} and {shard} do not agree about {quoted(min(odd))}")
-        found |= {name: (path, tensor) for name, tensor in tensors.items()}
+        found |= tensors
     return {name: found[name] for name in homes}
 
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 from parallax.runtime.svg import INK, PAPER, nice_step, svg, svg_text
-from parallax.schedules.pricing import Costs, asynchronous_starts, figures, lockstep_starts, tick_ends
+from parallax.schedules.pricing import Costs, figures, start_times, tick_ends
 from parallax.schedules.schedule import Action, Schedule
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
@@ -56,7 +56,7 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
         8
     """
     time_of = costs.of(schedule)
-    starts = (asynchronous_starts if asynchronous else lockstep_starts)(schedule, costs)
+    starts = start_times(schedule, costs, asynchronous=asynchronous)
     separators = [] if asynchronous else tick_ends(schedule, costs).tolist()
     end = max([start + time_of[action.kind] for action, start in starts.items()] + separators)
     widest = WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2)

@@ -61,7 +61,8 @@ def figures(schedule: Schedule, costs: Costs = USUAL) -> Figures:
     """
     work = schedule.microbatches * (costs.forward + costs.backward)  # of each rank
     lockstep, time_of = float(tick_ends(schedule, costs)[-1]), costs.of(schedule)
-    free = max(start + time_of[action.kind] for action, start in asynchronous_starts(schedule, costs).items())
+    starts = start_times(schedule, costs, asynchronous=True)
+    free = max(start + time_of[action.kind] for action, start in starts.items())
     held = tuple(float(most) for most in activations(schedule))
     return Figures(schedule.ticks, lockstep, 1 - work / lockstep, free, 1 - work / free, held, sends(schedule))
 
@@ -75,30 +76,22 @@ def tick_ends(schedule: Schedule, costs: Costs = USUAL) -> np.ndarray:
     return np.cumsum(busy.max(axis=1) + costs.send * (schedule.ranks > 1))
 
 
-def lockstep_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action, float]:
-    """When each action begins in lockstep; in a tick, a rank runs F, B and W one after the other."""
-    time_of, begins = costs.of(schedule), [0.0, *tick_ends(schedule, costs).tolist()]
-    free: dict[tuple[int, int], float] = {}
-    starts = {}
-    for action in schedule.as_run:
-        cell = (schedule.rank_of(action.stage), schedule.tick_of[action])
-        starts[action] = free.get(cell, begins[cell[1]])
-        free[cell] = starts[action] + time_of[action.kind]
-    return starts
+def start_times(schedule: Schedule, costs: Costs = USUAL, *, asynchronous: bool) -> dict[Action, float]:
+    """When each action begins, in lockstep, or asynchronous: if a rank waits only for what it needs.
 
-
-def asynchronous_starts(schedule: Schedule, costs: Costs = USUAL) -> dict[Action, float]:
-    """When each action begins if a rank, which keeps its order, waits only for what it needs."""
-    time_of = costs.of(schedule)
+    Either way a rank keeps its order, and in a tick runs F, B and W one after the other.
+    """
+    time_of, ticks = costs.of(schedule), [0.0, *tick_ends(schedule, costs).tolist()]
     starts: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     for action in schedule.as_run:
-        rank = schedule.rank_of(action.stage)
-        arrivals = (
-            starts[n] + time_of[n.kind] + costs.send * (schedule.rank_of(n.stage) != rank)
-            for n in schedule.needs(action)
-        )
-        starts[action] = max(free[rank], *arrivals, 0.0)
+        rank, ready = schedule.rank_of(action.stage), [ticks[schedule.tick_of[action]]]
+        if asynchronous:
+            ready = [
+                starts[need] + time_of[need.kind] + costs.send * (schedule.rank_of(need.stage) != rank)
+                for need in schedule.needs(action)
+            ]
+        starts[action] = max(free[rank], *ready, 0.0)
         free[rank] = starts[action] + time_of[action.kind]
     return starts
 

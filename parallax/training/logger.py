@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from parallax.config.settings import Settings
 from parallax.runtime import files
@@ -23,24 +23,11 @@ DATE, CLOCK = "%Y-%m-%d %Z", "%H:%M:%S"
 WANDB_SECS = 60  # for the service to answer, when a run begins and when it ends
 
 
-class MetricsWriter(Protocol):
-    """Another destination for metrics, besides metrics.jsonl."""
-
-    def begin(self, step: int, say: Callable[[str], None]) -> None:
-        """Make ready for numbers after `step`; `say` hears what goes wrong and does not end the run."""
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write a step's numbers and texts."""
-
-    def close(self, *, failed: bool) -> None:
-        """End the writer."""
-
-
 class RunLogger:
     """Lines for people and numbers for programs. Use it as a context: while it is open it says what is waited for, too;
     leaving it closes its files."""
 
-    def __init__(self, folder: RunFiles, writers: Sequence[MetricsWriter] = ()):
+    def __init__(self, folder: RunFiles, writers: Sequence["TensorBoard | Wandb"] = ()):
         self._speaks = is_first()
         self._metrics_path = folder.metrics
         self._log = files.AppendFile(folder.log) if self._speaks else None
@@ -149,15 +136,13 @@ def _lines(path: Path) -> list[str]:
         return file.read().splitlines()
 
 
-def metrics_writers(settings: Settings, folder: RunFiles) -> list[MetricsWriter]:
+def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard | Wandb"]:
     """The writers that the settings ask for, in process 0; ConfigError if a package is missing."""
-    if not is_first():
-        return []
-    found: list[MetricsWriter] = []
-    if settings.train.tensorboard:
+    train, found = settings.train, []
+    if train.tensorboard and is_first():
         found.append(TensorBoard(folder))
-    if settings.train.wandb:
-        found.append(Wandb(settings.train.wandb, folder, settings.to_dict()))
+    if train.wandb and is_first():
+        found.append(Wandb(train.wandb, folder, settings.to_dict()))
     return found
 
 
@@ -177,9 +162,11 @@ class TensorBoard:
         self._folder, self._events = folder.tensorboard, None
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
+        """Make ready for numbers after `step`; `say` hears what goes wrong and does not end the run."""
         self._events = self._package.SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        """Write a step's numbers and texts."""
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._events.add_scalar(name, value, step)

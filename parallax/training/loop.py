@@ -110,19 +110,8 @@ class TrainingLoop:
         for done in range(start + 1, self.settings.train.steps + 1):
             job.set_phase(f"step {done}", compiling=done == self.first)
             self.watchdog.begin(done, compiles=done == self.first)
-            try:
-                with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
-                    batch, waited = self.batches.get(done - 1)
-            except DataError as error:
-                # The other processes of a job do not know of the error, and no save would come about.
-                if job.several() or done == self.first:
-                    raise
-                self.data_error = error
-                if pending is not None:
-                    self.pause(pending, state, stopping=True)
-                elif not self.owed:
-                    self.save(done - 1, state, None)
-                return state, done - 1
+            with waiting(f"reading the batch of step {done}", patience_secs=PATIENCE_SECS):
+                batch, waited = self.batches.get(done - 1)
             self.stop_before_the_error()
             with self.profile.around(done):
                 state, metrics = self.take(state, batch, done)
@@ -145,13 +134,13 @@ class TrainingLoop:
         return state, done
 
     def stop_before_the_error(self) -> None:
-        """With several processes, have all of them stop and save where data of a step to come cannot be read.
+        """Have the run stop and save, in all its processes, where data of a step to come cannot be read.
 
         This process has batches until then. Where it has none left, as for the first step of a run, or for one after
         steps that cannot be saved, the error comes first, and the last checkpoint stays.
         """
         error = self.batches.failure_before(self.settings.train.steps)
-        if self.data_error is None and job.several() and isinstance(error, DataError):
+        if self.data_error is None and isinstance(error, DataError):
             self.data_error = error
             self.watchdog.pause()
             self.stop.ask("data that cannot be read")

@@ -38,7 +38,7 @@ class Profile(contextlib.AbstractContextManager):
     def __exit__(self, *_) -> None:
         # A disk that takes no more hides no other error: whatever is written next says so.
         with contextlib.suppress(CheckpointError):
-            self._end()
+            self.end()
 
     def begins_after(self, done: int) -> bool:
         """Whether the step after `done` is the first one to trace: the first of all, or of those that are left."""
@@ -48,24 +48,16 @@ class Profile(contextlib.AbstractContextManager):
         """Whether `done` is the last one to trace."""
         return self._open is not None and done == self._steps[-1]
 
+    def around(self, step: int) -> contextlib.AbstractContextManager:
+        """While a step is dispatched."""
+        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
+
     def begin(self, done: int, state: Any) -> None:
         """Trace from here on, with idle devices: `state` is that after the steps done."""
         # The step's text takes a compilation of its own, which may be longer than a step may.
         set_phase(f"the trace from step {done + 1}", compiling=True)
         jax.block_until_ready(state)
-        self._begin(done + 1)
-
-    def around(self, step: int) -> contextlib.AbstractContextManager:
-        """While a step is dispatched."""
-        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._open else contextlib.nullcontext()
-
-    def end(self, state: Any) -> None:
-        """The trace ends when `state`, that after the last step, is there."""
-        jax.block_until_ready(state)
-        self._end()
-
-    def _begin(self, first: int) -> None:
-        name = f"steps-{first}-{self._steps[-1]}"
+        name = f"steps-{done + 1}-{self._steps[-1]}"
         folder = self._folder.profile / name / f"process-{jax.process_index()}"
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's own calls are many, and slow the host down
@@ -83,9 +75,11 @@ class Profile(contextlib.AbstractContextManager):
         self._open.callback(jax.profiler.stop_trace)
         self._open.enter_context(jax.profiler.TraceAnnotation(TRACED_STEPS))
 
-    def _end(self) -> None:
+    def end(self, state: Any = None) -> None:
+        """The trace, where there is one, ends when `state`, that after the last step, is there."""
         if self._open is None:
             return
+        jax.block_until_ready(state)
         opened, self._open, self._steps = self._open, None, range(0)
         try:
             opened.close()

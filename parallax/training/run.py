@@ -189,8 +189,8 @@ def run_to_end(parts: RunComponents, folder: RunFolder, logger: RunLogger, stop:
         meter = introduce(parts, folder, logger, start)
         logger.begin(start)
         train_step = make_train_step(model, parts.tx, settings.train.seed, settings.guard)
-        # With several processes enough batches are in hand to stop before one that is lost.
-        reserve = STEPS_TO_STOP if job.several() else 0
+        # Enough batches are in hand to save the step before one that is lost, and to tell other processes.
+        reserve = STEPS_TO_STOP if job.several() else 1
         loop = TrainingLoop(
             settings,
             train_step.take,

@@ -3,6 +3,7 @@
 import json
 import os
 
+import jax
 import pytest
 from jax.profiler import ProfileData
 from process_examples import flags_of, launched
@@ -13,7 +14,7 @@ from parallax.analysis.profile import About, Operation, Trace, profile_steps, re
 from parallax.cli.report import main
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, DataError
-from parallax.runtime.run_files import PROGRAM, TRACED
+from parallax.runtime.run_files import PROGRAM, TRACED, RunFiles
 from parallax.training.profile import Profile
 from parallax.training.run import train
 
@@ -36,13 +37,21 @@ def test_steps_that_cannot_be_traced_are_refused(corpus, written, words):
     assert words in str(error.value)
 
 
+@pytest.fixture
+def traces_nothing(monkeypatch):
+    """JAX's profiler is not asked, and nothing is compiled for the names in its trace."""
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(Profile, "_write_about", lambda self, folder: None)
+
+
 @pytest.mark.parametrize(("written", "steps"), [("", []), ("3:5", [3, 4, 5]), ("8:8", [8])])
-def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus, written, steps):
+def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
+    corpus, written, steps, tmp_path, traces_nothing
+):
     settings = read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     for start in range(8):
-        profile, traced = Profile(settings), []
-        profile._begin = lambda first, profile=profile: setattr(profile, "_open", True)
-        profile._end = lambda profile=profile: setattr(profile, "_open", None)
+        profile, traced = Profile(settings, folder=RunFiles(tmp_path)), []
         if profile.begins_after(start):
             profile.begin(start, ())
         for done in range(start + 1, 9):
@@ -54,10 +63,11 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(corpus,
         assert traced == [step for step in steps if step > start] and profile._open is None
 
 
-def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job):
-    profile, line = Profile(read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"}))), in_job(Line())
-    profile._begin = lambda first: None
+def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job, tmp_path, traces_nothing):
+    settings, line = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(Line())
+    profile = Profile(settings, folder=RunFiles(tmp_path))
     profile.begin(2, ())
+    profile.end()
     assert [setting for _, setting in line.said] == ["distributed.compile_secs"]
 
 

@@ -11,7 +11,7 @@ from test_convert import params_of
 from test_huggingface import CONVERT, ENVIRONMENT
 
 from parallax.cli.convert import main
-from parallax.interop.hf_weights import WHOLE_PIECE_BYTES, StoredTensor, scales_shape
+from parallax.interop.hf_weights import WHOLE_PIECE_BYTES, ScaledTensor, scales_shape
 from parallax.interop.safetensors import read_header
 
 V3, QWEN3 = "DeepseekV3ForCausalLM", "Qwen3ForCausalLM"
@@ -126,8 +126,8 @@ def test_a_weight_in_pieces_is_the_weight_whole(tmp_path):
     write_folder(tmp_path / "theirs", config, stored)
     path, name = tmp_path / "theirs" / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
     header = read_header(path)
-    weight = StoredTensor(path, header[name], StoredTensor(path, header[f"{name}_scale_inv"]), (7, 5))
-    assert weight.tensor.shape == (16, 24)
+    weight = ScaledTensor(header[name], header[f"{name}_scale_inv"], (7, 5))
+    assert weight.shape == (16, 24)
     pieces = list(weight.pieces(4 * 24 * 3))  # three rows in float32
     assert [len(piece) for piece in pieces] == [3, 3, 3, 3, 3, 1]
     np.testing.assert_array_equal(np.concatenate(pieces), meant[name])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoded import decoded_logits
 from hf_folders import config_of, random_tensors, read_folder, shapes_of, write_folder
 from own_runs import own_run, own_settings
 from reference import plain_losses_and_grad
@@ -22,7 +23,7 @@ from parallax.cli.convert import main
 from parallax.config.sections import AXES, SampleConfig
 from parallax.config.settings import load_settings, read_settings
 from parallax.data.vocabulary import with_vocab, with_vocab_of_source
-from parallax.inference.decode import Decoder, Prompts
+from parallax.inference.decode import Prompts
 from parallax.inference.generate import generate
 from parallax.model.embedding import EMBEDDINGS, Embedding
 from parallax.model.loss import cross_entropy
@@ -150,9 +151,8 @@ def test_logits_of_padding_are_minus_infinity_and_the_others_as_without(embeddin
 def test_what_decoding_says_is_what_the_full_pass_says():
     model = padded_model((1, 1, 4))
     params, ids = params_of(model), batch()["tokens"][:2, :8]
-    decoder = Decoder(model.model, model.layouts, model.mesh)
     prompts = Prompts(ids, np.zeros(2, np.int32))
-    found = jax.jit(functools.partial(decoder.logits, prefill=5))(params, prompts)
+    found = decoded_logits(model, params, prompts, prefill=5)
     full = jax.jit(model.logits)(params, ids)
     assert (np.asarray(found)[..., VOCAB:] == -np.inf).all()
     np.testing.assert_allclose(found[..., :VOCAB], full[..., :VOCAB], atol=1e-5)

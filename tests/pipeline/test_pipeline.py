@@ -260,7 +260,7 @@ def test_evaluation_holds_as_much_however_many_microbatches_there_are():
             "layer, stage",
         ),
         ("microbatches", 0, "pipeline.microbatches=0 must be a whole number of 1 or more."),
-        ("microbatches", 2.0, "pipeline.microbatches=2.0 must be a whole number"),
+        ("microbatches", 2.0, "pipeline.microbatches=2.0 is a number, but it must be a whole number"),
         ("virtual", 0, "pipeline.virtual=0 must be a whole number of 1 or more."),
         (
             "virtual",

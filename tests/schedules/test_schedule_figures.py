@@ -22,7 +22,7 @@ from parallax.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from parallax.schedules.pricing import asynchronous_starts
+from parallax.schedules.pricing import start_times
 
 ROOT = pathlib.Path(__file__).parents[2]
 GRID = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 21)]
@@ -178,7 +178,7 @@ def test_zb_v_as_published_holds_less_than_ours_and_idles_less_asynchronous_but_
 def test_zb_v_as_published_never_idles_between_a_ranks_first_action_and_its_last():
     """The property that gives it its name, and that makes the order above the paper's."""
     schedule = zb_v_as_published(4, 8)
-    starts = asynchronous_starts(schedule, EQUAL)
+    starts = start_times(schedule, EQUAL, asynchronous=True)
     for rank in range(4):
         own = [start for action, start in starts.items() if schedule.rank_of(action.stage) == rank]
         assert max(own) + 0.5 - min(own) == 3 * 8  # two stages, each of half the cost

@@ -1,0 +1,38 @@
+"""Logits of cached decoding, for tests: what the decoder otherwise only chooses from."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallax.inference.decode import LOGITS, Decoder, Prompts
+from parallax.sharding.activations import ROWS
+from parallax.sharding.layout import Layout
+
+
+def decoded_logits(model, params, prompts, *, prefill):
+    """Logits [B, S, vocab] in float32, -inf for padding: the first `prefill` tokens at once, then one at a time."""
+    decoder = Decoder(model.model, model.layouts, model.mesh)
+
+    def local(params, prompts):
+        weights, (ids_BS, empty_B) = decoder._weights(params), prompts
+
+        def advance(caches, ids_BS, cursor):
+            x, caches = decoder._advance(weights, caches, Prompts(ids_BS, empty_B), cursor)
+            return decoder._on_every_stage(lambda: decoder._head(weights, x)), caches
+
+        def step(carry, ids_B):
+            logits_B1V, caches = advance(carry[0], ids_B[:, None], carry[1])
+            return (caches, carry[1] + 1), logits_B1V[:, 0]
+
+        first_BSV, caches = advance(decoder._caches(*ids_BS.shape), ids_BS[:, :prefill], 0)
+        _, rest_SBV = lax.scan(step, (caches, jnp.int32(prefill)), ids_BS[:, prefill:].T)
+        return jnp.concatenate([first_BSV, rest_SBV.swapaxes(0, 1)], axis=1)
+
+    def spec(layout) -> P:
+        return layout.spec(decoder.mesh)
+
+    rows = spec(Layout.parse(ROWS))
+    in_specs = (jax.tree.map(spec, decoder.layouts), Prompts(rows, rows))
+    mapped = jax.shard_map(local, mesh=decoder.mesh, in_specs=in_specs, out_specs=spec(LOGITS), check_vma=True)
+    return jax.jit(mapped)(params, prompts)
