@@ -30,7 +30,7 @@ def attend(
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says whose keys a query
     meets; only RING sends something.
     """
-    if context.mask_B1ST is not None:  # cached decoding: one query or few, of which no square is made
+    if context.mask_B1ST is not None:  # cached decoding: a prompt, or one query
         return _padded(jax.nn.dot_product_attention, q_BSHJ, k_BTGJ, v_BTGK, context.mask_B1ST, scale)
     if kernel == "splash":
         return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
