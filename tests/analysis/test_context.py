@@ -139,11 +139,11 @@ def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel)
 @pytest.mark.parametrize("context", FORMS)
 def test_the_predicted_peak_is_near_the_compilers(context):
     wide = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, chunk_tokens=256, attention="gqa")
-    model = build((1, 2, 1, 1, 4), context=context, remat="layer", **wide)
+    model = build((1, 2, 1, 1, 4), context=context, remat="none", **wide)
     tx = adamw(model)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=64, seq=512)
     made = read_compiled(make_train_step(model, tx, 0).lower(64, 512).compile(), model.mesh)
-    assert plan.peak / made.together == pytest.approx(1, abs=0.25)
+    assert plan.peak / made.together == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("context", FORMS)
@@ -200,15 +200,14 @@ def test_bounds_are_never_above_what_is_found():
 
 @pytest.mark.slow
 def test_a_sweep_prices_context_ranks_and_shows_them(tmp_path):
-    settings = long(data_global_batch=1, mesh_dp=1, mesh_cp=4)
-    search = Sweep(settings, FOUR, Cache(tmp_path), keep=30)
+    settings = long(data_global_batch=1, mesh_dp=1, mesh_cp=2, model_layers=1, data_seq=32)
+    search = Sweep(settings, PAIR, Cache(tmp_path), keep=2)
     search.run()
-    found = {row.choice.cp for row in search.rows}
-    assert found == {1, 2, 4}
+    assert {row.choice.cp for row in search.rows} >= {2}
     lines = list(sweep_table(search.shown(), {}, [], search.own))
-    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and any("ulysses" in line for line in lines)
+    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and any("all_gather" in line for line in lines)
     assert max(map(len, lines)) <= 100
-    assert "context" in draw("tiny", search.rows, FOUR, search.own)
+    assert "context" in draw("tiny", search.rows, PAIR, search.own)
 
 
 def test_advice_moves_context_ranks_and_names_the_other_forms():
