@@ -17,7 +17,7 @@ from parallax.analysis.memory import memory
 from parallax.analysis.plan import neighbours, plan_heading, sweep_table
 from parallax.analysis.report import report, report_text
 from parallax.analysis.step_time import predict
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw
+from parallax.analysis.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
 from parallax.runtime.errors import ConfigError
@@ -198,16 +198,16 @@ def test_bounds_are_never_above_what_is_found():
         assert bound.secs <= found.secs * (1 + 1e-9) and bound.peak_bytes <= found.peak_bytes, choice
 
 
-@pytest.mark.slow
-def test_a_sweep_prices_context_ranks_and_shows_them(tmp_path):
-    settings = long(data_global_batch=1, mesh_dp=1, mesh_cp=2, model_layers=1, data_seq=32)
-    search = Sweep(settings, PAIR, Cache(tmp_path), keep=2)
-    search.run()
-    assert {row.choice.cp for row in search.rows} >= {2}
-    lines = list(sweep_table(search.shown(), {}, [], search.own))
-    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and any("all_gather" in line for line in lines)
-    assert max(map(len, lines)) <= 100
-    assert "context" in draw("tiny", search.rows, PAIR, search.own)
+def test_a_table_and_a_drawing_of_layouts_show_context_ranks():
+    settings = long()
+    own = Choice.of(settings)
+    tried = own, own._replace(dp=1, cp=4, context="ulysses"), own._replace(dp=1, tp=4, cp=1)
+    rows = [PricedLayout(choice, predict(choice.applied(settings), FOUR)) for choice in tried]
+    lines = list(sweep_table(rows, {}, [], own))
+    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and max(map(len, lines)) <= 100
+    assert "all_gather" in lines[1] and "ulysses" in lines[2]
+    assert "context" in draw("tiny", rows, FOUR, own)
+    assert "cp" not in next(sweep_table(rows[2:], {}, [], own)).split()
 
 
 def test_advice_moves_context_ranks_and_names_the_other_forms():
