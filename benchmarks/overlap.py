@@ -1,4 +1,4 @@
-"""How much of what FSDP, TP and CP send hides behind compute, in the step that the TPU compiler makes; no TPU is needed.
+"""How much of what FSDP, TP and CP send hides behind compute, in the step that a TPU compiler makes; no TPU is needed.
 
     python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 0.7]
 

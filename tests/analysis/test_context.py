@@ -17,7 +17,7 @@ from parallax.analysis.memory import memory
 from parallax.analysis.plan import neighbours, plan_heading, sweep_table
 from parallax.analysis.report import report, report_text
 from parallax.analysis.step_time import predict
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw
+from parallax.analysis.sweep import LeastWork, PricedLayout, draw
 from parallax.analysis.topology import read_topology
 from parallax.config.sections import MeshConfig
 from parallax.runtime.errors import ConfigError
@@ -131,7 +131,8 @@ def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel)
         return memory(model, opt_state, global_batch=ROWS, seq=seq).saved_activations
 
     for remat in ("none", "layer"):
-        assert saved(4, 1024, remat) == pytest.approx(saved(1, 1024, remat) / 4, rel=0.05)
+        # Segments are those of whole rows on each rank.
+        assert saved(4, 1024, remat) == pytest.approx(saved(1, 1024, remat) / 4, rel=0.1)
         assert saved(4, 2048, remat) == pytest.approx(2 * saved(4, 1024, remat), rel=0.05)
 
 
@@ -139,11 +140,11 @@ def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel)
 @pytest.mark.parametrize("context", FORMS)
 def test_the_predicted_peak_is_near_the_compilers(context):
     wide = dict(vocab=2048, d_model=128, d_ff=384, heads=8, kv_heads=8, d_head=16, chunk_tokens=256, attention="gqa")
-    model = build((1, 2, 1, 1, 4), context=context, remat="layer", **wide)
+    model = build((1, 2, 1, 1, 4), context=context, remat="none", **wide)
     tx = adamw(model)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=64, seq=512)
     made = read_compiled(make_train_step(model, tx, 0).lower(64, 512).compile(), model.mesh)
-    assert plan.peak / made.together == pytest.approx(1, abs=0.25)
+    assert plan.peak / made.together == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("context", FORMS)
@@ -195,20 +196,19 @@ def test_bounds_are_never_above_what_is_found():
     legal = [c for c in choices(settings, 4) if c.cp > 1 and c.pp == 1]
     for choice in legal[:: len(legal) // 9]:
         found, bound = predict(choice.applied(settings), FOUR), least.bound(choice)
-        assert bound.secs <= found.secs * (1 + 1e-9) and bound.peak_bytes <= found.peak_bytes, choice
+        assert bound <= found.secs * (1 + 1e-9), choice
 
 
-@pytest.mark.slow
-def test_a_sweep_prices_context_ranks_and_shows_them(tmp_path):
-    settings = long(data_global_batch=1, mesh_dp=1, mesh_cp=4)
-    search = Sweep(settings, FOUR, Cache(tmp_path), keep=30)
-    search.run()
-    found = {row.choice.cp for row in search.rows}
-    assert found == {1, 2, 4}
-    lines = list(sweep_table(search.shown(), {}, [], search.own))
-    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and any("ulysses" in line for line in lines)
-    assert max(map(len, lines)) <= 100
-    assert "context" in draw("tiny", search.rows, FOUR, search.own)
+def test_a_table_and_a_drawing_of_layouts_show_context_ranks():
+    settings = long()
+    own = Choice.of(settings)
+    tried = own, own._replace(dp=1, cp=4, context="ulysses"), own._replace(dp=1, tp=4, cp=1)
+    rows = [PricedLayout(choice, predict(choice.applied(settings), FOUR)) for choice in tried]
+    lines = list(sweep_table(rows, {}, [], own))
+    assert lines[0].split()[:5] == ["pp", "dp", "cp", "keys", "tp"] and max(map(len, lines)) <= 100
+    assert "all_gather" in lines[1] and "ulysses" in lines[2]
+    assert "context" in draw("tiny", rows, FOUR, own)
+    assert "cp" not in next(sweep_table(rows[2:], {}, [], own)).split()
 
 
 def test_advice_moves_context_ranks_and_names_the_other_forms():
