@@ -123,10 +123,10 @@ class Step:
         share = -(-whole * (devices - 1) // devices)
         self.sent[tuple(axes.split()), kind, direction] += times * (2 * share if kind == "all-reduce" else share)
 
-    def there_and_back(self, axis: str, kind: str, whole: int, times: int) -> None:
-        """Forward, and its transpose backward."""
+    def there_and_back(self, axis: str, kind: str, whole: int, times: int, back: str = "") -> None:
+        """Forward, and backward its transpose, or what takes its place."""
         self.add(axis, kind, "forward", whole, times)
-        self.add(axis, TRANSPOSE[kind], "backward", whole, times)
+        self.add(axis, back or TRANSPOSE[kind], "backward", whole, times)
 
     # ---- tensor parallelism
 
@@ -192,10 +192,10 @@ class Step:
         if self.gathers_latent:
             latent = m.d_latent // (self.tp if self.family == "scatter" else 1)
             for width in (latent, m.d_rope):
-                self.there_and_back("cp", "all-gather", self.cp * row * width, times)
+                self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
         elif self.context == "all_gather":
             for width in (keys * key, keys * value):
-                self.there_and_back("cp", "all-gather", self.cp * row * width, times)
+                self.there_and_back("cp", "all-gather", self.cp * row * width, times, "all-to-all")
         elif self.context == "ring":
             for width in (keys * key, keys * value):
                 for direction in ("forward", "backward"):

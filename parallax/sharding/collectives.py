@@ -4,6 +4,7 @@ Inside `jax.shard_map` every function below sends what its pattern says; JAX der
 say over which axes a value varies. Outside, with no axis bound, all are the identity: that run is the reference.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -135,6 +136,30 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
         # One after the other: of TPU programs, a reduction would be the slowest part of this.
         x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
     return x.astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_with_exchange(pattern: str, x: Array) -> Array:
+    """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as x's dtype, and are added
+    in float32.
+
+    Communication:
+        forward   all_gather of x over the axes that go
+        backward  all_to_all of the gradient over the axes that go
+    """
+    return all_gather(pattern, x)
+
+
+def _gather_forward(pattern: str, x: Array) -> tuple[Array, None]:
+    return all_gather(pattern, x), None
+
+
+def _exchange_backward(pattern: str, _: None, dy: Array) -> tuple[Array]:
+    before, after = parse_move(pattern)
+    return (exchange_and_add(f"{after} -> {before}", dy).astype(dy.dtype),)
+
+
+gather_with_exchange.defvjp(_gather_forward, _exchange_backward)
 
 
 def all_reduce(pattern: str, x: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, is_bound, offset, reshard
+from parallax.sharding.collectives import as_varying, gather_with_exchange, is_bound, offset, reshard
 from parallax.sharding.layout import Layout
 
 
@@ -74,7 +74,7 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
 
     Communication:
         forward   as reshard
-        backward  the transposes
+        backward  the transposes; where cp is gathered, all_to_all of the gradient over it
     """
     before, after = (Layout.parse(text.strip()) for text in pattern.split("->"))
     ranks, at = context_ranks(), before.index("seq")
@@ -83,7 +83,8 @@ def reshard_in_order(pattern: str, x: Array) -> Array:
         return reshard(pattern, x)
     numbers = chunks_of(ranks).reshape(-1)  # of chunks, rank by rank
     if was_cut:
-        return _reordered(reshard(pattern, x), np.argsort(numbers), at)
+        move = reshard if CONTEXT_AXIS in after.used_axes() else gather_with_exchange
+        return _reordered(move(pattern, x), np.argsort(numbers), at)
     return reshard(pattern, _reordered(x, numbers, at))
 
 
