@@ -90,7 +90,7 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
     zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
     start = zeros(v.shape[-1]), zeros() + HIDDEN, zeros()
 
-    def step(state: Any, kv: Any, pair: Array) -> tuple[Any, Any]:
+    def step(state: Any, sums: tuple, kv: Any, pair: Array) -> tuple[Any, tuple]:
         query, key = pair[0], pair[1]
         out, top, total = (_read(x, query) for x in state)
         k_block, v_block = (_read(x, key) for x in kv)
@@ -99,7 +99,7 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         seen = _product("BGQT,BGTK->BGQK", weights.astype(v_block.dtype), v_block)
         new = out * fade[..., None] + seen, higher, total * fade + weights.sum(axis=-1)
-        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), kv
+        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), sums
 
     (out, top, total), _ = hops.run(step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
@@ -116,10 +116,10 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
     own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
 
-    def step(dq: Array, moving: Any, pair: Array) -> tuple[Array, Any]:
+    def step(dq: Array, sums: Any, kv: Any, pair: Array) -> tuple[Array, Any]:
         query, key = pair[0], pair[1]
         q_block, dy_block = _read(q_blocks, query), _read(dy_blocks, query)
-        k_block, v_block, dk_block, dv_block = (_read(x, key) for x in moving)
+        k_block, v_block, dk_block, dv_block = (_read(x, key) for x in (*kv, *sums))
         scores = blocks.scores(q_block, k_block, pair)
         weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
         d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
@@ -127,11 +127,10 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
         dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
         dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
         dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
-        dk, dv = _write(moving[2], dk_block, key), _write(moving[3], dv_block, key)
-        return dq, (*moving[:2], dk, dv)
+        return dq, tuple(_write(x, block, key) for x, block in zip(sums, (dk_block, dv_block)))
 
-    start = _like(q_blocks, q_blocks.shape)
-    dq, (_, _, dk, dv) = hops.run(step, start, (*kv, *(_like(q_blocks, x.shape) for x in kv)), returns=2)
+    zeros = lambda x: _like(q_blocks, x.shape)  # noqa: E731
+    dq, (dk, dv) = hops.run(step, zeros(q_blocks), kv, tuple(map(zeros, kv)))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
     return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
 
@@ -174,32 +173,37 @@ class _Hops:
     def __init__(self, size: int, pairs: list[np.ndarray]):
         self.size, self.pairs = size, pairs
 
-    def run(self, step: Callable, state: Any, moving: Any, returns: int = 0) -> tuple[Any, Any]:
-        """`step(state, moving, pair)` for all pairs. `moving` goes from rank to rank with the keys; its last `returns`
-        arrays come home at the end. Each move goes on while the hop before it is computed."""
+    def run(self, step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
+        """`step(state, sums, kv, pair)` for all pairs, which gives the next state and sums. Keys and values go from
+        rank to rank, and behind them the sums over them, which begin as `zeros` and come home at the end. What a hop
+        sends is not what it computes: its own sums are added to those that arrive meanwhile."""
         rank = lax.axis_index(CONTEXT_AXIS) if len(self.pairs[0]) > 1 else 0
         tables = [jnp.asarray(pairs) for pairs in self.pairs]
-        fixed = len(moving) - returns
 
-        def hop(state: Any, moving: Any, pairs: Array) -> tuple[Any, Any]:
-            return lax.scan(lambda carry, pair: (step(*carry, pair), None), (state, moving), pairs)[0]
+        def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
+            return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
         def send(arrays: Any) -> Any:
             return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
 
         def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
-            state, moving = carry
-            sent = send(moving[:fixed])
-            state, moving = hop(state, moving, pairs)
-            return (state, (*sent, *send(moving[fixed:]))), None
+            state, kv, sums = carry
+            sent, arrived = send(kv), send(sums)
+            state, own = hop(state, kv, pairs)
+            return (state, sent, jax.tree.map(jnp.add, arrived, own)), None
 
-        carry, last = (state, moving), len(tables) - 1
-        if last:
-            carry, _ = hop_and_send(carry, tables[0][rank])
-            if last > 1:
-                carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
-        state, moving = hop(*carry, tables[last][rank])
-        return state, (*moving[:fixed], *(send(moving[fixed:]) if last else moving[fixed:]))
+        last = len(tables) - 1
+        if not last:
+            return hop(state, kv, tables[0][rank])
+        sent = send(kv)
+        state, sums = hop(state, kv, tables[0][rank])
+        carry = state, sent, sums
+        if last > 1:
+            carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
+        state, kv, sums = carry
+        arrived = send(sums)
+        state, own = hop(state, kv, tables[last][rank])
+        return state, send(jax.tree.map(jnp.add, arrived, own))
 
 
 @functools.cache
