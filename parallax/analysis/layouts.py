@@ -86,16 +86,17 @@ def policies(pp: int, ranks: int) -> list[tuple[str, str, int]]:
 
 
 def choices(settings: Settings, devices: int) -> Iterator[Choice]:
-    """Every combination worth a try on so many devices, legal or not."""
-    for cp, context in contexts(settings, devices):
-        for pp, dp, tp in factorisations(devices // cp):
-            if settings.data.global_batch % dp == 0 and _takes(settings.model, cp, tp, context):
+    """Every combination worth a try on so many devices, in the settings' replicas, legal or not."""
+    replicas = settings.mesh.replica
+    for cp, context in contexts(settings, devices // replicas):
+        for pp, dp, tp in factorisations(devices // replicas // cp):
+            if settings.data.global_batch % (replicas * dp) == 0 and _takes(settings.model, cp, tp, context):
                 yield from _choices_on(settings, pp, dp, tp, cp, context)
 
 
 def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str) -> Iterator[Choice]:
     own = settings.pipeline.schedule, settings.pipeline.virtual
-    for microbatches in divisors(settings.data.global_batch // dp):
+    for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp)):
         for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
             for remat in REMAT:
                 for policy in policies(pp, dp * cp):
@@ -106,7 +107,7 @@ def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
     """The sizes of cp that are worth a try on so many devices, each with the forms of context parallelism: sizes over
     1 only where the settings have context ranks, or fewer rows than there are devices."""
     found = [(1, settings.layout.context)]
-    if settings.mesh.cp > 1 or settings.data.global_batch < devices:
+    if settings.mesh.cp > 1 or settings.data.global_batch < settings.mesh.replica * devices:
         sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
         found += itertools.product(sizes, CONTEXTS)
     return found

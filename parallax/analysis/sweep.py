@@ -58,7 +58,9 @@ class LeastWork:
     def __init__(self, settings: Settings, topology: Topology, model: ShardedModel):
         """`model` is the model on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.shapes = settings, topology, model.shapes
-        self.tokens = settings.data.global_batch * settings.data.seq
+        # Of one replica, which all do the same.
+        self.devices = topology.devices // settings.mesh.replica
+        self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
         self.parameters = parameters_by_component(model.shapes)
         self.layers = self.parameters["attention"] + self.parameters["mlp"]
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
@@ -84,7 +86,7 @@ class LeastWork:
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
         kept = 2 * self._width_kept(choice.remat) * size
         costs = (weights, 0), (attention, scores), (0, kept)
-        return [OpCost(flops, moved, "forward", self.tokens / self.topology.devices) for flops, moved in costs]
+        return [OpCost(flops, moved, "forward", self.tokens / self.devices) for flops, moved in costs]
 
     def _made_again(self, choice: Choice) -> float:
         """Parameters of the products that remat runs once more for each token."""

@@ -56,7 +56,7 @@ def attend_over_context(
 
     Communication, all_gather:
         forward   all_gather of k and v over cp if they are cut over it
-        backward  all_to_all of the gradients of k and v over cp if they are cut over it
+        backward  all_to_all of k's gradient and v's gradient over cp if they are cut over it
     Communication, ring:
         forward   nothing
         backward  nothing

@@ -16,14 +16,12 @@ from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.runtime.errors import divisors
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, varying_axes
-from parallax.sharding.mesh import is_simulated
 from parallax.sharding.zigzag import context_ranks, order_of
 
 LONGEST_SIDE = 256  # tokens on a side of a block of scores, at most
-SHORTEST_SIDE = 64  # smaller ones cost more than they save
+FILLING = -1  # the segment of what fills a block up: no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that weighs nothing beside any other, and is no infinity
 # Whose keys a query meets: all that the device holds, in order; gathered ones, of queries that context ranks share;
 # those of all ranks, one after the other.
@@ -47,20 +45,26 @@ def blockwise_attention(
         forward   nothing
         backward  permute of the gradient of k and the gradient of v over cp
     """
-    arrays = q_BSHJ, k_BTGJ, v_BTGK, segments_BN
+    ranks = context_ranks()
+    own, held, whole = {WHOLE: (1, 1, 1), GATHERED: (2, 2 * ranks, 2 * ranks), RING: (2, 2, 2 * ranks)}[
+        WHOLE if ranks == 1 else keys
+    ]
+    chunk = q_BSHJ.shape[1] // own
+    size = tokens_of_block(chunk)
+    heads = _filled(q_BSHJ, own, size), _filled(k_BTGJ, held, size), _filled(v_BTGK, held, size)
+    arrays = *heads, _filled(segments_BN, whole, size, of=FILLING)
     axes = frozenset().union(*map(varying_axes, arrays))
-    return _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
+    out = _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
+    return rearrange(out, "B (c t) H K -> B c t H K", c=own)[:, :, :chunk].reshape(*q_BSHJ.shape[:3], -1)
 
 
 def tokens_of_block(tokens: int) -> int:
-    """Tokens on a side of a block: the largest divisor of `tokens` not larger than LONGEST_SIDE, or the smallest that
-    is no smaller than SHORTEST_SIDE where that one is too small.
+    """Tokens on a side of a block: as many in each, at most LONGEST_SIDE; the last block may be filled up.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
-    [16, 256, 250, 256, 521]
+    [16, 256, 250, 256, 174]
     """
-    fit = max(size for size in divisors(tokens) if size <= LONGEST_SIDE)
-    return fit if fit >= min(SHORTEST_SIDE, tokens) else min(s for s in divisors(tokens) if s >= SHORTEST_SIDE)
+    return -(-tokens // -(-tokens // LONGEST_SIDE))
 
 
 def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
@@ -72,8 +76,9 @@ def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
     >>> blockwise_flops("fwd", rows=1, heads=1, seq=128, d_qk=64, d_v=32) == 2 * 128 * 128 * (64 + 32)
     True
     """
-    size = tokens_of_block(seq if ranks == 1 else seq // (2 * ranks))
-    blocks = seq // size
+    chunks = 1 if ranks == 1 else 2 * ranks
+    size = tokens_of_block(seq // chunks)
+    blocks = chunks * -(-seq // chunks // size)
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
     return 2 * rows * heads * blocks * (blocks + 1) // 2 // ranks * size**2 * widths[part]
 
@@ -90,7 +95,7 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
     zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
     start = zeros(v.shape[-1]), zeros() + HIDDEN, zeros()
 
-    def step(state: Any, kv: Any, pair: Array) -> tuple[Any, Any]:
+    def step(state: Any, sums: tuple, kv: Any, pair: Array) -> tuple[Any, tuple]:
         query, key = pair[0], pair[1]
         out, top, total = (_read(x, query) for x in state)
         k_block, v_block = (_read(x, key) for x in kv)
@@ -99,7 +104,7 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         seen = _product("BGQT,BGTK->BGQK", weights.astype(v_block.dtype), v_block)
         new = out * fade[..., None] + seen, higher, total * fade + weights.sum(axis=-1)
-        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), kv
+        return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), sums
 
     (out, top, total), _ = hops.run(step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
@@ -116,10 +121,10 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
     own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
 
-    def step(dq: Array, moving: Any, pair: Array) -> tuple[Array, Any]:
+    def step(dq: Array, sums: Any, kv: Any, pair: Array) -> tuple[Array, Any]:
         query, key = pair[0], pair[1]
         q_block, dy_block = _read(q_blocks, query), _read(dy_blocks, query)
-        k_block, v_block, dk_block, dv_block = (_read(x, key) for x in moving)
+        k_block, v_block, dk_block, dv_block = (_read(x, key) for x in (*kv, *sums))
         scores = blocks.scores(q_block, k_block, pair)
         weights = jnp.exp(scores - _read(logsumexp, query)[..., None])
         d_weights = _product("BGQK,BGTK->BGQT", dy_block, v_block)
@@ -127,11 +132,10 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
         dk_block += _product("BGQT,BGQJ->BGTJ", d_scores, q_block)
         dv_block += _product("BGQT,BGQK->BGTK", weights.astype(dy.dtype), dy_block)
         dq = _write(dq, _read(dq, query) + _product("BGQT,BGTJ->BGQJ", d_scores, k_block), query)
-        dk, dv = _write(moving[2], dk_block, key), _write(moving[3], dv_block, key)
-        return dq, (*moving[:2], dk, dv)
+        return dq, tuple(_write(x, block, key) for x, block in zip(sums, (dk_block, dv_block)))
 
-    start = _like(q_blocks, q_blocks.shape)
-    dq, (_, _, dk, dv) = hops.run(step, start, (*kv, *(_like(q_blocks, x.shape) for x in kv)), returns=2)
+    zeros = lambda x: _like(q_blocks, x.shape)  # noqa: E731
+    dq, (dk, dv) = hops.run(step, zeros(q_blocks), kv, tuple(map(zeros, kv)))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
     return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
 
@@ -174,32 +178,37 @@ class _Hops:
     def __init__(self, size: int, pairs: list[np.ndarray]):
         self.size, self.pairs = size, pairs
 
-    def run(self, step: Callable, state: Any, moving: Any, returns: int = 0) -> tuple[Any, Any]:
-        """`step(state, moving, pair)` for all pairs. `moving` goes from rank to rank with the keys; its last `returns`
-        arrays come home at the end. Each move goes on while the hop before it is computed."""
+    def run(self, step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
+        """`step(state, sums, kv, pair)` for all pairs, which gives the next state and sums. Keys and values go from
+        rank to rank, and behind them the sums over them, which begin as `zeros` and come home at the end. What a hop
+        sends is not what it computes: its own sums are added to those that arrive meanwhile."""
         rank = lax.axis_index(CONTEXT_AXIS) if len(self.pairs[0]) > 1 else 0
         tables = [jnp.asarray(pairs) for pairs in self.pairs]
-        fixed = len(moving) - returns
 
-        def hop(state: Any, moving: Any, pairs: Array) -> tuple[Any, Any]:
-            return lax.scan(lambda carry, pair: (step(*carry, pair), None), (state, moving), pairs)[0]
+        def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
+            return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
         def send(arrays: Any) -> Any:
             return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
 
         def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
-            state, moving = carry
-            sent = send(moving[:fixed])
-            state, moving = hop(state, moving, pairs)
-            return (state, (*sent, *send(moving[fixed:]))), None
+            state, kv, sums = carry
+            sent, arrived = send(kv), send(sums)
+            state, own = hop(state, kv, pairs)
+            return (state, sent, jax.tree.map(jnp.add, arrived, own)), None
 
-        carry, last = (state, moving), len(tables) - 1
-        if last:
-            carry, _ = hop_and_send(carry, tables[0][rank])
-            if last > 1:
-                carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
-        state, moving = hop(*carry, tables[last][rank])
-        return state, (*moving[:fixed], *(send(moving[fixed:]) if last else moving[fixed:]))
+        last = len(tables) - 1
+        if not last:
+            return hop(state, kv, tables[0][rank])
+        sent = send(kv)
+        state, sums = hop(state, kv, tables[0][rank])
+        carry = state, sent, sums
+        if last > 1:
+            carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
+        state, kv, sums = carry
+        arrived = send(sums)
+        state, own = hop(state, kv, tables[last][rank])
+        return state, send(jax.tree.map(jnp.add, arrived, own))
 
 
 @functools.cache
@@ -229,9 +238,21 @@ def _hops(queries: int, keys: int, form: str) -> _Hops:
     return _Hops(*_pairs(queries, keys, WHOLE if ranks == 1 else form, ranks))
 
 
+def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
+    """Tokens [B, T, ...] in so many chunks, each of them filled up to a multiple of `size`."""
+    missing = -(x.shape[1] // chunks) % size
+    if not missing:
+        return x
+    x = rearrange(x, "B (c t) ... -> B c t ...", c=chunks)
+    x = jnp.pad(x, [(0, missing if dim == 2 else 0) for dim in range(x.ndim)], constant_values=of)
+    return rearrange(x, "B c t ... -> B (c t) ...")
+
+
 def _others_wait() -> bool:
-    """Whether pipeline ranks may be in other branches than this one, on devices whose permutes wait for all."""
-    return is_simulated(jax.sharding.get_abstract_mesh()) and is_bound("pp") and lax.axis_size("pp") > 1
+    """Whether pipeline ranks may be in other branches than this one, on devices whose permutes may wait for all: any but
+    TPUs, where a permute is between two."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform != "tpu" and is_bound("pp") and lax.axis_size("pp") > 1
 
 
 def _product(names: str, a: Array, b: Array) -> Array:

@@ -49,7 +49,7 @@ class MLA(nn.Module):
                   all_reduce of what the queries' latent's norm needs over tp if d_latent_q > 0
     Communication, all_gather:
         forward   all_gather of the latent and the rotated key over cp
-        backward  the transposes
+        backward  all_to_all of the latent's gradient and the rotated key's gradient over cp
     """
 
     residual: str

@@ -274,11 +274,17 @@ class ShardedModel:
         executor = self._executor(params, self._tokens(batch, None, 1), schedule, BatchedHead, SHARED_ROWS)
         boundary = executor.boundary
         outputs = boundary.from_last(executor.run_forward(boundary.start(1)).boundary.exits)
+        if context_ranks() > 1:
+            outputs = self._in_order(outputs)
+        return boundary.embed_and_head.logits(outputs)
+
+    def _in_order(self, outputs: Array) -> Array:
+        """The last layer's outputs in the order of the text."""
         residual = with_rows(residual_layout(self.layout), SHARED_ROWS)
-        # In order, which tokens that tp cuts too would have to leave for a moment.
+        # Tokens that tp cuts too have to leave it for a moment.
         whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
         outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
-        return boundary.embed_and_head.logits(reshard(f"{whole} -> {residual}", outputs))
+        return reshard(f"{whole} -> {residual}", outputs)
 
     def _executor(self, params, tokens, schedule, boundary, rows, *, weight=1.0, stage=Stage):
         """What runs a schedule on these tokens, with a boundary of this kind; `rows` is how the batch is cut for the

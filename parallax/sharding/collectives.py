@@ -138,7 +138,6 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_with_exchange(pattern: str, x: Array) -> Array:
     """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as x's dtype, and are added
     in float32.
@@ -147,6 +146,11 @@ def gather_with_exchange(pattern: str, x: Array) -> Array:
         forward   all_gather of x over the axes that go
         backward  all_to_all of the gradient over the axes that go
     """
+    return _gather(pattern, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(pattern: str, x: Array) -> Array:
     return all_gather(pattern, x)
 
 
@@ -159,7 +163,7 @@ def _exchange_backward(pattern: str, _: None, dy: Array) -> tuple[Array]:
     return (exchange_and_add(f"{after} -> {before}", dy).astype(dy.dtype),)
 
 
-gather_with_exchange.defvjp(_gather_forward, _exchange_backward)
+_gather.defvjp(_gather_forward, _exchange_backward)
 
 
 def all_reduce(pattern: str, x: Array) -> Array:

@@ -122,16 +122,17 @@ def factorisations(devices: int) -> list[tuple[int, ...]]:
 def _mismatch(sizes: dict[str, int], wanted: int, devices: int) -> str:
     written = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     multiple = "a multiple of " if INFERRED in sizes.values() else ""
-    fixed = math.prod(size for axis, size in sizes.items() if axis not in AXES and size != INFERRED)
-    others = devices // fixed if devices % fixed == 0 else devices
+    beside = {axis: size for axis, size in sizes.items() if axis not in AXES and size != INFERRED}
+    others, left_over = divmod(devices, math.prod(beside.values()))
+    wrong = f"{written} wants {multiple}{wanted} devices, but there are {devices}"
+    if left_over:
+        given = " x ".join(f"mesh.{axis}={size}" for axis, size in beside.items())
+        return f"{wrong}, which {given} does not divide; use one of {', '.join(map(str, divisors(devices)))}"
     legal = sorted(factorisations(others), key=lambda shape: -_kept(shape, sizes))
     shown = ", ".join("·".join(map(str, shape)) for shape in legal[:SHOWN_FACTORISATIONS])
     left_out = len(legal) - SHOWN_FACTORISATIONS
     rest = f" and {left_out} more" if left_out > 0 else ""
-    return (
-        f"{written} wants {multiple}{wanted} devices, but there are {devices}; "
-        f"legal pp·dp·tp for {others}: {shown}{rest}"
-    )
+    return f"{wrong}; legal pp·dp·tp for {others}: {shown}{rest}"
 
 
 def _kept(shape: tuple[int, ...], sizes: dict[str, int]) -> int:

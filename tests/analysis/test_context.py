@@ -51,7 +51,7 @@ def over_cp(model):
 
 
 def of_all_gather(cp, tokens, numbers):
-    return dict.fromkeys((("all-gather", "forward"), ("reduce-scatter", "backward")), (cp - 1) * tokens * numbers)
+    return dict.fromkeys((("all-gather", "forward"), ("all-to-all", "backward")), (cp - 1) * tokens * numbers)
 
 
 def of_ring(cp, tokens, numbers):

@@ -323,6 +323,16 @@ def test_bounds_are_never_above_what_is_found(family, attention, topology, kerne
     assert looked_at >= 4
 
 
+def test_layouts_are_tried_within_each_replica_and_their_bounds_are_of_one():
+    """Rows of another replica are no work of this one."""
+    four, settings = read_topology("v5e:2x2"), tiny(mesh_replica=2, mesh_dp=2, pipeline_microbatches=1)
+    tried = [*choices(settings, 4)]
+    assert Choice.of(settings) in tried and {c.pp * c.dp * c.cp * c.tp for c in tried} == {2}
+    least = LeastWork(settings, four, model_on_topology(settings, four))
+    for choice in (Choice.of(settings), Choice.of(settings)._replace(dp=1, tp=2, remat="none")):
+        assert least.bound(choice) <= predict(choice.applied(settings), four).secs
+
+
 # ---- the search
 
 

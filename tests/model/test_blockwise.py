@@ -8,7 +8,7 @@ from jaxprs import equations
 from tiny import mesh_of
 
 from parallax.model.attention import attend_over_context
-from parallax.model.blockwise import LONGEST_SIDE, SHORTEST_SIDE, blockwise_attention, tokens_of_block
+from parallax.model.blockwise import LONGEST_SIDE, blockwise_attention, tokens_of_block
 from parallax.model.context import Context
 from parallax.model.families import CONTEXTS
 from parallax.sharding.activations import SEQ, activation
@@ -177,11 +177,10 @@ def test_only_blocks_that_some_query_sees_are_computed():
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 97, 256, 300, 512, 521, 1024, 1031, 4096, 131072])
-def test_a_block_divides_the_tokens_and_is_neither_small_nor_needlessly_large(tokens):
+def test_blocks_are_of_one_size_and_filled_up_by_few_tokens(tokens):
     size = tokens_of_block(tokens)
-    assert tokens % size == 0 and size >= min(tokens, SHORTEST_SIDE)
-    fits = any(tokens % other == 0 for other in range(min(tokens, SHORTEST_SIDE), LONGEST_SIDE + 1))
-    assert (size <= LONGEST_SIDE) == fits
+    blocks = -(-tokens // size)
+    assert size <= LONGEST_SIDE and blocks == -(-tokens // LONGEST_SIDE) and blocks * size - tokens < blocks
 
 
 # ---- on context ranks

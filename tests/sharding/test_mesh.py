@@ -65,6 +65,11 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_with_those_that_do(sizes,
     assert message in str(error.value)
 
 
+def test_an_axis_that_does_not_divide_the_devices_is_told_which_sizes_do():
+    with pytest.raises(ConfigError, match=r"there are 8, which mesh\.cp=3 does not divide; use one of 1, 2, 4, 8"):
+        resolve_sizes(MeshConfig(pp=1, dp=-1, tp=1, simulate=0, cp=3), 8)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
