@@ -249,7 +249,7 @@ def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
 
 
 def _others_wait() -> bool:
-    """Whether pipeline ranks may be in other branches than this one, on devices whose permutes may wait for all: any but
+    """Whether pipeline ranks may be in other branches than this, on devices whose permutes may wait for all: any but
     TPUs, where a permute is between two."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform != "tpu" and is_bound("pp") and lax.axis_size("pp") > 1

@@ -139,7 +139,7 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
 
 
 def gather_with_exchange(pattern: str, x: Array) -> Array:
-    """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as x's dtype, and are added
+    """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as they are, and are added
     in float32.
 
     Communication:
