@@ -55,7 +55,7 @@ def blockwise_attention(
     arrays = *heads, _filled(segments_BN, whole, size, of=FILLING)
     axes = frozenset().union(*map(varying_axes, arrays))
     out = _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
-    return rearrange(out, "B (c t) H K -> B c t H K", c=own)[:, :, :chunk].reshape(*q_BSHJ.shape[:3], -1)
+    return out if chunk % size == 0 else _without_filling(out, own, chunk)
 
 
 def tokens_of_block(tokens: int) -> int:
@@ -246,6 +246,11 @@ def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
     x = rearrange(x, "B (c t) ... -> B c t ...", c=chunks)
     x = jnp.pad(x, [(0, missing if dim == 2 else 0) for dim in range(x.ndim)], constant_values=of)
     return rearrange(x, "B c t ... -> B (c t) ...")
+
+
+def _without_filling(x: Array, chunks: int, tokens: int) -> Array:
+    """So many chunks, of each the first `tokens`."""
+    return rearrange(rearrange(x, "B (c t) ... -> B c t ...", c=chunks)[:, :, :tokens], "B c t ... -> B (c t) ...")
 
 
 def _others_wait() -> bool:
