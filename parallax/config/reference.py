@@ -42,7 +42,7 @@ def values_of(field: Field) -> str:
     """The values that a key takes; "" where any text is, and where they are True and False.
 
     >>> from parallax.config.sections import LayoutConfig, MeshConfig
-    >>> values_of(fields(MeshConfig)[0]), values_of(fields(LayoutConfig)[-1])
+    >>> values_of(fields(MeshConfig)[0]), values_of(fields(LayoutConfig)[2])
     ('1 or more, or -1', '"vocab_parallel" | "all_to_all"')
     """
     key = field.metadata["key"]

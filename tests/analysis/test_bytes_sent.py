@@ -218,8 +218,10 @@ def test_flops_are_told_apart_by_direction():
     batch = dict.fromkeys(("tokens", "labels", "segments", "positions"), jax.ShapeDtypeStruct((ROWS, SEQ), "int32"))
     found = flops_by_direction(jax.make_jaxpr(model.loss_and_grad)(model.shapes, batch), at=at)
     # Rope's products move entries by a permutation, which has no gradient: d_rope^2 for each head, and for the keys.
+    # Attention's backward pass makes the scores again.
     tokens, layers, heads = ROWS * SEQ // 2, 8 // 2, 8 // 2
-    assert found["backward"] == 2 * found["forward"] - 2 * tokens * layers * 4**2 * (heads + 1)
+    rope, scores = 4**2 * (heads + 1), SEQ * heads * (8 + 4)
+    assert found["backward"] == 2 * found["forward"] + 2 * tokens * layers * (scores - rope)
     assert 0.7 * found["forward"] < found["recompute"] < found["forward"], (
         "not the head, and not a layer's last product"
     )

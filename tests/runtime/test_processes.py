@@ -669,14 +669,15 @@ def check_trains_on(arguments, chips, slices):
 
 def check_fits_on(arguments, chips, slices):
     """The settings of a command line are those of a model that can be cut over so many devices."""
-    from test_configs import AbstractMesh, AxisType, model_of, resolve_sizes, with_vocab
-
+    from parallax.analysis.trace import abstract_mesh
     from parallax.cli.command import read_command
+    from parallax.data.vocabulary import with_vocab
+    from parallax.sharding.mesh import resolve_sizes
+    from parallax.training.step import model_of
 
     settings, _ = read_command(arguments, {})
     settings = with_vocab(settings, 1000)
     sizes = resolve_sizes(settings.mesh, chips)
     assert sizes.get("replica", 1) % slices == 0
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    model = model_of(settings, mesh)
+    model = model_of(settings, abstract_mesh(sizes))
     model.check_batch(settings.data.global_batch, settings.data.seq)
