@@ -1,8 +1,8 @@
 """Attention that holds no square of scores: an online softmax over blocks of keys, on every backend.
 
 Milakov and Gimelshein 2018 for the softmax, Dao et al. 2022 for the backward pass, which makes the scores again from
-what is kept: queries, keys, values, the output and a number for each query. Liu et al. 2023 for the ring. Only blocks that
-the causal mask leaves are computed; which these are is known when a program is made, for each context rank.
+what is kept: queries, keys, values, the output and a number for each query. Liu et al. 2023 for the ring. Only blocks
+that the causal mask leaves are computed; which these are is known when a program is made, for each context rank.
 """
 
 import functools
