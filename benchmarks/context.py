@@ -1,6 +1,6 @@
 """Long rows: attention in blocks beside its plain form, and a step on context ranks beside the same step on one device.
 
-    python benchmarks/context.py [--seqs 256 1024 4096] [--ranks 4] [--seq 2048] [--forms all_gather ring ulysses]
+    python benchmarks/context.py [--seqs 256 1024 4096] [--ranks 4] [--seq 1024] [--forms all_gather ring ulysses]
 
 The first table is forward and backward pass of one layer's attention (8 query heads, 4 key heads of 32, packed
 documents, 8,192 tokens), in float32: *plain* is jax.nn.dot_product_attention with a mask, *blocks* is
@@ -30,7 +30,7 @@ def main() -> None:
     parser = Arguments(description=__doc__, smallest=smallest)
     parser.add_argument("--seqs", nargs="+", type=whole_number, default=[256, 1024, 4096], help="of the first table")
     parser.add_argument("--config", default="bench_small", choices=WORKS)
-    parser.add_argument("--seq", type=whole_number, default=2048, help="of the second table")
+    parser.add_argument("--seq", type=whole_number, default=1024, help="of the second table")
     parser.add_argument("--ranks", type=whole_number, default=4)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--rounds", type=whole_number, default=5)
