@@ -46,9 +46,9 @@ def blockwise_attention(
         backward  permute of the gradient of k and the gradient of v over cp
     """
     ranks = context_ranks()
-    own, held, whole = {WHOLE: (1, 1, 1), GATHERED: (2, 2 * ranks, 2 * ranks), RING: (2, 2, 2 * ranks)}[
-        WHOLE if ranks == 1 else keys
-    ]
+    keys = keys if ranks > 1 else WHOLE
+    # Chunks of the queries and keys that are here, and of a whole row.
+    own, held, whole = {WHOLE: (1, 1, 1), GATHERED: (2, 2 * ranks, 2 * ranks), RING: (2, 2, 2 * ranks)}[keys]
     chunk = q_BSHJ.shape[1] // own
     size = tokens_of_block(chunk)
     heads = _filled(q_BSHJ, own, size), _filled(k_BTGJ, held, size), _filled(v_BTGK, held, size)
@@ -234,8 +234,7 @@ def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def _hops(queries: int, keys: int, form: str) -> _Hops:
-    ranks = context_ranks()
-    return _Hops(*_pairs(queries, keys, WHOLE if ranks == 1 else form, ranks))
+    return _Hops(*_pairs(queries, keys, form, context_ranks()))
 
 
 def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:
