@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
     # data, over which no parameter is cut (hybrid sharding): for the network between slices of chips
     config.mesh.replica = 1
     config.mesh.cp = 1  # context: seq is cut over it, and the parameters too; data.seq must divide over 2 * cp
+    config.mesh.ep = 1  # expert: experts are cut over it; all else as over dp, the batch too
 
     # The model as one device sees it: a decoder-only transformer.
     config.model = ConfigDict()
@@ -26,6 +27,17 @@ def get_config() -> ConfigDict:
     config.model.layers = 4  # blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP
+    # kinds of layers in order, "dense" or "moe", as "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
+    config.model.layers_of = ""
+    config.model.experts = 8  # moe: experts of a layer
+    config.model.experts_per_token = 2  # moe: how many of them a token goes to
+    config.model.d_expert = 704  # moe: width of an expert's gated MLP
+    config.model.shared_experts = 0  # moe: further experts that every token goes to; one MLP of so many widths
+    config.model.router_score = "softmax"  # "softmax" | "sigmoid": moe: of an expert, over all or each by itself
+    config.model.router_normalized = True  # moe: the weights of a token's experts sum to 1
+    config.model.router_scale = 1.0  # moe: times these weights
+    config.model.router_groups = 1  # moe: groups of experts, of which a token chooses some first
+    config.model.router_groups_chosen = 1  # moe: how many; a group counts as its best expert, or two best
     config.model.attention = "mla"  # "mla" | "gqa": kv_heads = heads is MHA, kv_heads = 1 is MQA
     config.model.heads = 8  # query heads
     config.model.kv_heads = 8  # gqa only
@@ -82,9 +94,11 @@ def get_config() -> ConfigDict:
     config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes
     config.fsdp.reduce = "float32"  # "float32" | "compute": dtype of gradients that travel; compute is model.dtype
 
-    # What is minimised: cross-entropy, and a z-loss.
+    # What is minimised: cross-entropy, a z-loss, and what keeps the load of experts even.
     config.loss = ConfigDict()
     config.loss.z_coefficient = 0.0  # weight of logsumexp(logits)^2
+    config.loss.balance_coefficient = 0.0  # moe: weight of the balance loss; 1e-2 or 1e-3 is usual
+    config.loss.router_z_coefficient = 0.0  # moe: weight of logsumexp(router's logits)^2, a mean over tokens
     config.loss.chunk_tokens = 1024  # logits of at most so many tokens exist at once on a device
 
     # How gradients become updates, and the learning rate over the steps.
@@ -101,6 +115,8 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.1  # decoupled; norms and biases are left out
     config.optimizer.clip_norm = 1.0  # of the whole gradient; 0 is off
     config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
+    # moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual
+    config.optimizer.balance_rate = 0.0
 
     # A step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()

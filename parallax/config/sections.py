@@ -12,7 +12,7 @@ from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, 
 from parallax.schedules import SCHEDULES, check_schedule
 
 # tp goes last: neighbours have the fastest links, and tp sends the most.
-ALL_AXES = ("pp", "replica", "dp", "cp", "tp")
+ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")
 AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
@@ -27,6 +27,10 @@ SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
 LEAST_FLOAT = 1e-30  # well above float32's least: what divides by it, or by its root, stays finite
 LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
+LAYER_KINDS = ("dense", "moe")  # by their MLP
+# Of model.layers_of: a group in parentheses or a kind by itself, and how often; a run within a group.
+LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
+LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]+))(?:\*([1-9]\d{0,4}))?(?![\w*])")
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
 TOO_SMALL = "is too small; use {} or more"
@@ -58,6 +62,7 @@ class MeshConfig(Section, most=2**20):
         added=True,
         **AXIS,
     )
+    ep: int = key(1, "expert: experts are cut over it; all else as over dp, the batch too", added=True, **AXIS)
 
     def check(self) -> None:
         inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
@@ -82,6 +87,22 @@ class ModelConfig(Section, most=2**24):
     layers: int = key(4, "blocks of attention and MLP", least=1, most=2**14)
     d_model: int = key(256, "width of the residual stream", least=1)
     d_ff: int = key(704, "width of the gated MLP", least=1)
+    layers_of: str = key(
+        "",
+        'kinds of layers in order, "dense" or "moe", as "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
+        added=True,
+    )
+    experts: int = key(8, "moe: experts of a layer", least=1, most=2**12, added=True)
+    experts_per_token: int = key(2, "moe: how many of them a token goes to", least=1, added=True)
+    d_expert: int = key(704, "moe: width of an expert's gated MLP", least=1, added=True)
+    shared_experts: int = key(0, "moe: further experts that every token goes to; one MLP of so many widths", added=True)
+    router_score: str = key(
+        "softmax", "moe: of an expert, over all or each by itself", choices=("softmax", "sigmoid"), added=True
+    )
+    router_normalized: bool = key(True, "moe: the weights of a token's experts sum to 1", added=True)
+    router_scale: float = key(1.0, "moe: times these weights", least=1e-6, added=True)
+    router_groups: int = key(1, "moe: groups of experts, of which a token chooses some first", least=1, added=True)
+    router_groups_chosen: int = key(1, "moe: how many; a group counts as its best expert, or two best", least=1, added=True)
     attention: str = key("mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"))
     heads: int = key(8, "query heads", least=1)
     kv_heads: int = key(8, "gqa only", least=1)
@@ -144,13 +165,66 @@ class ModelConfig(Section, most=2**24):
                 f"model.heads={self.heads} does not divide over model.kv_heads={self.kv_heads}; "
                 f"use kv_heads in {listed(divisors(self.heads))}."
             )
+        if "moe" in self.kinds:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        groups, size = self.router_groups, self.experts // self.router_groups
+        if self.experts % groups:
+            raise ConfigError(
+                f"model.experts={self.experts} does not divide over model.router_groups={groups}; "
+                f"use router_groups in {listed(divisors(self.experts))}."
+            )
+        if self.router_groups_chosen > groups:
+            raise ConfigError(
+                f"model.router_groups_chosen={self.router_groups_chosen} is more than model.router_groups={groups}; "
+                f"use at most {groups}."
+            )
+        if self.experts_per_token > self.router_groups_chosen * size:
+            raise ConfigError(
+                f"model.experts_per_token={self.experts_per_token} is more than the {self.router_groups_chosen * size} "
+                f"experts of {self.router_groups_chosen} of {groups} groups; use at most that, or more experts."
+            )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, in order; ConfigError where `layers_of` is none, or has not as many as `layers`.
+
+        >>> ModelConfig(layers=5, layers_of="dense (dense moe)*2").kinds
+        ('dense', 'dense', 'moe', 'dense', 'moe')
+        """
+        if not self.layers_of.strip():
+            return ("dense",) * self.layers
+        found: list[str] = []
+        left_over = LAYER_GROUP.sub("", self.layers_of)
+        for group, kind, times in LAYER_GROUP.findall(self.layers_of):
+            run = [name for name, count in LAYER_RUN.findall(group or kind) for _ in range(int(count or 1))]
+            left_over += LAYER_RUN.sub("", group)
+            found += run * (int(times or 1) if len(run) <= self.layers else 1)
+            if len(found) > self.layers:
+                break
+        wrong = set(re.findall(r"[^\W\d]\w*", self.layers_of)) - set(LAYER_KINDS)
+        if wrong or left_over.strip():
+            raise ConfigError(
+                f"model.layers_of={quoted(self.layers_of)} is no sequence of kinds"
+                + (f": {nearest(min(wrong), LAYER_KINDS)}" if wrong else "")
+                + '; write "dense*1 moe*26" or "(dense moe*3)*6", say'
+            )
+        if len(found) != self.layers:
+            more = "more than" if len(found) > self.layers else f"{len(found)} layers, not"
+            raise ConfigError(
+                f"model.layers_of={quoted(self.layers_of)} has {more} model.layers={self.layers}; "
+                f'"moe*{self.layers}" has as many'
+            )
+        return tuple(found)
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every dim that a parameter or an activation's last dims may have; of `vocab` with its padding."""
         names = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "d_latent", "d_latent_q", "d_rope")
-        sizes = {name: getattr(self, name) for name in names}
-        return {"vocab": self.padded_vocab, **sizes, "d_qk": self.d_head + self.d_rope}
+        sizes = {name: getattr(self, name) for name in (*names, "experts", "d_expert")}
+        sizes |= {"d_shared": self.shared_experts * self.d_expert, "d_qk": self.d_head + self.d_rope}
+        return {"vocab": self.padded_vocab, **sizes}
 
     @property
     def padded_vocab(self) -> int:
@@ -268,9 +342,16 @@ class FsdpConfig(Section):
 
 @dataclass(frozen=True)
 class LossConfig(Section):
-    """What is minimised: cross-entropy, and a z-loss."""
+    """What is minimised: cross-entropy, a z-loss, and what keeps the load of experts even.
+
+    The balance loss of a layer is, for each row of the batch, `experts * sum(share * score)` over experts: the share of
+    the row's choices that an expert got times the mean of its scores, which sum to 1; its mean over the rows is added,
+    for each layer. So it depends on no mesh and no microbatch. No metric has it: "loss" is the cross-entropy.
+    """
 
     z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", says="must be 0 or more; 1e-4 is usual.")
+    balance_coefficient: float = key(0.0, "moe: weight of the balance loss; 1e-2 or 1e-3 is usual", added=True)
+    router_z_coefficient: float = key(0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens", added=True)
     chunk_tokens: int = key(
         1024,
         "logits of at most so many tokens exist at once on a device",
@@ -295,6 +376,9 @@ class OptimizerConfig(Section):
     weight_decay: float = key(0.1, "decoupled; norms and biases are left out")
     clip_norm: float = key(1.0, "of the whole gradient; 0 is off")
     muon_momentum: float = key(0.95, "muon: decay of the gradient's mean; Nesterov's, as Muon has it", below=BELOW_ONE)
+    balance_rate: float = key(
+        0.0, "moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual", added=True
+    )
 
 
 @dataclass(frozen=True)
