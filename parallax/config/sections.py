@@ -102,7 +102,9 @@ class ModelConfig(Section, most=2**24):
     router_normalized: bool = key(True, "moe: the weights of a token's experts sum to 1", added=True)
     router_scale: float = key(1.0, "moe: times these weights", least=1e-6, added=True)
     router_groups: int = key(1, "moe: groups of experts, of which a token chooses some first", least=1, added=True)
-    router_groups_chosen: int = key(1, "moe: how many; a group counts as its best expert, or two best", least=1, added=True)
+    router_groups_chosen: int = key(
+        1, "moe: how many; a group counts as its best expert, or two best", least=1, added=True
+    )
     attention: str = key("mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"))
     heads: int = key(8, "query heads", least=1)
     kv_heads: int = key(8, "gqa only", least=1)
@@ -351,7 +353,9 @@ class LossConfig(Section):
 
     z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", says="must be 0 or more; 1e-4 is usual.")
     balance_coefficient: float = key(0.0, "moe: weight of the balance loss; 1e-2 or 1e-3 is usual", added=True)
-    router_z_coefficient: float = key(0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens", added=True)
+    router_z_coefficient: float = key(
+        0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens", added=True
+    )
     chunk_tokens: int = key(
         1024,
         "logits of at most so many tokens exist at once on a device",

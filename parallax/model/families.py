@@ -37,7 +37,7 @@ class Family(NamedTuple):
         """The layout that an input of `dim` must have.
 
         >>> FAMILIES["scatter"].input("d_model")
-        'batch/replica/dp seq/cp d_model/tp'
+        'batch/replica/dp/ep seq/cp d_model/tp'
         """
         return activation(self.x.format(dim=dim), seq=seq)
 

@@ -6,7 +6,7 @@ Strings name every axis that may cut a batch. One that a mesh does not have is n
 from parallax.config.sections import RESIDUAL_VALUES, LayoutConfig
 from parallax.sharding.layout import Layout
 
-BATCH_AXES = ("replica", "dp")
+BATCH_AXES = ("replica", "dp", "ep")
 CONTEXT_AXIS = "cp"
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)  # those over which a batch's tokens are cut
 ROWS = "/".join(("batch", *BATCH_AXES))
@@ -22,7 +22,7 @@ def activation(dims: str, *, seq: str = SEQ) -> str:
     """The layout of an activation with these dims behind rows and positions.
 
     >>> activation("d_ff/tp")
-    'batch/replica/dp seq/cp d_ff/tp'
+    'batch/replica/dp/ep seq/cp d_ff/tp'
     """
     return f"{ROWS} {seq} {dims}"
 

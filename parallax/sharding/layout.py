@@ -43,7 +43,14 @@ DIMS = {
 
 
 # Of axes in pictures and notebooks: the palette of Okabe and Ito, which colour-blind people can tell apart.
-AXIS_COLOURS = {"pp": "#e69f00", "replica": "#56b4e9", "dp": "#0072b2", "cp": "#cc79a7", "ep": "#d55e00", "tp": "#009e73"}
+AXIS_COLOURS = {
+    "pp": "#e69f00",
+    "replica": "#56b4e9",
+    "dp": "#0072b2",
+    "cp": "#cc79a7",
+    "ep": "#d55e00",
+    "tp": "#009e73",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -39,7 +39,7 @@ from parallax.sharding.collectives import (
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.parameter import Declared, layouts_of
 
-DATA_AXES = ("dp", "cp")  # axes that may cut a parameter at rest, major first; `replica` never does
+DATA_AXES = ("dp", "cp", "ep")  # axes that may cut a parameter at rest, major first; `replica` never does
 SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
 GRADIENTS = "gradients"  # the scope of messages of gradients that no transposed program sends, for traces
 
