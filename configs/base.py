@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     config.model.layers = 4  # blocks of attention and MLP
     config.model.d_model = 256  # width of the residual stream
     config.model.d_ff = 704  # width of the gated MLP
-    # kinds of layers in order, "dense" or "moe", as "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
+    # kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense
     config.model.layers_of = ""
     config.model.experts = 8  # moe: experts of a layer
     config.model.experts_per_token = 2  # moe: how many of them a token goes to

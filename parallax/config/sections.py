@@ -89,7 +89,7 @@ class ModelConfig(Section, most=2**24):
     d_ff: int = key(704, "width of the gated MLP", least=1)
     layers_of: str = key(
         "",
-        'kinds of layers in order, "dense" or "moe", as "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
+        'kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
         added=True,
     )
     experts: int = key(8, "moe: experts of a layer", least=1, most=2**12, added=True)
