@@ -60,7 +60,7 @@ class Decoder:
         self.model, self.layouts = model, jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
-        self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
+        self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.kinds)
 
     def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
         """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
