@@ -1,7 +1,7 @@
 """The model as one device sees it: embedding, blocks and head, built from strings."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -119,6 +119,26 @@ class Parts(NamedTuple):
     def by_kind(self, blocks: Any) -> list[Any]:
         """What "blocks" holds for each kind of layers, in the order of `self.blocks`."""
         return [blocks[kind] for kind in self.blocks] if len(self.blocks) > 1 else [blocks]
+
+    def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, turns: Any) -> tuple[Array, Any]:
+        """`x, out = layer(block, weights, x, other)` for each layer in its order: the last x, and all `out` stacked.
+
+        `blocks` are resident, `others` have an entry for each layer. `turns` is Arrangement.turns of one rank; a place
+        without a layer leaves x, and `other` for `out`.
+        """
+        stacks, modules = self.by_kind(blocks), list(self.blocks.values())
+        if len(stacks) == 1:
+            return jax.lax.scan(lambda x, own: layer(modules[0], own[0], x, own[1]), x, (stacks[0], others))
+
+        def turn(x: Array, own: Any) -> tuple[Array, Any]:
+            kind, at, other = own
+            runs = [
+                lambda x, other, block=block, stack=stack: layer(block, jax.tree.map(lambda w: w[at], stack), x, other)
+                for block, stack in zip(modules, stacks, strict=True)
+            ]
+            return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
+
+        return jax.lax.scan(turn, x, (*turns, others))
 
     def declare(self, key: Array) -> dict[str, Any]:
         """All parameters as `Declared`, whole: no axis is bound here, so nothing depends on the mesh."""

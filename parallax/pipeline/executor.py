@@ -321,11 +321,12 @@ class Stage:
 
     def plan(self, weights: Sequence[Any], x: Array, context: Context) -> dict[str, list[list[Array]]]:
         """What a layer of each kind keeps in each pool. Called once, for its shapes, before the passes are traced."""
-        planned = [
-            stack.plan(self.remat, self.split, self.loop.gathered(stack, weights, 0), x, stack.context(context, 0))
-            for stack in self.loop.stacks
-        ]
-        return {pool: [pools[pool] for pools in planned] for pool in planned[0]}
+        pools: dict[str, list[list[Array]]] = {"FB": [], "FW": [], "BW": []}
+        for stack in self.loop.stacks:
+            gathered, here = self.loop.gathered(stack, weights, 0), stack.context(context, 0)
+            for pool, leaves in stack.plan(self.remat, self.split, gathered, x, here).items():
+                pools[pool].append(leaves)
+        return pools
 
     @property
     def last_weight(self) -> int:
@@ -483,7 +484,7 @@ class LayerLoop:
     uneven: bool
     prefetch: bool
     serialized: bool
-    places: tuple[Array, Array] | None = None
+    places: Array | None = None
 
     def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
         """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is

@@ -90,15 +90,19 @@ class Arrangement:
         """This rank's row of `numbers`."""
         return jnp.asarray(self.numbers)[lax.axis_index("pp")]
 
-    def own_turns(self) -> tuple[Array, Array]:
-        """Of each place of this rank the kind of its layer, by its place in `sorted(set(kinds))`, as many as these for
-        none; and how many layers of its kind its stage has before it."""
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """int32 `[2, rank, place]`: the kind of the layer there, by its place in `sorted(set(kinds))`, as many as these
+        for none; and how many layers of its kind its stage has before it."""
         names = sorted(set(self.kinds))
         kinds = np.append([names.index(kind) for kind in self.kinds], len(names))[self.numbers]
         by_stage = kinds.reshape(-1, self.stage_layers)
         earlier = [[int((stage[:at] == kind).sum()) for at, kind in enumerate(stage)] for stage in by_stage]
-        rank = lax.axis_index("pp")
-        return jnp.asarray(kinds)[rank], jnp.asarray(np.reshape(earlier, kinds.shape))[rank]
+        return np.stack([kinds, np.reshape(earlier, kinds.shape)]).astype(np.int32)
+
+    def own_turns(self) -> Array:
+        """This rank's part of `turns`, `[2, place]`."""
+        return jnp.asarray(self.turns)[:, lax.axis_index("pp")]
 
     def own_layers(self) -> Array:
         """The model's layer in each place of this rank, -1 for none."""
