@@ -178,7 +178,9 @@ class Decoder:
 
         # One stage a rank, whatever the schedule that the model was trained with.
         kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)
-        staged = [leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))]
+        staged = [
+            leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))
+        ]
         staged = jax.tree.unflatten(jax.tree.structure(params["blocks"]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
         layouts = self.layouts | {"blocks": jax.tree.map(in_stages, self.layouts["blocks"])}

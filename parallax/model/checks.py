@@ -55,7 +55,7 @@ def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int
 
 
 def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
-    size, pieces = model.sizes[dim], math.prod(axis_sizes[axis] for axis in axes)
+    size, pieces = model.sizes[dim], math.prod(axis_sizes.get(axis, 1) for axis in axes)
     if size % pieces:
         cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes)
         # What a tokenizer or a published model has is not for users to choose: the table is padded instead.

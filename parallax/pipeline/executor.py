@@ -335,6 +335,7 @@ class Stage:
 
     def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
         """Slots for what `plan` says, empty."""
+
         def empty(pool: str) -> list[list[Array]]:
             if pool == "FB" and self.remat == "stage":  # the stage's input
                 return [[zeros(pools[pool][0][0], slots[pool])]]
@@ -497,9 +498,7 @@ class LayerLoop:
             kind = UnevenTurns if self.uneven else Turns
         return kind(self, step, chunk, weights, reverse)
 
-    def gathered(
-        self, stack: LayerStack, weights: Any, number: Array | int, earlier: Sequence[Array] = ()
-    ) -> Any:
+    def gathered(self, stack: LayerStack, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
         """The whole weights of the kind's layer in this place; None of None. See `_after` for `earlier`."""
         if weights is None:
             return None

@@ -337,7 +337,9 @@ class ShardedModel:
                 order.own_layers(),
                 at,
             )
-            for at, (block, (name, order)) in enumerate(zip(self.parts.blocks.values(), self.orders.items(), strict=True))
+            for at, (block, (name, order)) in enumerate(
+                zip(self.parts.blocks.values(), self.orders.items(), strict=True)
+            )
         ]
         loop = LayerLoop(
             stacks,

@@ -412,7 +412,7 @@ def cut_over_pp(
 ) -> Layout:
     """The layout, with the largest of these dims that divides over pp cut over it, too; itself where none does."""
     further = {name: (*layout.cut_of(name), "pp") for name in names}
-    pieces = {name: math.prod(axis_sizes[axis] for axis in axes) for name, axes in further.items()}
+    pieces = {name: math.prod(axis_sizes.get(axis, 1) for axis in axes) for name, axes in further.items()}
     fit = [(sizes[name], name) for name in names if sizes[name] % pieces[name] == 0]
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 

@@ -4,6 +4,7 @@ What devices send each other for an update is written here, in the local view: M
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -18,7 +19,9 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
 
-INPUT_DIMS = ("d_model", "d_ff", "d_latent", "d_latent_q")  # that a kernel contracts, when they stand first
+# Dims that a kernel contracts, when they stand first; dims that number matrices.
+INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
+STACKED = ("layers", "experts")
 # Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
 MUON_RMS = 0.2
@@ -52,7 +55,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
-    """Clip by the norm of the whole gradient, then AdamW or Muon; decay skips norms and biases.
+    """Clip by the norm of the whole gradient, then AdamW or Muon; decay skips norms and biases. What balances the load
+    of experts is no gradient and goes its own way: see `balance`.
 
     `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims.
     """
@@ -61,7 +65,21 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
         direction = muon_and(direction, config.muon_momentum, layouts)
     decay = optax.add_decayed_weights(config.weight_decay, map_layouts(is_matrix, layouts))
     update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
-    return optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
+    trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
+    kinds = map_layouts(lambda layout: "balance" if is_load(layout) else "trained", layouts)
+    if "balance" not in jax.tree.leaves(kinds):
+        return trained
+    return optax.partition({"balance": balance(config.balance_rate), "trained": trained}, kinds)
+
+
+def balance(rate: float) -> optax.GradientTransformation:
+    """The update of routers' biases, whose gradients are how many tokens each expert got: one that got less than the
+    mean is chosen more readily in the next step, by `rate` (arXiv 2408.15664)."""
+
+    def update(counts, state, params=None):
+        return jax.tree.map(lambda count: rate * jnp.sign(count.mean(-1, keepdims=True) - count), counts), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def muon_and(adam: optax.GradientTransformation, momentum: float, layouts: Any) -> optax.GradientTransformation:
@@ -112,7 +130,7 @@ def newton_schulz(x: Array, coefficients: Array, *, layout: Layout, tall: bool) 
     """
     dims = muon_dims(layout)
     row_axes, column_axes = (tuple(axis for at in group for axis in layout.axes[at]) for group in dims)
-    own = x.reshape(x.shape[0], *(math.prod(x.shape[at] for at in group) for group in dims))
+    own = x.reshape(-1, *(math.prod(x.shape[at] for at in group) for group in dims))
     if tall:
         own, row_axes, column_axes = own.mT, column_axes, row_axes
     all_rows = functools.partial(all_gather, f"layers {'/'.join(('rows', *row_axes))} columns -> layers rows columns")
@@ -146,33 +164,51 @@ def is_matrix(layout: Layout) -> bool:
     >>> [is_matrix(Layout.parse(text)) for text in ("layers/pp d_model/tp", "layers/pp d_model/dp d_ff/tp")]
     [False, True]
     """
-    dims = [name for name in layout.names if name != "layers"]
+    dims = layout.names[_stacked(layout) :]
     return len(dims) > 1 and any(name in INPUT_DIMS for name in dims)
 
 
+def is_load(layout: Layout) -> bool:
+    """Whether a parameter is a router's bias, whose gradient is the load of its experts.
+
+    >>> is_load(Layout.parse("layers/pp experts"))
+    True
+    """
+    return layout.names[-1:] == ("experts",) and _stacked(layout) == len(layout.names)
+
+
+def _stacked(layout: Layout) -> int:
+    """How many dims at the front number matrices."""
+    return sum(1 for _ in itertools.takewhile(STACKED.__contains__, layout.names))
+
+
 def muon_dims(layout: Layout) -> Any:
-    """Which dims of a hidden matrix are input and output, each stacked layer a matrix of its own; None: leave to AdamW.
+    """Which dims of a hidden matrix are input and output, each stacked layer and expert a matrix of its own; None: leave
+    to AdamW.
 
     >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
     """
     if not is_matrix(layout) or "vocab" in layout.names:
         return None
-    first = layout.names.index("layers") + 1
+    first = _stacked(layout)
     dims = tuple(range(first, len(layout.names)))
     inputs = dims[:1] if layout.names[first] in INPUT_DIMS else dims[:-1]
     return optax.contrib.MuonDimensionNumbers(inputs, tuple(d for d in dims if d not in inputs))
 
 
 def global_norm(grads: Any, layouts: Any = None) -> Array:
-    """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts.
+    """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts,
+    without the load of experts.
 
     Communication:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
     """
     squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
     if bound_axis_sizes():
-        cut_by = [layout.used_axes() for layout in structure.flatten_up_to(layouts)]
+        given = structure.flatten_up_to(layouts)
+        squares = [square for square, layout in zip(squares, given) if not is_load(layout)]
+        cut_by = [layout.used_axes() for layout in given if not is_load(layout)]
         for axes in dict.fromkeys(cut_by):
             members = [at for at, own in enumerate(cut_by) if own == axes]
             for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):

@@ -131,7 +131,9 @@ def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
     assert len(pools["FB"]) + len(pools["FW"]) == all_saved and len(pools["FB"]) > 0
     assert len(pools["FW"]) == 2, "the inputs of up and of down"
     assert len(pools["BW"]) == 2, "the gradients of their outputs"
-    assert set(apart.loop.stacks[0].vjp.backward_split.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
+    assert set(apart.loop.stacks[0].vjp.backward_split.deferred) == {0, 2}, (
+        "down and up; the gradient of the scale takes no product"
+    )
 
 
 def test_b_and_w_do_the_work_of_the_backward_pass_once():
