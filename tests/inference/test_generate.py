@@ -38,7 +38,7 @@ SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_
 MODELS = {
     "mha": {"attention": "gqa", "kv_heads": 8, "qkv_bias": True},
     "gqa": {"attention": "gqa", "kv_heads": 2, "dropout": 0.5},
-    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False},
+    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False, "d_model": 80},  # of tables pp cuts what data axes cut
     "mla": {"attention": "mla", "qkv_bias": True, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_seq": 8},
     "mla_q": {"attention": "mla", "d_latent_q": 16, "tied": False},
 }
@@ -57,6 +57,7 @@ FAST = [
     ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
     ("mla", (2, 2, 2), PLAIN),
     ("gqa", (2, 1, 2, 1, 2), OTHER),
+    ("mqa", (2, 2, 1, 1, 1, 2), PLAIN),
 ]
 ALL = {
     *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
@@ -75,9 +76,8 @@ def model_on(
     name: str, mesh: tuple[int, ...] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
 ) -> ShardedModel:
     defaults = get_config()
-    laid_out = make_mesh(
-        MeshConfig(**dict(zip(("pp", "dp", "tp", "replica", "cp"), mesh)), simulate=0), jax.devices()[: np.prod(mesh)]
-    )
+    sizes = dict(zip(("pp", "dp", "tp", "replica", "cp", "ep"), mesh))
+    laid_out = make_mesh(MeshConfig(**sizes, simulate=0), jax.devices()[: np.prod(mesh)])
     return ShardedModel(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
