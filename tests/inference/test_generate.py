@@ -170,7 +170,7 @@ def test_a_prompt_goes_on_beside_others_as_it_does_alone():
 @pytest.mark.parametrize("name, layout", [("gqa", PLAIN), pytest.param("mla", OTHER, marks=pytest.mark.slow)])
 def test_a_seed_writes_the_same_on_every_mesh(name, layout):
     written = []
-    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 2, 1, 1, 4)]:
+    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 2, 1, 1, 2, 2)]:
         model = model_on(name, mesh, layout)
         ids = generate(model, params_on(name, model), [[9, 8, 7, 6, 5], [1, 2], [1, 2]], SAMPLED)
         written.append([row.tolist() for row in ids])
@@ -221,11 +221,11 @@ def test_the_command_goes_on_from_a_prompt_on_any_mesh(whole_run, capsys):
     common = ["--workdir", str(whole_run), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
     assert main([*common, "--pp", "1", "--dp", "1", "--tp", "1"]) == 0
     single = capsys.readouterr()
-    assert main([*common, "--pp", "2", "--dp", "2", "--tp", "2", "--step", "8"]) == 0
+    assert main([*common, "--pp", "2", "--dp", "1", "--ep", "2", "--tp", "2", "--step", "8"]) == 0
     cut = capsys.readouterr()
     assert single.out == cut.out
     assert single.out.startswith("It is") and len(single.out) > len("It is\n")
-    assert f"step 8 of {whole_run} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
+    assert f"step 8 of {whole_run} on pp2·dp1·ep2·tp2" in cut.err and "tokens/s" in cut.err
 
 
 @pytest.mark.slow
