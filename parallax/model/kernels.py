@@ -90,6 +90,14 @@ def widest_head(kind: str) -> int:
     return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
 
 
+def for_cpus() -> bool:
+    """Whether what is traced now will run on CPUs; on a mesh of no devices, it is for accelerators."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.abstract_device is not None:
+        return mesh.abstract_device.platform == "cpu"
+    return mesh.empty and jax.default_backend() == "cpu"
+
+
 def devices_known() -> bool:
     """Whether what is traced now is for devices: not where its mesh is abstract."""
     mesh = jax.sharding.get_abstract_mesh()

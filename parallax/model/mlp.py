@@ -14,7 +14,7 @@ from parallax.sharding.collectives import reshard
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
+    """`down(silu(gate(x)) * up(x))`, of this width; input and output have the residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -29,16 +29,17 @@ class GatedMLP(nn.Module):
     sizes: Mapping[str, int]
     dtype: str
     out_scale: float
+    width: str = "d_ff"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        whole, wide = self.family.input("d_model"), activation("d_ff/tp")
+        whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
-        kernel = self.family.into("d_model", "d_ff/tp")
+        kernel = self.family.into("d_model", f"{self.width}/tp")
         gate = Dense(kernel, whole, wide, self.sizes, self.dtype, name="gate")(x)
         up = Dense(kernel, whole, wide, self.sizes, self.dtype, name="up")(x)
         down = Dense(
-            self.family.back("d_ff/tp"),
+            self.family.back(f"{self.width}/tp"),
             wide,
             self.residual,
             self.sizes,

@@ -7,10 +7,11 @@ from parallax.runtime.errors import NotationError
 from parallax.sharding.layout import DIMS, Layout, check_rank
 
 
-def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None) -> Array:
+def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None, precision: str | None = None) -> Array:
     """Contract in the notation; what a contracted, cut dim leaves is a partial sum, and the result must say so.
 
-    `dtype` is that of the sums and the result; without it, the operands'.
+    `dtype` is that of the sums and the result; without it, the operands'. `precision` is that of the products, as JAX
+    has it.
 
     Communication:
         forward   nothing
@@ -30,7 +31,9 @@ def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None) -> Ar
     for layout, operand in zip(inputs, operands, strict=True):
         check_rank(pattern, layout, operand)
     letters = ["".join(DIMS[name] for name in layout.names) for layout in (*inputs, output)]
-    return jnp.einsum(f"{','.join(letters[:-1])}->{letters[-1]}", *operands, preferred_element_type=dtype)
+    return jnp.einsum(
+        f"{','.join(letters[:-1])}->{letters[-1]}", *operands, preferred_element_type=dtype, precision=precision
+    )
 
 
 def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:

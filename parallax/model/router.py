@@ -1,0 +1,121 @@
+"""The router of a mixture: which experts a token goes to, with which weights, and what keeps their load even."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from parallax.config.sections import ModelConfig
+from parallax.sharding.activations import CONTEXT_AXIS, activation
+from parallax.sharding.collectives import as_varying, is_bound, sum_over, varying_axes
+from parallax.sharding.einsum import einsum
+from parallax.sharding.parameter import parameter
+from parallax.sharding.zigzag import context_ranks
+
+LEAST_SUM = 1e-20  # of the weights that are normalised: sigmoids may all be 0
+
+
+class Router(nn.Module):
+    """Weights [B, S, K] in float32 and ids [B, S, K] of each token's K experts, the highest score first.
+
+    Scores are a softmax over experts or sigmoids, in float32 at the highest precision. `bias` is added to them for the
+    choice alone (DeepSeek-V3, section 2.1.2); of equal ones the lower id is chosen. With groups, experts of the best
+    groups alone are chosen: under softmax a group counts as its best expert (DeepSeek-V2, section 2.1.2), under sigmoid
+    as the sum of its two best (DeepSeek-V3).
+
+    What has no part in the values comes with the gradients, where `row_weight`, 1 / rows of the global batch, is given:
+    those of the balance loss and of the z-loss, as LossConfig has them; and as the bias', how many tokens each expert
+    got. Every tensor-parallel rank has all tokens, and chooses the same; the first one tells.
+
+    Communication:
+        forward   all_reduce of the counts of each row over cp if there is a balance loss
+        backward  nothing
+    """
+
+    model: ModelConfig
+    balance_coefficient: float
+    z_coefficient: float
+
+    def setup(self):
+        self.kernel = parameter(self, "kernel", "d_model experts", self.model.sizes, self._initial)
+        self.bias = parameter(self, "bias", "experts", self.model.sizes, _zeros)
+
+    def __call__(self, x: Array, row_weight: Array | None) -> tuple[Array, Array]:
+        product = f"{activation('d_model')}, d_model experts -> {activation('experts')}"
+        logits_BSE = einsum(product, x.astype(jnp.float32), self.kernel, precision="highest")
+        sigmoid = self.model.router_score == "sigmoid"
+        scores_BSE = jax.nn.sigmoid(logits_BSE) if sigmoid else jax.nn.softmax(logits_BSE, axis=-1)
+        ids_BSK = choose(lax.stop_gradient(scores_BSE + self.bias.reshape(1, 1, -1)), self.model)
+        weights_BSK = jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
+        if self.model.router_normalized:
+            weights_BSK /= weights_BSK.sum(axis=-1, keepdims=True) + LEAST_SUM
+        weights_BSK *= self.model.router_scale
+        if row_weight is None:
+            return weights_BSK, ids_BSK
+        counts_BE = _counts(ids_BSK, self.model.experts)
+        loss = self._losses(logits_BSE, scores_BSE, counts_BE, row_weight)
+        tells = jnp.float32(lax.axis_index("tp") == 0 if is_bound("tp") else 1)
+        gradients = tells, tells * counts_BE.sum(axis=0)
+        return with_gradients(weights_BSK, (loss, self.bias), gradients), ids_BSK
+
+    def _losses(self, logits_BSE: Array, scores_BSE: Array, counts_BE: Array, row_weight: Array) -> Array:
+        """This device's share of the balance loss and the z-loss of the whole batch."""
+        loss = jnp.zeros(())
+        if self.balance_coefficient:
+            row_counts_BE = sum_over(counts_BE, [CONTEXT_AXIS])
+            shares_BE = row_counts_BE / row_counts_BE.sum(axis=-1, keepdims=True)
+            p_BSE = scores_BSE / (scores_BSE.sum(axis=-1, keepdims=True) + LEAST_SUM)
+            balance = self.model.experts * jnp.einsum("BE,BSE->", shares_BE, p_BSE, precision="highest")
+            loss += self.balance_coefficient * balance
+        if self.z_coefficient:
+            loss += self.z_coefficient * jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)).sum()
+        return loss * row_weight / (logits_BSE.shape[1] * context_ranks())
+
+    def _initial(self, key: Array, shape: tuple[int, ...]) -> Array:
+        return nn.initializers.normal(self.model.d_model**-0.5)(key, shape, jnp.float32)
+
+
+def choose(scores_BSE: Array, model: ModelConfig) -> Array:
+    """The ids of each token's experts, the highest score first; of equal ones the lower id."""
+    if model.router_groups > 1:
+        scores_BSE = _in_best_groups(scores_BSE, model)
+    return lax.top_k(scores_BSE, model.experts_per_token)[1]
+
+
+def _in_best_groups(scores_BSE: Array, model: ModelConfig) -> Array:
+    """The scores, -inf outside of a token's best groups."""
+    groups_BSGE = scores_BSE.reshape(*scores_BSE.shape[:2], model.router_groups, -1)
+    counting = min(2 if model.router_score == "sigmoid" else 1, groups_BSGE.shape[-1])
+    best_BSG = lax.top_k(groups_BSGE, counting)[0].sum(axis=-1)
+    chosen = lax.top_k(best_BSG, model.router_groups_chosen)[1]
+    is_chosen_BSG = (chosen[..., None] == jnp.arange(model.router_groups).reshape(1, 1, 1, -1)).any(axis=2)
+    return jnp.where(is_chosen_BSG[..., None], groups_BSGE, -jnp.inf).reshape(scores_BSE.shape)
+
+
+def _counts(ids_BSK: Array, experts: int) -> Array:
+    """How many tokens of each row go to each expert, float32: whole numbers are exact up to 2^24."""
+    return (ids_BSK[..., None] == jnp.arange(experts).reshape(1, 1, 1, -1)).sum(axis=(1, 2)).astype(jnp.float32)
+
+
+def with_gradients(y: Array, given: Any, gradients: Any) -> Array:
+    """`y`; in the backward pass each array of `given` also gets its gradient in `gradients`, whatever y's is.
+
+    >>> jax.grad(lambda x: 3 * with_gradients(jnp.ones(()), x, jnp.full((), 5.0)))(1.0).item()
+    5.0
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((y, given, gradients))))
+    return _with_gradients(*jax.tree.map(lambda x: as_varying(x, axes), (y, given, gradients)))
+
+
+@jax.custom_vjp
+def _with_gradients(y: Array, given: Any, gradients: Any) -> Array:
+    return y
+
+
+_with_gradients.defvjp(lambda y, given, gradients: (y, gradients), lambda gradients, dy: (dy, gradients, None))
+
+
+def _zeros(key: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.zeros(shape, jnp.float32)

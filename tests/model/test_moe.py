@@ -1,0 +1,197 @@
+"""A mixture of experts is a loop over experts, in values and gradients, on every mesh and in both exchanges."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import HIDDEN_CUT, SEQ_CUT, model_config
+
+from parallax.model.exchange import EXCHANGES
+from parallax.model.families import FAMILIES
+from parallax.model.moe import MoE
+from parallax.sharding.layout import Layout
+from parallax.sharding.mesh import mesh_of
+from parallax.sharding.parameter import layouts_of
+
+ROWS, SEQ, EXPERTS, PLACES, WIDTH = 4, 8, 8, 2, 16
+# Sums over up to 64 float32 terms, in another order.
+ERROR = 1e-5
+SIZES = dict(layers_of="moe*8", d_model=WIDTH, d_expert=8, experts=EXPERTS, experts_per_token=PLACES)
+ROUTERS = {
+    "softmax": {},
+    "one expert": dict(experts_per_token=1, router_normalized=False),
+    "three, not normalised": dict(experts_per_token=3, router_normalized=False, router_scale=2.5),
+    "softmax, groups": dict(router_groups=4, router_groups_chosen=2, experts_per_token=3),
+    "sigmoid": dict(router_score="sigmoid", router_scale=2.5),
+    "sigmoid, groups": dict(router_score="sigmoid", router_groups=2, router_groups_chosen=1, experts_per_token=3),
+    "shared": dict(shared_experts=2),
+    "all experts": dict(experts_per_token=EXPERTS),
+}
+MESHES = [
+    dict(ep=2), dict(ep=4), dict(tp=2), dict(cp=2), dict(dp=2), dict(ep=2, tp=2), dict(ep=2, cp=2), dict(ep=2, dp=2),
+    dict(ep=4, tp=2), dict(ep=4, cp=2), dict(ep=2, tp=2, cp=2), dict(ep=2, dp=2, tp=2), dict(replica=2, ep=2),
+]  # fmt: skip
+AUXILIARY = dict(balance_coefficient=0.3, router_z_coefficient=0.2)
+
+
+def mixture(residual=HIDDEN_CUT, family="column_row", *, model=None, **how):
+    return MoE(model_config(**SIZES | (model or {})), residual, FAMILIES[family], 0.5, **how)
+
+
+def declared(layer):
+    """(layouts, values) of its parameters: all random, the bias too."""
+    x = jnp.zeros((1, 1, WIDTH), layer.model.dtype)
+    boxed = jax.eval_shape(lambda key: layer.init(key, x, None), jax.random.key(0))["params"]
+    rng = np.random.default_rng(2)
+    fill = lambda s: rng.normal(0, 2 * s.shape[-2:][0] ** -0.5, s.shape).astype(np.float32)  # noqa: E731
+    params = jax.tree.map(fill, nn.meta.unbox(boxed))
+    params["router"]["bias"] = rng.normal(0, 0.1, EXPERTS).astype(np.float32)
+    return layouts_of(boxed), params
+
+
+def arrays(seed=0):
+    """(x, a weight for each entry of the output)."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(ROWS, SEQ, WIDTH)).astype(np.float32) for _ in range(2))
+
+
+def on_mesh(layer, layouts, sizes, *, row_weight=1 / ROWS):
+    """`layer` cut over a mesh, a function of whole arrays."""
+    mesh = mesh_of(**sizes)
+    specs = jax.tree.map(lambda layout: layout.spec(mesh), layouts)
+    residual = Layout.parse(layer.residual).spec(mesh)
+    local = lambda params, x, weight: layer.apply({"params": params}, x, weight)  # noqa: E731
+    cut = jax.shard_map(local, mesh=mesh, in_specs=(specs, residual, P()), out_specs=residual, check_vma=True)
+    return lambda params, x: cut(params, x, None if row_weight is None else jnp.float32(row_weight))
+
+
+def with_gradients(function, params, x, dy):
+    """(y, gradients in params, gradient in x), as one compiled program."""
+
+    def run(params, x):
+        y, pull = jax.vjp(function, params, x)
+        return y, *pull(jnp.asarray(dy, y.dtype))
+
+    return jax.tree.map(np.asarray, jax.jit(run)(params, x))
+
+
+def check(found, expected, error=ERROR):
+    paths = jax.tree_util.tree_leaves_with_path(found)
+    for (path, a), e in zip(paths, jax.tree.leaves(expected), strict=True):
+        assert a.shape == e.shape and np.isfinite(a).all(), path
+        assert np.abs(a - e).max() <= error * max(np.abs(e).max(), 1e-30), (path, np.abs(a - e).max(), np.abs(e).max())
+
+
+# ---- the plain form
+
+
+def naive_choice(scores_E, model):
+    """One token's experts: sorted by score, of equal ones the lower id first."""
+    size = EXPERTS // model.router_groups
+    groups = [range(first, first + size) for first in range(0, EXPERTS, size)]
+    counting = 2 if model.router_score == "sigmoid" else 1
+    worth = lambda group: sum(sorted(scores_E[e] for e in group)[-counting:])  # noqa: E731
+    groups = sorted(groups, key=lambda group: (-worth(group), group[0]))[: model.router_groups_chosen]
+    members = [e for group in groups for e in group]
+    return sorted(members, key=lambda e: (-scores_E[e], e))[: model.experts_per_token]
+
+
+def naive_scores(params, x, model):
+    logits = x @ params["router"]["kernel"]
+    if model.router_score == "sigmoid":
+        return logits, 1 / (1 + jnp.exp(-logits))
+    return logits, jnp.exp(logits) / jnp.exp(logits).sum(axis=-1, keepdims=True)
+
+
+def naive_ids(params, x, model):
+    scores = np.asarray(naive_scores(params, x, model)[1]) + np.asarray(params["router"]["bias"])
+    return np.array([[naive_choice(token, model) for token in row] for row in scores])
+
+
+def gated(x, gate, up, down):
+    hidden = x @ gate
+    return (hidden / (1 + jnp.exp(-hidden)) * (x @ up)) @ down
+
+
+def naive(params, x, model, ids):
+    """The output: every expert computes all tokens."""
+    _, scores = naive_scores(params, x, model)
+    weights = scores * (ids[..., None] == np.arange(EXPERTS)).any(axis=2)
+    if model.router_normalized:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    y = 0
+    for expert in range(EXPERTS):
+        kernels = [params["experts"][name][expert] for name in ("gate", "up", "down")]
+        y += model.router_scale * weights[..., expert, None] * gated(x, *kernels)
+    if model.shared_experts:
+        y += gated(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+    return y
+
+
+def naive_losses(params, x, model, ids, balance_coefficient=0.0, router_z_coefficient=0.0):
+    """The docstring of LossConfig, row by row."""
+    logits, scores = naive_scores(params, x, model)
+    total = 0
+    for row in range(ROWS):
+        share = np.bincount(ids[row].reshape(-1), minlength=EXPERTS) / ids[row].size
+        p = scores[row] / scores[row].sum(axis=-1, keepdims=True)
+        total += balance_coefficient * EXPERTS * (share * p.mean(axis=0)).sum() / ROWS
+    return total + router_z_coefficient * (jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2).mean()
+
+
+def exact(params, x, dy, model, **coefficients):
+    """What `with_gradients` must give, in float64; the bias' gradient are counts."""
+    with jax.enable_x64(True):
+        params, x, dy = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x, dy))
+        ids = naive_ids(params, x, model)
+        loss = lambda params, x: (  # noqa: E731
+            (naive(params, x, model, ids) * dy).sum() + naive_losses(params, x, model, ids, **coefficients)
+        )
+        grads, dx = jax.grad(loss, argnums=(0, 1))(params, x)
+        grads["router"]["bias"] = np.bincount(ids.reshape(-1), minlength=EXPERTS)
+        return jax.tree.map(np.asarray, (naive(params, x, model, ids), grads, dx))
+
+
+@functools.cache
+def of_router(router):
+    """(parameters, what is expected) with the auxiliary losses."""
+    layer = mixture(model=ROUTERS[router])
+    _, params = declared(layer)
+    return params, exact(params, *arrays(), layer.model, **AUXILIARY)
+
+
+# ---- one device
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_alone_it_is_a_loop_over_experts(router):
+    layer = mixture(model=ROUTERS[router], **AUXILIARY)
+    params, expected = of_router(router)
+    x, dy = arrays()
+    function = lambda params, x: layer.apply({"params": params}, x, jnp.float32(1 / ROWS))  # noqa: E731
+    found = with_gradients(function, params, x, dy)
+    check(found, expected)
+    np.testing.assert_array_equal(found[1]["router"]["bias"], expected[1]["router"]["bias"])
+
+
+# ---- meshes
+
+
+def check_on_mesh(sizes, *, residual=HIDDEN_CUT, family="column_row", router="softmax", **how):
+    layer = mixture(residual, family, model=ROUTERS[router], **how, **AUXILIARY)
+    layouts, _ = declared(layer)
+    params, expected = of_router(router)
+    found = with_gradients(on_mesh(layer, layouts, sizes), params, *arrays())
+    check(found, expected)
+    np.testing.assert_array_equal(found[1]["router"]["bias"], expected[1]["router"]["bias"])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_it_is_the_same_on_every_mesh(mesh, residual, exchange):
+    check_on_mesh(mesh, residual=residual, exchange=exchange)
