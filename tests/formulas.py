@@ -35,13 +35,15 @@ class Step:
     tables: str = ""  # another policy for embedding and head
     replica: int = 1
     cp: int = 1
+    ep: int = 1
     context: str = "all_gather"
 
     def __post_init__(self):
         self.pp, self.dp, self.tp = self.mesh
         self.sent = Counter()
         self.tables = self.tables or self.policy
-        self.fsdp = "dp cp" if self.cp > 1 else "dp"  # axes that cut parameters at rest
+        # Axes that cut parameters at rest.
+        self.fsdp = " ".join(["dp", *(axis for axis in ("cp", "ep") if getattr(self, axis) > 1)])
         self.data = f"replica {self.fsdp}" if self.replica > 1 else self.fsdp
 
     # ---- sizes
@@ -52,13 +54,13 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on a data and context rank."""
-        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.microbatches)
+        """Of a microbatch, on a data, context and expert rank."""
+        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.ep * self.microbatches)
 
     @property
     def shared_tokens(self) -> int:
-        """Of the whole batch, on a rank of data, context and pipeline; ranks of the pipeline share the head by rows."""
-        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.pp)
+        """Of the whole batch, on a rank of those and of the pipeline, whose ranks share the head by rows."""
+        return self.rows * self.seq // (self.replica * self.dp * self.cp * self.ep * self.pp)
 
     @property
     def heads_between(self) -> bool:
@@ -215,7 +217,7 @@ class Step:
 
     def batch_in_context_order(self) -> None:
         """Four int32 arrays of whole rows, once a step."""
-        self.add("cp", "all-gather", "forward", 4 * 4 * self.rows * self.seq // (self.replica * self.dp))
+        self.add("cp", "all-gather", "forward", 4 * 4 * self.rows * self.seq // (self.replica * self.dp * self.ep))
 
     def embed_and_head(self) -> None:
         head = self.shared_tokens * self.bytes * self.model.d_model
@@ -264,7 +266,7 @@ class Step:
         return uses if policy in PER_USE else once, uses if policy in ("zero2", "zero3") else once
 
     def cut_at_rest(self, entries: int, policy: str) -> int:
-        return entries if policy == "ddp" else entries // (self.dp * self.cp)
+        return entries if policy == "ddp" else entries // (self.dp * self.cp * self.ep)
 
     def sum_at_rest(self, entries: int, policy: str, over_tp: bool, over_pp: bool = True) -> None:
         """The gradient of a parameter at rest, summed once over the axes that do not cut it."""

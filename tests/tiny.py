@@ -46,9 +46,9 @@ def section(name, **changes):
     return found | ({"residual": RESIDUAL_VALUES.get(found["residual"], found["residual"])} if name == "layout" else {})
 
 
-def mesh_of(pp, dp, tp, replica=1, cp=1):
-    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica, cp=cp)
-    return make_mesh(config, jax.devices()[: pp * replica * dp * cp * tp])
+def mesh_of(pp, dp, tp, replica=1, cp=1, ep=1):
+    config = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, replica=replica, cp=cp, ep=ep)
+    return make_mesh(config, jax.devices()[: pp * replica * dp * cp * ep * tp])
 
 
 def model_config(**changes):

@@ -44,9 +44,15 @@ class Topology(NamedTuple):
     schedule: str = "gpipe"
     virtual: int = 1
     cp: int = 1
+    ep: int = 1
+
+    @property
+    def devices(self):
+        return self.pp * self.dp * self.tp * self.cp * self.ep
 
     def __str__(self):
-        further = (f"·{name}{size}" for name, size in (("v", self.virtual), ("cp", self.cp)) if size > 1)
+        sizes = ("v", self.virtual), ("cp", self.cp), ("ep", self.ep)
+        further = (f"·{name}{size}" for name, size in sizes if size > 1)
         return f"{self.pp}·{self.dp}·{self.tp}" + "".join(further)
 
 
@@ -56,21 +62,21 @@ TOPOLOGIES = {
         Topology(1, 1, 1),
         Topology(2, 2, 2),
         Topology(4, 1, 2),
+        Topology(1, 2, 1, cp=2, ep=2),
         Topology(1, 8, 1),
         Topology(4, 2, 1, "interleaved", 2),
-        Topology(1, 2, 1, cp=4),
     )
 }
 
 
 def parts_on(topology: Topology, corpus: pathlib.Path, folder: pathlib.Path):
     """The parts of a run on the first devices, as many as the topology has."""
-    pp, dp, tp, schedule, virtual, cp = topology
-    changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "mesh.cp": cp}
+    pp, dp, tp, schedule, virtual, cp, ep = topology
+    changes = {"mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "mesh.cp": cp, "mesh.ep": ep}
     changes |= {"pipeline.schedule": schedule, "pipeline.virtual": virtual}
     changes |= {"model.layers": 8, "data.global_batch": 8, "pipeline.microbatches": 8 // dp if pp > 1 else 1}
     settings = read_settings(tiny_config(corpus, **changes))
-    first = jax.devices()[: pp * dp * tp * cp]
+    first = jax.devices()[: topology.devices]
     with mock.patch.object(run_module, "make_mesh", functools.partial(make_mesh, devices=first)):
         return run_module.build(settings, RunFolder(folder))
 

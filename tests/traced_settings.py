@@ -9,7 +9,7 @@ from configs.base import get_config
 ROWS, SEQ, VOCAB = 16, 16, 64
 MODEL = dict(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, d_head=8, d_latent=16, d_rope=4, vocab=VOCAB)
 SECTIONS = {  # of the keys of a row
-    "mesh": ["pp", "dp", "tp", "replica", "cp"],
+    "mesh": ["pp", "dp", "tp", "replica", "cp", "ep"],
     "layout": ["tensor_parallel", "residual", "embedding", "context"],
     "pipeline": ["schedule", "virtual", "microbatches", "remat"],
     "data_parallel": ["policy", "exceptions"],
@@ -81,6 +81,10 @@ cp-ring         1x1x2 gqa column_row seq    gpipe         attention   zero3     
 cp-ring-stages  2x1x1 mla column_row hidden one_f_one_b   layer       zero3      float32 0 untied adamw cp=2 \
     context=ring
 cp-ulysses      2x1x2 gqa scatter    hidden zero_bubble   layer       ddp        compute 0 tied   adamw cp=2 \
+    context=ulysses dtype=bfloat16
+
+ep-dense        1x2x1 gqa column_row hidden gpipe         layer       zero3      float32 0 tied   adamw ep=2
+ep-dense-stages 2x1x1 mla scatter    seq    one_f_one_b   attention   zero1      compute 0 untied muon  ep=2 cp=2 \
     context=ulysses dtype=bfloat16
 """
 

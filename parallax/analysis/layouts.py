@@ -24,7 +24,7 @@ VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 # Of the settings that a sweep varies, the section of the config.
-SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "tp"), "mesh") | {"prefetch": "fsdp", "context": "layout"}
+SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "ep", "tp"), "mesh") | {"prefetch": "fsdp", "context": "layout"}
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 
@@ -44,6 +44,7 @@ class Choice(NamedTuple):
     prefetch: int
     cp: int = 1
     context: str = "all_gather"
+    ep: int = 1
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
@@ -52,12 +53,18 @@ class Choice(NamedTuple):
 
     @property
     def mesh(self) -> str:
-        """The mesh in short, pp·dp·tp, and behind it what cuts seq.
+        """The mesh in short, pp·dp·tp, and behind it what cuts seq, and what cuts experts.
 
         >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, cp=4, context="ring").mesh
         '1·4·1 cp=4 ring'
         """
-        return f"{self.pp}·{self.dp}·{self.tp}" + f" cp={self.cp} {self.context}" * (self.cp > 1)
+        further = f" cp={self.cp} {self.context}" * (self.cp > 1) + f" ep={self.ep}" * (self.ep > 1)
+        return f"{self.pp}·{self.dp}·{self.tp}{further}"
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks data axes cut a parameter."""
+        return self.dp * self.cp * self.ep
 
     def applied(self, settings: Settings) -> Settings:
         """The settings with this layout in place of their own."""
@@ -89,18 +96,20 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
     """Every combination worth a try on so many devices, in the settings' replicas, legal or not."""
     replicas = settings.mesh.replica
     for cp, context in contexts(settings, devices // replicas):
-        for pp, dp, tp in factorisations(devices // replicas // cp):
-            if settings.data.global_batch % (replicas * dp) == 0 and _takes(settings.model, cp, tp, context):
-                yield from _choices_on(settings, pp, dp, tp, cp, context)
+        for ep in expert_ranks(settings.model, devices // replicas // cp):
+            for pp, dp, tp in factorisations(devices // replicas // cp // ep):
+                rows_fit = settings.data.global_batch % (replicas * dp * ep) == 0
+                if rows_fit and _takes(settings.model, cp, tp, context):
+                    yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 
 
-def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str) -> Iterator[Choice]:
+def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
     own = settings.pipeline.schedule, settings.pipeline.virtual
-    for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp)):
+    for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp * ep)):
         for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
             for remat in REMAT:
-                for policy in policies(pp, dp * cp):
-                    yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy, cp, context)
+                for policy in policies(pp, dp * cp * ep):
+                    yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy, cp, context, ep)
 
 
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
@@ -111,6 +120,15 @@ def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:
         sizes = [cp for cp in divisors(devices) if cp > 1 and settings.data.seq % (2 * cp) == 0]
         found += itertools.product(sizes, CONTEXTS)
     return found
+
+
+def expert_ranks(model: ModelConfig, devices: int) -> list[int]:
+    """The sizes of ep that are worth a try on so many devices: where no layer has experts, it is dp by another name.
+
+    >>> expert_ranks(ModelConfig(layers=2, layers_of="moe*2", experts=12), 8), expert_ranks(ModelConfig(), 8)
+    ([1, 2, 4], [1])
+    """
+    return [ep for ep in divisors(devices) if model.experts % ep == 0] if "moe" in model.kinds else [1]
 
 
 def _takes(model: ModelConfig, cp: int, tp: int, context: str) -> bool:

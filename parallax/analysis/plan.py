@@ -26,6 +26,7 @@ from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
+from parallax.sharding.plan import DATA_AXES
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -191,7 +192,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
-    if settings.fsdp.reduce == "float32" != settings.model.dtype and own.dp * own.cp > 1:
+    if settings.fsdp.reduce == "float32" != settings.model.dtype and own.data_ranks > 1:
         yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
@@ -205,11 +206,13 @@ def _layouts(own: Choice) -> Iterator[Choice]:
     for microbatches in (2 * own.microbatches, own.microbatches // 2):
         if microbatches:
             yield own._replace(microbatches=microbatches)
-    for policy, exceptions, prefetch in policies(own.pp, own.dp * own.cp):
+    for policy, exceptions, prefetch in policies(own.pp, own.data_ranks):
         if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
             yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
     halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
-    for one, other in halved + [("dp", "cp"), ("cp", "dp"), ("cp", "tp"), ("tp", "cp")] * (own.cp > 1):
+    for axis in ("cp", "ep"):
+        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)] * (getattr(own, axis) > 1)
+    for one, other in halved:
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
     for context in CONTEXTS if own.cp > 1 else ():
@@ -269,7 +272,8 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
     yield ""
     yield time_parts(analytic_parts(found), found.secs)
     name, size = parts[0]
-    axes = "dp and cp" if any("cp" in axes.split() for axes in found.exposed_secs) else "dp"
+    used = {axis for axes in found.exposed_secs for axis in axes.split()}
+    axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)
     hidden = f"; {found.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (found.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
 
@@ -311,15 +315,16 @@ def sweep_table(
 ) -> Iterator[str]:
     """One line for each layout: * on the Pareto front of memory and time, > the config's own."""
     rows = list(rows)
-    cut = any(choice.cp > 1 for choice, _ in rows)
-    mesh = ["pp", "dp", *["cp", "keys"] * cut, "tp"]
+    cut, experts = (any(getattr(choice, axis) > 1 for choice, _ in rows) for axis in ("cp", "ep"))
+    mesh = ["pp", "dp", *["cp", "keys"] * cut, *["ep"] * experts, "tp"]
     head = ["", *mesh, "M", "schedule", "remat", "policy", "GiB", "s/step", "MFU", "bubble"]
     lines = []
     for choice, found in rows:
         marks = ("*" if choice in front else " ") + (">" if choice == own else "")
         schedule = "-" if choice.pp == 1 else choice.schedule + f" v={choice.virtual}" * (choice.virtual > 1)
         context = [str(choice.cp), choice.context if choice.cp > 1 else "-"] * cut
-        sizes = str(choice.pp), str(choice.dp), *context, str(choice.tp), str(choice.microbatches)
+        further = *context, *[str(choice.ep)] * experts
+        sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
         figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
         lines.append([marks, *sizes, schedule, choice.remat, _policy(choice), *figures])
         if choice in compiled:
@@ -328,7 +333,7 @@ def sweep_table(
 
 
 def _policy(choice: Choice) -> str:
-    if choice.dp * choice.cp == 1:
+    if choice.data_ranks == 1:
         return "-"
     exceptions = {"": "", SHARDED_TABLES: ", tables zero3"}.get(choice.exceptions, f" {choice.exceptions}")
     return choice.policy + exceptions + ", ahead" * choice.prefetch

@@ -44,7 +44,7 @@ from parallax.runtime.svg import INK, PAPER, svg, svg_text
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, by_name, figures
-from parallax.sharding.plan import FLOAT32_BYTES, layouts_of_policy
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
 # write scores or gradients of weights, in float32.
@@ -95,7 +95,7 @@ class LeastWork:
         return attention * self.parameters["attention"] + mlp * self.parameters["mlp"]
 
     def _sent(self, choice: Choice) -> list[Sent]:
-        """Over dp and cp, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
+        """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
         then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back.
         What attention sends over cp is left out."""
         model, layers = self.settings.model, self.layers / (choice.pp * choice.tp)
@@ -105,8 +105,8 @@ class LeastWork:
         gathers = 2 * choice.microbatches if per_use else 1 - whole
         sums = choice.microbatches if per_gradient else 1 + whole
         exchange = per_gradient and self.settings.fsdp.reduce == "compute"
-        data = ("dp", "cp") if choice.cp > 1 else ("dp",)
-        tokens = self.tokens / (choice.dp * choice.cp) / choice.microbatches * model.layers / choice.pp
+        data = tuple(axis for axis in DATA_AXES if axis == "dp" or getattr(choice, axis) > 1)
+        tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
         calls = [
             ("all-gather", data, layers, gathers),
             ("all-to-all" if exchange else "reduce-scatter", data, layers, sums),
@@ -277,8 +277,9 @@ def front(rows: Sequence[PricedLayout]) -> list[Choice]:
 
 # By what the mesh uses.
 MESH_COLOURS = {"dp": "#0072b2", "tp": "#009e73", "pp": "#e69f00", "pp tp": "#cc79a7", "cp": "#d55e00"}
+MESH_COLOURS |= {"ep": "#56b4e9"}
 MESH_LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
-MESH_LABELS |= {"cp": "context"}
+MESH_LABELS |= {"cp": "context", "ep": "experts"}
 LIGHT = ("pp", "pp tp")  # colours on which ink is dark
 KEY_LINE = 17  # the height of a line of the key
 
@@ -345,8 +346,9 @@ def _legend(rows: Sequence[PricedLayout]) -> Iterator[str]:
 
 
 def _kind(choice: Choice) -> str:
-    if choice.cp > 1:
-        return "cp"
+    for axis in ("ep", "cp"):
+        if getattr(choice, axis) > 1:
+            return axis
     return " ".join(axis for axis in ("pp", "tp") if getattr(choice, axis) > 1) or "dp"
 
 

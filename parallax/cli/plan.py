@@ -146,8 +146,7 @@ def compile_best(search: Sweep, topology: Topology, values: dict[str, Any], comp
         fitting = sum(not made.refused for own, made in compiled.items() if own != search.own)
         if fitting == values["compile"]:
             break
-        pp, dp, tp, *_ = choice
-        with waiting(f"compiling layout {pp}·{dp}·{tp}, {fitting} of {values['compile']} found that fit"):
+        with waiting(f"compiling layout {choice.mesh}, {fitting} of {values['compile']} found that fit"):
             compiled[choice] = search.compiled(choice, devices)
 
 

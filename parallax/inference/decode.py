@@ -3,7 +3,7 @@
 Decoding has layouts of its own, whatever the model was trained with, because one token cannot be cut over seq: the
 residual stream is whole, kernels are column then row, the vocab is cut. A layer then sends one all-reduce for its
 attention, one for its MLP, and MLA's latents. Context ranks are data ranks here. Parameters are moved to these layouts
-once, before the first token, and gathered over `dp` too: a gather per token would send all weights for every token.
+once, before the first token, and gathered over data axes: a gather per token would send all weights for every token.
 """
 
 import dataclasses
@@ -169,12 +169,11 @@ class Decoder:
         """Parameters in the layouts of decoding, kernels cast to the compute dtype before they are sent."""
 
         def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
-            for axis in (*DATA_AXES, "pp"):  # tables are cut over both; layers stay on their ranks
-                whole = stored if axis in wanted.used_axes() else stored.without(axis)
-                if whole != stored:
-                    weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
-                stored = whole
-            return reshard(f"{stored} -> {wanted}", weight)
+            # Tables are cut over pp, too; layers stay on their ranks.
+            whole = stored.without(*(axis for axis in (*DATA_AXES, "pp") if axis not in wanted.used_axes()))
+            if whole != stored:
+                weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
+            return reshard(f"{whole} -> {wanted}", weight)
 
         # One stage a rank, whatever the schedule that the model was trained with.
         kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)

@@ -127,15 +127,24 @@ class Run:
         return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
 
 
-def load(workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> Run:
-    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of pp * dp * cp * tp.
+def load(
+    workdir: Path | str,
+    *,
+    step: int | None = None,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+) -> Run:
+    """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of these axes.
 
     The mesh need not be the one of training; by default it is one device. Raises CheckpointError where the folder
     holds no such checkpoint, ConfigError where the mesh does not fit the devices or the model.
     """
     path = RunFolder(workdir).path
-    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp)
-    return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp and tp")
+    mesh = MeshConfig(pp=pp, dp=dp, tp=tp, simulate=0, cp=cp, ep=ep)
+    return load_trained(path, load_settings(path), mesh, step, "pp, dp, cp, ep and tp")
 
 
 def load_trained(workdir: Path, settings: Settings, mesh: MeshConfig, step: int | None, choose: str) -> Run:
@@ -184,7 +193,7 @@ def mesh_config(saved: MeshConfig, given: dict[str, int]) -> MeshConfig:
     """The run's mesh with the axes that were given; as many devices are simulated as it needs.
 
     >>> mesh_config(MeshConfig(pp=2, dp=2, tp=2, simulate=8), {"pp": 1, "dp": 1})
-    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1, cp=1)
+    MeshConfig(pp=1, dp=1, tp=2, simulate=2, replica=1, cp=1, ep=1)
     """
     mesh = dataclasses.replace(saved, **given)
     sizes = mesh.sizes.values()

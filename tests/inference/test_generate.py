@@ -38,7 +38,7 @@ SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_
 MODELS = {
     "mha": {"attention": "gqa", "kv_heads": 8, "qkv_bias": True},
     "gqa": {"attention": "gqa", "kv_heads": 2, "dropout": 0.5},
-    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False},
+    "mqa": {"attention": "gqa", "kv_heads": 1, "tied": False, "d_model": 80},  # of tables pp cuts what data axes cut
     "mla": {"attention": "mla", "qkv_bias": True, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_seq": 8},
     "mla_q": {"attention": "mla", "d_latent_q": 16, "tied": False},
 }
@@ -57,6 +57,7 @@ FAST = [
     ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
     ("mla", (2, 2, 2), PLAIN),
     ("gqa", (2, 1, 2, 1, 2), OTHER),
+    ("mqa", (2, 2, 1, 1, 1, 2), PLAIN),
 ]
 ALL = {
     *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
@@ -75,9 +76,8 @@ def model_on(
     name: str, mesh: tuple[int, ...] = (1, 1, 1), layout: str = PLAIN, schedule: str = "gpipe", virtual: int = 1
 ) -> ShardedModel:
     defaults = get_config()
-    laid_out = make_mesh(
-        MeshConfig(**dict(zip(("pp", "dp", "tp", "replica", "cp"), mesh)), simulate=0), jax.devices()[: np.prod(mesh)]
-    )
+    sizes = dict(zip(("pp", "dp", "tp", "replica", "cp", "ep"), mesh))
+    laid_out = make_mesh(MeshConfig(**sizes, simulate=0), jax.devices()[: np.prod(mesh)])
     return ShardedModel(
         ModelConfig(**{**defaults.model.to_dict(), **SIZES, **MODELS[name]}),
         LAYOUTS[layout],
@@ -170,7 +170,7 @@ def test_a_prompt_goes_on_beside_others_as_it_does_alone():
 @pytest.mark.parametrize("name, layout", [("gqa", PLAIN), pytest.param("mla", OTHER, marks=pytest.mark.slow)])
 def test_a_seed_writes_the_same_on_every_mesh(name, layout):
     written = []
-    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 2, 1, 1, 4)]:
+    for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 2, 1, 1, 2, 2)]:
         model = model_on(name, mesh, layout)
         ids = generate(model, params_on(name, model), [[9, 8, 7, 6, 5], [1, 2], [1, 2]], SAMPLED)
         written.append([row.tolist() for row in ids])
@@ -221,11 +221,11 @@ def test_the_command_goes_on_from_a_prompt_on_any_mesh(whole_run, capsys):
     common = ["--workdir", str(whole_run), "--prompt", "It is", "--tokens", "12", "--top_k", "5"]
     assert main([*common, "--pp", "1", "--dp", "1", "--tp", "1"]) == 0
     single = capsys.readouterr()
-    assert main([*common, "--pp", "2", "--dp", "2", "--tp", "2", "--step", "8"]) == 0
+    assert main([*common, "--pp", "2", "--dp", "1", "--ep", "2", "--tp", "2", "--step", "8"]) == 0
     cut = capsys.readouterr()
     assert single.out == cut.out
     assert single.out.startswith("It is") and len(single.out) > len("It is\n")
-    assert f"step 8 of {whole_run} on pp2·dp2·tp2" in cut.err and "tokens/s" in cut.err
+    assert f"step 8 of {whole_run} on pp2·dp1·ep2·tp2" in cut.err and "tokens/s" in cut.err
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_behind_a_bos_every_token_of_a_text_is_evaluated(tmp_path):
     imported(tmp_path)
     texts = ["It is a truth.", "It is small."]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    mesh = {"mesh": {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1}}
+    mesh = {"mesh": {"pp": 1, "dp": 1, "tp": 1, "simulate": 0, "replica": 1, "cp": 1, "ep": 1}}
     settings = read_settings(load_settings(tmp_path / "run").to_dict() | mesh)
     found = evaluate(tmp_path / "run", settings, data=str(tmp_path / "texts.jsonl"))
     assert found.tokens == sum(len(BPE.encode(text)) + 1 for text in texts)

@@ -32,6 +32,7 @@ def both(mesh, **changes):
         tables=model.data_parallel.by_name.get("head", ""),
         replica=model.axis_sizes.get("replica", 1),
         cp=model.axis_sizes.get("cp", 1),
+        ep=model.axis_sizes.get("ep", 1),
         context=layout["context"],
         chunk_tokens=model.loss_config.chunk_tokens,
         rows=ROWS,
@@ -141,6 +142,20 @@ def test_every_form_of_context_parallelism_sends_what_its_formula_says(context, 
 def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
     measured, formula = both(mesh, policy=policy, tied=False, context="ulysses", residual="seq")
     assert measured == formula
+
+
+EXPERT_MESHES = [(1, 1, 1, 1, 2, 4), (1, 1, 2, 1, 1, 4), (2, 1, 1, 1, 1, 4), (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2)]
+
+
+@meshes(EXPERT_MESHES, (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2))
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
+    """Of a dense model: what is cut over dp, cp and ep travels over all of them in one collective."""
+    measured, formula = both(mesh, policy=policy, tied=False, residual="seq", reduce="compute", dtype="bfloat16")
+    assert measured == formula
+    together = tuple(axis for axis, size in zip(("dp", "cp", "ep"), (mesh[1], *mesh[4:])) if axis == "dp" or size > 1)
+    over_ep = {axes for axes, kind, _ in measured if "ep" in axes and kind != "all-reduce"}
+    assert over_ep == ({together} if policy != "ddp" else set())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
