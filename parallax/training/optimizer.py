@@ -183,8 +183,8 @@ def _stacked(layout: Layout) -> int:
 
 
 def muon_dims(layout: Layout) -> Any:
-    """Which dims of a hidden matrix are input and output, each stacked layer and expert a matrix of its own; None: leave
-    to AdamW.
+    """Which dims of a hidden matrix are input and output, each layer's and each expert's a matrix of its own; None:
+    leave to AdamW.
 
     >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))
