@@ -195,3 +195,139 @@ def check_on_mesh(sizes, *, residual=HIDDEN_CUT, family="column_row", router="so
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_it_is_the_same_on_every_mesh(mesh, residual, exchange):
     check_on_mesh(mesh, residual=residual, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", [dict(ep=4, tp=2), dict(ep=2, cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "softmax"])
+def test_every_router_is_the_same_on_meshes(router, mesh, exchange):
+    check_on_mesh(mesh, router=router, exchange=exchange)
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("router", ["softmax", "shared"])
+def test_both_families_give_the_same(router, residual):
+    check_on_mesh(dict(ep=2, dp=2, tp=2), residual=residual, family="scatter", router=router)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("chunk_tokens", [1, 8])
+def test_chunks_of_tokens_give_the_same(chunk_tokens, residual, exchange):
+    check_on_mesh(dict(ep=2, tp=2, dp=2), residual=residual, exchange=exchange, chunk_tokens=chunk_tokens)
+
+
+# ---- where tokens go
+
+
+def steered(to):
+    """Parameters with which the bias sends every token where it says: the experts with the largest come first."""
+    _, params = declared(mixture(model=ROUTERS["sigmoid"]))
+    params["router"]["bias"] = np.zeros(EXPERTS, np.float32)
+    for place, expert in enumerate(to):
+        params["router"]["bias"][expert] = 100 - place
+    return params
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("to", [(5, 2), (7, 6), (0, 1)], ids=str)
+def test_all_tokens_may_go_to_the_same_experts(to, exchange):
+    """So others get none; and one rank may get all, or none."""
+    layer = mixture(model=ROUTERS["sigmoid"], exchange=exchange, **AUXILIARY)
+    params, (layouts, _) = steered(to), declared(layer)
+    expected = exact(params, *arrays(), layer.model, **AUXILIARY)
+    assert sorted(np.nonzero(expected[1]["router"]["bias"])[0]) == sorted(to)
+    check(with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays()), expected)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_of_exact_ties_the_lower_ids_are_chosen(exchange):
+    layer = mixture(model=ROUTERS["softmax"], exchange=exchange)
+    layouts, params = declared(layer)
+    params["router"] = {"kernel": np.zeros((WIDTH, EXPERTS), np.float32), "bias": np.zeros(EXPERTS, np.float32)}
+    params["router"]["kernel"][:, 3] = -30 * np.eye(WIDTH)[0]  # 3 alone is better or worse than all others
+    found = with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays())
+    check(found, exact(params, *arrays(), layer.model))
+    first = (arrays()[0][..., 0] < 0).sum()
+    expected = [ROWS * SEQ, ROWS * SEQ - first, 0, first, *[0] * (EXPERTS - 4)]
+    np.testing.assert_array_equal(found[1]["router"]["bias"], expected)
+
+
+def test_the_bias_chooses_and_weighs_nothing():
+    """What it says of all experts alike changes nothing."""
+    layer = mixture(model=ROUTERS["sigmoid"])
+    _, params = declared(layer)
+    x, _ = arrays()
+    before = layer.apply({"params": params}, x, None)
+    params["router"]["bias"] = params["router"]["bias"] + np.float32(0.5)
+    np.testing.assert_array_equal(layer.apply({"params": params}, x, None), before)
+
+
+def test_without_a_row_weight_there_are_no_gradients_but_those_of_the_output():
+    layer = mixture(model=ROUTERS["sigmoid"], **AUXILIARY)
+    layouts, params = declared(layer)
+    for function in (
+        lambda params, x: layer.apply({"params": params}, x, None),
+        on_mesh(layer, layouts, dict(ep=4, cp=2), row_weight=None),
+    ):
+        _, grads, dx = with_gradients(function, params, *arrays())
+        _, expected, expected_dx = exact(params, *arrays(), layer.model)
+        assert not grads["router"].pop("bias").any() and expected["router"].pop("bias").any()
+        check((grads, dx), (expected, expected_dx))
+
+
+@pytest.mark.parametrize("mesh", [dict(dp=1), dict(ep=4, tp=2), dict(cp=2, dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("loss", AUXILIARY)
+def test_an_auxiliary_loss_has_the_gradient_of_its_formula(loss, mesh):
+    """Where nothing else has one."""
+    layer = mixture(model=ROUTERS["sigmoid"], **{loss: 0.3})
+    layouts, params = declared(layer)
+    x, dy = arrays()
+    found = with_gradients(on_mesh(layer, layouts, mesh), params, x, 0 * dy)
+    expected = exact(params, x, 0 * dy, layer.model, **{loss: 0.3})
+    check(found, expected)
+    assert np.abs(found[2]).max() > 1e-4
+
+
+def test_microbatches_have_the_gradients_of_their_batch():
+    layer = mixture(**AUXILIARY)
+    _, params = declared(layer)
+    x, dy = arrays()
+    function = lambda params, x: layer.apply({"params": params}, x, jnp.float32(1 / ROWS))  # noqa: E731
+    _, whole, _ = with_gradients(function, params, x, dy)
+    halves = [with_gradients(function, params, x[at], dy[at])[1] for at in (slice(0, 1), slice(1, ROWS))]
+    check(jax.tree.map(np.add, *halves), whole)
+
+
+# ---- numbers, and what is kept
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bfloat16_is_near_float32_where_the_choice_is_the_same(exchange):
+    """Inputs, products and what travels are rounded to 8 bits, 2^-9 each; sums and the router are float32."""
+    layer = mixture(model=ROUTERS["sigmoid"] | dict(dtype="bfloat16"), exchange=exchange)
+    params, (layouts, _) = steered((1, 6)), declared(layer)
+    x, dy = (np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in arrays())
+    y, grads, dx = with_gradients(on_mesh(layer, layouts, dict(ep=2, tp=2)), params, x, dy)
+    assert y.dtype == dx.dtype == jnp.bfloat16 and all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+    expected = exact(params, np.float32(x), np.float32(dy), layer.model)
+    check(jax.tree.map(np.float64, (y, grads, dx)), expected, error=2**-5)
+
+
+def test_the_backward_pass_keeps_no_weights():
+    """They are at hand: what is kept of them is what was given."""
+    layer = mixture(**AUXILIARY)
+    _, params = declared(layer)
+    seen = []
+
+    def run(params, x):
+        _, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, jnp.float32(1)), params, x)
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        seen.extend(leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in given)
+        return x
+
+    jax.eval_shape(run, params, arrays()[0])
+    rows, widths = ROWS * SEQ * PLACES, (WIDTH, 8)
+    assert max(leaf.size for leaf in seen) == rows * max(widths)
+    wide = [leaf.shape for leaf in seen if leaf.size >= rows * min(widths)]
+    assert sorted(wide) == sorted([(rows, 8)] * 3 + [(rows, WIDTH), (ROWS, SEQ, WIDTH)]), wide
