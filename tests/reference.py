@@ -13,6 +13,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
+from parallax.pipeline import Arrangement
 from parallax.sharding.activations import ROWS, activation
 
 
@@ -30,7 +31,8 @@ def plain_logits(model, params, batch):
     mask = causal_mask(batch["segments"])
     context = Context(Rope(model).tables(batch["positions"]), rows, None, mask_B1ST=mask)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
-    x, _ = jax.lax.scan(lambda x, w: (parts.block.apply({"params": w}, x, context), None), x, params["blocks"])
+    layer = lambda block, weights, x, _: (block.apply({"params": weights}, x, context), None)  # noqa: E731
+    x, _ = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
     return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from parallax.config.sections import ModelConfig
 from parallax.inference.decode import FAMILY, FORM
@@ -21,8 +21,8 @@ from parallax.model.context import training_context
 from parallax.model.embedding import logits
 from parallax.model.loss import cross_entropy
 from parallax.model.rope import Rope
-from parallax.model.transformer import Parts
-from parallax.pipeline import ShardedModel
+from parallax.model.transformer import Block, Parts
+from parallax.pipeline import Arrangement, ShardedModel
 from parallax.sharding.activations import ROWS, activation
 
 
@@ -91,11 +91,11 @@ def _run(model: ModelConfig):
         context = training_context(Rope(model), batch["positions"], batch["segments"], rows, None)
         x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
 
-        def layer(x: Array, weights: Any) -> tuple[Array, dict]:
-            x, sown = parts.block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
+        def layer(block: Block, weights: Any, x: Array, _: None) -> tuple[Array, dict]:
+            x, sown = block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
             return x, sown[INTERMEDIATES]["attention"]["seen"]
 
-        x, seen = lax.scan(layer, x, params["blocks"])
+        x, seen = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
         hidden = parts.head.apply({"params": params["head"]}, x)
         table = params["embedding" if model.tied else "head"]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]

@@ -24,7 +24,7 @@ from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
-from parallax.pipeline import Arrangement, at_rank
+from parallax.pipeline import Arrangement, arrangements, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
 from parallax.sharding.layout import Layout
@@ -60,7 +60,9 @@ class Decoder:
         self.model, self.layouts = model, jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
-        self.arrangement = Arrangement(tuple(range(mesh.shape["pp"])), model.layers)
+        placement = tuple(range(mesh.shape["pp"]))
+        self.arrangement = Arrangement(placement, model.kinds)
+        self.orders = list(arrangements(placement, model.kinds).values())
 
     def write(self, params: Any, prompts: Prompts, key: Array, pick: Callable, *, tokens: int, end: int) -> Array:
         """Up to `tokens` ids behind each row, int32 [B, tokens]; a row that came to `end` goes on with `end`.
@@ -119,12 +121,11 @@ class Decoder:
 
     # A padding layer has weights of zero, and adds nothing to the residual stream.
     def _layers(self, blocks: Any, x: Array, caches: Any, context: Context) -> tuple[Array, Any]:
-        def layer(x, own):
-            weights, cache = own
-            x, cache = self.parts.block.apply({"params": weights}, x, context, cache, method="decode")
+        def layer(block, weights, x, cache):
+            x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
             return as_varying(x), jax.tree.map(as_varying, cache)
 
-        return lax.scan(layer, x, (blocks, caches))
+        return self.parts.scan(layer, x, blocks, caches, self.arrangement.own_turns())
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
         """New tokens see the slots up to their own, but not the empty ones."""
@@ -143,7 +144,8 @@ class Decoder:
         rows = batch * math.prod(bound.get(axis, 1) for axis in BATCH_AXES)
         sizes = {**self.model.sizes, "batch": rows, "kv_seq": slots}
         layers = self.arrangement.stage_layers
-        layouts = self.parts.block.apply({}, method="cache_layouts")
+        block, *_ = self.parts.blocks.values()
+        layouts = block.apply({}, method="cache_layouts")
         shapes = {name: Layout.parse(layout).local_shape(sizes, bound) for name, layout in layouts.items()}
         return {name: as_varying(jnp.zeros((layers, *shape), self.model.dtype)) for name, shape in shapes.items()}
 
@@ -175,9 +177,9 @@ class Decoder:
             return reshard(f"{stored} -> {wanted}", weight)
 
         # One stage a rank, whatever the schedule that the model was trained with.
-        leaves, structure = jax.tree.flatten(params["blocks"])
-        stored = jax.tree.leaves(self.layouts["blocks"])
-        staged = jax.tree.unflatten(structure, self.arrangement.to_stages(stored, leaves))
+        kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)
+        staged = [leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))]
+        staged = jax.tree.unflatten(jax.tree.structure(params["blocks"]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
         layouts = self.layouts | {"blocks": jax.tree.map(in_stages, self.layouts["blocks"])}
         return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged})

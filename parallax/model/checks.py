@@ -49,6 +49,8 @@ def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int
     """Raise ConfigError where a dim of a parameter does not divide over the axes that cut it."""
     for name, layout in named_leaves(layouts).items():
         for dim, axes in zip(layout.names, layout.axes, strict=True):
+            if dim == "layers":  # cut only where each rank's are as many, of their kind
+                continue
             _check_dim(model, dim, axes, axis_sizes, f", which cut{'' if len(axes) > 1 else 's'} {name}")
 
 

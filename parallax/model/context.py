@@ -18,6 +18,7 @@ class Context(NamedTuple):
     key: Array | None  # of dropout; None drops nothing
     segments_BN: Array | None = None  # documents of whole windows, in order; None in cached decoding
     cursor: Array | int = 0  # cached decoding: entries that the cache holds already
+    row_weight: Array | None = None  # of a row in the auxiliary losses of mixtures, 1 / rows of the batch; None for none
     mask_B1ST: Array | None = None  # cached decoding: True where new token S may see entry T
 
 
@@ -33,7 +34,14 @@ def causal_mask(segments_BN: Array, queries: int | None = None) -> Array:
     return (causal_SN[None] & same_BSN)[:, None]
 
 
-def training_context(rope: Rope, positions_BS: Array, segments_BN: Array, rows_B: Array, key: Array | None) -> Context:
+def training_context(
+    rope: Rope,
+    positions_BS: Array,
+    segments_BN: Array,
+    rows_B: Array,
+    key: Array | None,
+    row_weight: Array | None = None,
+) -> Context:
     """The context of whole windows: causal inside each document. Positions are those of this context rank's tokens,
     segments those of all."""
-    return Context(rope.tables(positions_BS), rows_B, key, segments_BN)
+    return Context(rope.tables(positions_BS), rows_B, key, segments_BN, row_weight=row_weight)

@@ -1,15 +1,17 @@
 """The model as one device sees it: embedding, blocks and head, built from strings."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import LossConfig, ModelConfig
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dropout import Dropout
@@ -17,6 +19,7 @@ from parallax.model.embedding import Embedding, Head, TableForm
 from parallax.model.families import Family
 from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
+from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
@@ -24,7 +27,8 @@ from parallax.sharding.parameter import Declared
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention and gated MLP, each added to the residual stream.
+    """One pre-norm transformer layer: attention and a gated MLP, or a mixture of them, each added to the residual
+    stream.
 
     Communication: that of its norms, attention and MLP; the residual stream itself sends nothing.
     """
@@ -33,13 +37,15 @@ class Block(nn.Module):
     residual: str
     family: Family
     kv: str  # how key-value heads are cut: "kv_heads/tp" | "kv_heads"
+    kind: str = "dense"
+    loss: LossConfig = LossConfig()
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
         self.attention_norm = RMSNorm(residual, sizes, eps)
         self.attention = self._attention()
         self.mlp_norm = RMSNorm(residual, sizes, eps)
-        self.mlp = GatedMLP(residual, self.family, sizes, self.model.dtype, self._out_scale)
+        self.mlp = self._mlp()
         self.drop_attention = Dropout(residual, sizes, self.model.dropout, site=0)
         self.drop_mlp = Dropout(residual, sizes, self.model.dropout, site=1)
 
@@ -48,13 +54,13 @@ class Block(nn.Module):
         x = checkpoint_name(
             x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), "attention"
         )
-        return x + self.drop_mlp(self.mlp(self.mlp_norm(x)), rows, key)
+        return x + self.drop_mlp(self._through_mlp(x, context), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens behind cached ones; no dropout."""
         out, cache = self.attention.decode(self.attention_norm(x), context, cache)
         x = x + out
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self._through_mlp(x, context), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """The layouts of what `decode` caches."""
@@ -65,6 +71,17 @@ class Block(nn.Module):
         # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
         return (2 * self.model.layers) ** -0.5
 
+    def _through_mlp(self, x: Array, context: Context) -> Array:
+        x = self.mlp_norm(x)
+        return self.mlp(x, context.row_weight) if self.kind == "moe" else self.mlp(x)
+
+    def _mlp(self) -> nn.Module:
+        model, loss = self.model, self.loss
+        if self.kind == "moe":
+            auxiliary = loss.balance_coefficient, loss.router_z_coefficient
+            return MoE(model, self.residual, self.family, self._out_scale, *auxiliary)
+        return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale)
+
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
@@ -74,33 +91,78 @@ class Block(nn.Module):
 
 
 class Parts(NamedTuple):
-    """The modules of a model; their parameters are the entries "embedding", "blocks" (stacked) and "head"."""
+    """The modules of a model; their parameters are the entries "embedding", "blocks" and "head".
+
+    Layers of a kind are stacked. With several kinds "blocks" has an entry for each, without it is the one stack.
+    """
 
     embedding: Embedding
-    block: Block
+    blocks: Mapping[str, Block]  # by kind
     head: Head
 
     @staticmethod
-    def build(model: ModelConfig, residual: str, family: Family, form: TableForm, kv: str, rows: str) -> "Parts":
+    def build(
+        model: ModelConfig,
+        residual: str,
+        family: Family,
+        form: TableForm,
+        kv: str,
+        rows: str,
+        loss: LossConfig = LossConfig(),
+    ) -> "Parts":
         """`rows` says how the batch is cut where embedding and head work."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
-        return Parts(embedding, Block(model, residual, family, kv), head)
+        blocks = {kind: Block(model, residual, family, kv, kind, loss) for kind in sorted(set(model.kinds))}
+        return Parts(embedding, blocks, head)
+
+    def by_kind(self, blocks: Any) -> list[Any]:
+        """What "blocks" holds for each kind of layers, in the order of `self.blocks`."""
+        return [blocks[kind] for kind in self.blocks] if len(self.blocks) > 1 else [blocks]
+
+    def scan(self, layer: Callable, x: Array, blocks: Any, others: Any, turns: Any) -> tuple[Array, Any]:
+        """`x, out = layer(block, weights, x, other)` for each layer in its order: the last x, and all `out` stacked.
+
+        `blocks` are resident, `others` have an entry for each layer. `turns` is Arrangement.turns of one rank; a place
+        without a layer leaves x, and `other` for `out`.
+        """
+        stacks, modules = self.by_kind(blocks), list(self.blocks.values())
+        if len(stacks) == 1:
+            return jax.lax.scan(lambda x, own: layer(modules[0], own[0], x, own[1]), x, (stacks[0], others))
+
+        def turn(x: Array, own: Any) -> tuple[Array, Any]:
+            kind, at, other = own
+            runs = [
+                lambda x, other, block=block, stack=stack: layer(block, jax.tree.map(lambda w: w[at], stack), x, other)
+                for block, stack in zip(modules, stacks, strict=True)
+            ]
+            return jax.lax.switch(kind, runs if other is None else [*runs, lambda *same: same], x, other)
+
+        return jax.lax.scan(turn, x, (*turns, others))
 
     def declare(self, key: Array) -> dict[str, Any]:
         """All parameters as `Declared`, whole: no axis is bound here, so nothing depends on the mesh."""
-        model = self.block.model
+        model = next(iter(self.blocks.values())).model
         embedding, blocks, head = jax.random.split(key, 3)
         ids = jnp.zeros((1, 1), jnp.int32)
         x = jnp.zeros((1, 1, model.d_model), model.dtype)
         context = training_context(Rope(model), ids, ids, ids[0], None)
-        block = self.block.clone(model=dataclasses.replace(model, kernel="xla"))  # one token is too few for others
-        stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(jax.random.split(blocks, model.layers))
+        keys = jax.random.split(blocks, model.layers)
+        stacks = {
+            kind: _stacked(block, keys[np.equal(model.kinds, kind)], x, context) for kind, block in self.blocks.items()
+        }
         return {
             "embedding": self.embedding.init(embedding, ids, ids[0], None)["params"],
-            "blocks": jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared)),
+            "blocks": stacks if len(stacks) > 1 else stacks.popitem()[1],
             "head": self.head.init(head, x)["params"],
         }
+
+
+def _stacked(block: Block, keys: Array, x: Array, context: Context) -> Any:
+    """The parameters of a layer for each key."""
+    block = block.clone(model=dataclasses.replace(block.model, kernel="xla"))  # one token is too few for others
+    stacked = jax.vmap(lambda key: block.init(key, x, context)["params"])(keys)
+    return jax.tree.map(_in_layers, stacked, is_leaf=lambda leaf: isinstance(leaf, Declared))
 
 
 def _in_layers(declared: Declared) -> Declared:

@@ -1,7 +1,7 @@
 """A model in pipeline stages: what trains, evaluates and gives logits on a mesh, and when its stages run."""
 
 from parallax.pipeline.executor import BACKWARD, FORWARD, WEIGHTS, at_rank
-from parallax.pipeline.layer_order import Arrangement
+from parallax.pipeline.layer_order import Arrangement, arrangements
 from parallax.pipeline.sharded_model import ShardedModel
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "WEIGHTS",
     "Arrangement",
     "ShardedModel",
+    "arrangements",
     "at_rank",
 ]

@@ -27,10 +27,10 @@ from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
 from parallax.sharding.plan import GRADIENTS
 
-# `step(carry, layer, number, gathered)` is one layer: `layer` counts in the stage, `number` in the rank's places. It
-# returns the carry and, by number of the leaf, gradients of the gathered weights; those of a layer that is not there
-# are not taken.
-Step = Callable[[Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
+# `step(stack, carry, layer, number, gathered)` is one layer of a kind: `layer` counts in the stage, `number` in the rank's
+# places, both among layers of the kind. It returns the carry and, by number of the leaf, gradients of the gathered
+# weights; those of a layer that is not there are not taken.
+Step = Callable[["LayerStack", Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
 # What a pass works on: the stage's input or the gradient in its output, the microbatch's context, and its slots. A pass
 # reads it itself, so that idle ranks do not, and the first stage's rank alone embeds.
 Read = Callable[[], tuple[Array, Context, "SlotIndex"]]
@@ -255,37 +255,46 @@ class SlotIndex:
 
 
 @dataclasses.dataclass
-class Stage:
-    """The layers of one rank's stages. Weights are trees with a leading dim of places, as many for each stage;
-    gradients are lists of their leaves in float32.
+class LayerStack:
+    """The layers of one kind on this rank.
 
-    `layer(weights, x, context)` is one layer on gathered weights, `loop` runs a stage's. With `split`, `backward`
-    leaves out what `weight_gradients` does. `residuals` is what passes leave for later ones: by pool, lists of arrays
-    `[slot, layer of stage, ...]`. With `in_rows`, what was kept of a layer so that it need not be recomputed is
-    read as it lies (parallax/sharding/compiler.py says where that is needed).
+    `layer(weights, x, context)` is one of them on gathered weights. `gather` makes these of resident ones, `scatter`
+    (one function for each leaf) turns their gradients into those that are summed. `stage_layers` are the places in each
+    of the rank's stages, `layers` the model's layer in each place of the rank, -1 for none.
     """
 
     layer: Callable[[Any, Array, Context], Array]
-    loop: "LayerLoop"
-    remat: str
-    split: bool
-    in_rows: bool = False
+    gather: Callable[[Any], Any]
+    scatter: Sequence[Callable[[Array], Array]]
+    stage_layers: int
+    layers: Array
+    at: int = 0  # among the kinds
 
     def __post_init__(self):
         self.vjp = SplitVjp()
 
-    def plan(self, weights: Any, x: Array, context: Context) -> dict[str, list[Array]]:
-        """What a layer keeps in each pool. Called once, for its shapes, before the passes below are traced."""
-        gathered, context = self.loop.gathered(weights, 0), self._at(context, 0)
+    def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
+        """The output of one layer, and what its backward pass reads."""
+        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+        return y, self.vjp.saved(pull, weights, context)
+
+    def context(self, context: Context, number: Array | int) -> Context:
+        """The context with a dropout key of this layer's own; 0 is the embedding's."""
+        if context.key is None:
+            return context
+        return context._replace(key=jax.random.fold_in(context.key, 1 + self.layers[number]))
+
+    def plan(self, remat: str, split: bool, gathered: Any, x: Array, context: Context) -> dict[str, list[Array]]:
+        """What a layer keeps in each pool."""
         y, saved = self.save(gathered, x, context)
         self.saved_shapes = jax.eval_shape(lambda: saved)
-        in_place = self.remat == "none"
+        in_place = remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
-        if self.remat in REMAT_POLICIES:
+        if remat in REMAT_POLICIES:
             program = jax.make_jaxpr(self.save)(gathered, x, context)
-            self.vjp.plan_selection(program, REMAT_POLICIES[self.remat])
+            self.vjp.plan_selection(program, REMAT_POLICIES[remat])
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
-        if self.split:
+        if split:
             self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
             pools["FW"] = [saved[at] for at in self.vjp.read_later]
             pools["BW"] = self.vjp.input_backward(gathered, saved, context, y)[2]
@@ -293,45 +302,67 @@ class Stage:
                 pools["FB"] = [leaf for at, leaf in enumerate(saved) if at not in self.vjp.read_later]
         return pools
 
-    def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
-        """The output of one layer, and what its backward pass reads."""
-        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
-        return y, self.vjp.saved(pull, weights, context)
+
+@dataclasses.dataclass
+class Stage:
+    """The layers of one rank's stages. Weights are trees with a leading dim of places, as many for each stage, one for
+    each kind of layers; gradients are a list of the leaves of all, in float32.
+
+    `loop` runs a stage's layers. With `split`, `backward` leaves out what `weight_gradients` does. `residuals` is what
+    passes leave for later ones: by pool, for each kind a list of arrays `[slot, layer of stage, ...]`. With `in_rows`,
+    what was kept of a layer so that it need not be recomputed is read as it lies (parallax/sharding/compiler.py says
+    where that is needed).
+    """
+
+    loop: "LayerLoop"
+    remat: str
+    split: bool
+    in_rows: bool = False
+
+    def plan(self, weights: Sequence[Any], x: Array, context: Context) -> dict[str, list[list[Array]]]:
+        """What a layer of each kind keeps in each pool. Called once, for its shapes, before the passes are traced."""
+        pools: dict[str, list[list[Array]]] = {"FB": [], "FW": [], "BW": []}
+        for stack in self.loop.stacks:
+            gathered, here = self.loop.gathered(stack, weights, 0), stack.context(context, 0)
+            for pool, leaves in stack.plan(self.remat, self.split, gathered, x, here).items():
+                pools[pool].append(leaves)
+        return pools
 
     @property
     def last_weight(self) -> int:
         """A leaf of the gradients to which the last pass of a tick adds: W, where there is one."""
-        return self.vjp.backward_split.deferred[0] if self.split else 0
+        return self.loop.stacks[0].vjp.backward_split.deferred[0] if self.split else 0
 
-    def empty(self, pools: dict[str, list[Any]], slots: dict[str, int]) -> dict[str, list[Array]]:
+    def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
         """Slots for what `plan` says, empty."""
+        def empty(pool: str) -> list[list[Array]]:
+            if pool == "FB" and self.remat == "stage":  # the stage's input
+                return [[zeros(pools[pool][0][0], slots[pool])]]
+            of_kinds = zip(self.loop.stacks, pools[pool], strict=True)
+            return [[zeros(leaf, slots[pool], stack.stage_layers) for leaf in leaves] for stack, leaves in of_kinds]
 
-        def empty(pool: str, leaf: Any) -> Array:
-            layers = () if pool == "FB" and self.remat == "stage" else (self.loop.stage_layers,)
-            return zeros(leaf, slots[pool], *layers)
+        return {pool: empty(pool) for pool in slots}
 
-        return {pool: [empty(pool, leaf) for leaf in pools[pool]] for pool in slots}
-
-    def forward(self, weights: Any, read: Read, residuals: Any) -> tuple[Array, Any]:
+    def forward(self, weights: Sequence[Any], read: Read, residuals: Any) -> tuple[Array, Any]:
         """F of one microbatch: the stage's output, and `residuals` with what the backward pass will read; without
         residuals, None."""
         (x, context, at), of_layers = read(), residuals
         if self.remat == "stage" and residuals is not None:
-            of_layers, residuals = None, residuals | {"FB": write_slot(residuals["FB"], [x], at.slots["FB"])}
+            of_layers, residuals = None, residuals | {"FB": [write_slot(residuals["FB"][0], [x], at.slots["FB"])]}
 
-        def step(carry, layer, number, gathered):
-            (x, residuals), here = carry, self._at(context, number)
+        def step(stack, carry, layer, number, gathered):
+            (x, residuals), here = carry, stack.context(context, number)
             if residuals is None:
-                return (self.layer(gathered, x, here), None), {}
+                return (stack.layer(gathered, x, here), None), {}
             if self.remat == "layer":
-                saved, y = [x], self.layer(gathered, x, here)
+                saved, y = [x], stack.layer(gathered, x, here)
             elif self.remat in REMAT_POLICIES:
-                y, kept_of_layer = self.vjp.forward_selected(gathered, x, here)
+                y, kept_of_layer = stack.vjp.forward_selected(gathered, x, here)
                 saved = [x, *kept_of_layer]
             else:
-                y, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
-                saved = self.vjp.saved(pull, gathered, here)
-            return (y, self._write_residuals(residuals, saved, at, layer)), {}
+                y, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+                saved = stack.vjp.saved(pull, gathered, here)
+            return (y, self._write_residuals(stack, residuals, saved, at, layer)), {}
 
         turns = self.loop.turns(step, at.chunk, weights=weights)
         state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, of_layers)))
@@ -339,7 +370,7 @@ class Stage:
         return vary_all((y, residuals if of_layers is None else of_layers))
 
     def backward(
-        self, weights: Any, read: Read, residuals: Any, grads: list[Array], end: Callable[[Array], Any]
+        self, weights: Sequence[Any], read: Read, residuals: Any, grads: list[Array], end: Callable[[Array], Any]
     ) -> tuple[Array, list[Array], Any, Any]:
         """B of one microbatch: the gradient in the stage's input, `grads` with this microbatch's share added,
         `residuals`, and what `end` makes of that gradient.
@@ -349,25 +380,26 @@ class Stage:
         dy, context, at = read()
         if self.remat == "stage":
             turns = self.loop.turns(partial(self._save, context), at.chunk, weights=weights)
-            (x,) = read_slot(residuals["FB"], at.slots["FB"])
-            begin = turns.begin((x, [zeros(leaf, self.loop.stage_layers) for leaf in self.saved_shapes]))
+            (x,) = read_slot(residuals["FB"][0], at.slots["FB"])
+            empty = [[zeros(leaf, stack.stage_layers) for leaf in stack.saved_shapes] for stack in self.loop.stacks]
+            begin = turns.begin((x, empty))
             (_, recomputed), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, begin))
 
-        def step(carry, layer, number, gathered):
-            (dy, residuals), here = carry, self._at(context, number)
+        def step(stack, carry, layer, number, gathered):
+            (dy, residuals), here = carry, stack.context(context, number)
             if self.remat == "stage":
-                saved = read_slot(recomputed, layer)
+                saved = read_slot(recomputed[stack.at], layer)
             elif self.remat == "layer":
-                (x,) = read_slot(residuals["FB"], at.slots["FB"], layer)
-                _, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
-                saved = self.vjp.saved(pull, gathered, here)
+                (x,) = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
+                _, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+                saved = stack.vjp.saved(pull, gathered, here)
             else:
-                saved = self._read_residuals(gathered, residuals, here, at, layer)
+                saved = self._read_residuals(stack, gathered, residuals, here, at, layer)
             if self.split:
-                dx, shares, b_residuals = self.vjp.input_backward(gathered, saved, here, dy)
-                residuals = residuals | {"BW": write_slot(residuals["BW"], b_residuals, at.slots["BW"], layer)}
+                dx, shares, b_residuals = stack.vjp.input_backward(gathered, saved, here, dy)
+                residuals = self._written(stack, residuals, "BW", b_residuals, at, layer)
             else:
-                dw, dx = self.vjp.backward(gathered, saved, here, dy)
+                dw, dx = stack.vjp.backward(gathered, saved, here, dy)
                 shares = dict(enumerate(jax.tree.leaves(dw)))
             return (dx, residuals), shares
 
@@ -380,53 +412,62 @@ class Stage:
         """W of one microbatch: `grads` with its share of what `backward` left out."""
         at = read()
 
-        def step(carry, layer, number, gathered):
-            saved, b_residuals = (read_slot(residuals[pool], at.slots[pool], layer) for pool in ("FW", "BW"))
-            return carry, self.vjp.weight_backward(saved, b_residuals)
+        def step(stack, carry, layer, number, gathered):
+            read_later = [read_slot(residuals[pool][stack.at], at.slots[pool], layer) for pool in ("FW", "BW")]
+            return carry, stack.vjp.weight_backward(*read_later)
 
         turns = self.loop.turns(step, at.chunk)
         return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1])
 
     # ---- one layer
 
-    def _at(self, context: Context, number: Array) -> Context:
-        """The context with a dropout key of this layer's own; 0 is the embedding's."""
-        if context.key is None:
-            return context
-        return context._replace(key=jax.random.fold_in(context.key, 1 + self.loop.numbers[number]))
+    def _written(
+        self, stack: LayerStack, residuals: Any, pool: str, leaves: list[Array], at: SlotIndex, layer: Array
+    ) -> Any:
+        """Residuals with those of a layer in a pool written."""
+        of_kinds = list(residuals[pool])
+        of_kinds[stack.at] = write_slot(of_kinds[stack.at], leaves, at.slots[pool], layer)
+        return residuals | {pool: of_kinds}
 
-    def _write_residuals(self, residuals: Any, saved: list[Array], at: SlotIndex, layer: Array) -> Any:
-        later = self.vjp.read_later if self.split and self.remat == "none" else ()
+    def _write_residuals(
+        self, stack: LayerStack, residuals: Any, saved: list[Array], at: SlotIndex, layer: Array
+    ) -> Any:
+        later = stack.vjp.read_later if self.split and self.remat == "none" else ()
         apart = {"FB": [leaf for at, leaf in enumerate(saved) if at not in later], "FW": [saved[at] for at in later]}
-        return residuals | {
-            pool: write_slot(residuals[pool], leaves, at.slots[pool], layer) for pool, leaves in apart.items() if leaves
-        }
+        for pool, leaves in apart.items():
+            if leaves:
+                residuals = self._written(stack, residuals, pool, leaves, at, layer)
+        return residuals
 
     def _read_residuals(
-        self, gathered: Any, residuals: Any, context: Context, at: SlotIndex, layer: Array
+        self, stack: LayerStack, gathered: Any, residuals: Any, context: Context, at: SlotIndex, layer: Array
     ) -> list[Array]:
         """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
-        own = read_slot(residuals["FB"], at.slots["FB"], layer)
+        own = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
         if self.remat in REMAT_POLICIES:
             rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
-            return self.vjp.recompute(gathered, own[0], context, rest)
+            return stack.vjp.recompute(gathered, own[0], context, rest)
         if not self.split:
             return own
-        later = dict(zip(self.vjp.read_later, read_slot(residuals["FW"], at.slots["FW"], layer), strict=True))
+        read_later = read_slot(residuals["FW"][stack.at], at.slots["FW"], layer)
+        later = dict(zip(stack.vjp.read_later, read_later, strict=True))
         rest = iter(own)
         return [later[at] if at in later else next(rest) for at in range(len(own) + len(later))]
 
-    def _save(self, context: Context, carry: Any, layer: Array, number: Array, gathered: Any) -> tuple[Any, dict]:
+    def _save(
+        self, context: Context, stack: LayerStack, carry: Any, layer: Array, number: Array, gathered: Any
+    ) -> tuple[Any, dict]:
         """One layer forward, with what it saves written."""
-        (x, saved), here = carry, self._at(context, number)
-        y, pull = jax.vjp(partial(self.layer, context=here), gathered, x)
-        return (y, write_slot(saved, self.vjp.saved(pull, gathered, here), layer)), {}
+        (x, saved), here = carry, stack.context(context, number)
+        y, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+        of_kinds = list(saved)
+        of_kinds[stack.at] = write_slot(saved[stack.at], stack.vjp.saved(pull, gathered, here), layer)
+        return (y, of_kinds), {}
 
 
 @dataclasses.dataclass
 class LayerLoop:
-    """The loop over a stage's layers. `gather` makes the weights that a layer computes with of resident ones, `scatter`
-    (one function for each leaf) turns their gradients into those that are summed.
+    """The loop over a stage's layers, those of one kind or of several.
 
     Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
     gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
@@ -434,38 +475,45 @@ class LayerLoop:
     that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
 
     `serialized` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
-    simulated devices need that, see `after`. `numbers` is the model's layer in each place, -1 for none; `uneven` says
-    whether there are such places, which are skipped.
+    simulated devices need that, see `after`. `uneven` says whether there are places without a layer, which are
+    skipped. With several kinds, `places` are Arrangement.own_turns: in each turn the one that is there runs.
     """
 
-    gather: Callable[[Any], Any]
-    scatter: Sequence[Callable[[Array], Array]]
+    stacks: Sequence[LayerStack]
     stage_layers: int
-    numbers: Array
     uneven: bool
     prefetch: bool
     serialized: bool
+    places: Array | None = None
 
     def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
         """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is
         gathered."""
-        even = UnevenTurns if self.uneven else Turns
-        kind = PrefetchTurns if self.prefetch and self.stage_layers > 1 else even
-        return kind(self, step, chunk * self.stage_layers, weights, reverse)
+        if len(self.stacks) > 1:
+            kind = MixedTurns
+        elif self.prefetch and self.stage_layers > 1:
+            kind = PrefetchTurns
+        else:
+            kind = UnevenTurns if self.uneven else Turns
+        return kind(self, step, chunk, weights, reverse)
 
-    def gathered(self, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
-        """The whole weights of the layer in this place; None of None. See `_after` for `earlier`."""
+    def gathered(
+        self, stack: LayerStack, weights: Any, number: Array | int, earlier: Sequence[Array] = ()
+    ) -> Any:
+        """The whole weights of the kind's layer in this place; None of None. See `_after` for `earlier`."""
         if weights is None:
             return None
-        return self.gather(jax.tree.map(lambda weight: self._after(weight, earlier), read_slot(weights, number)))
+        resident = read_slot(weights[stack.at], number)
+        return stack.gather(jax.tree.map(lambda weight: self._after(weight, earlier), resident))
 
-    def add(self, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
-        """Summed gradients with those of the layer in this place."""
-
-        def add(total: Array, share: Array) -> Array:
-            return total.at[number].add(share.astype(total.dtype))
-
-        return [add(total, self.scatter[at](shares[at])) if at in shares else total for at, total in enumerate(grads)]
+    def add(self, stack: LayerStack, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
+        """Summed gradients with those of the kind's layer in this place."""
+        first = sum(len(other.scatter) for other in self.stacks[: stack.at])
+        grads = list(grads)
+        for at, share in shares.items():
+            total = grads[first + at]
+            grads[first + at] = total.at[number].add(stack.scatter[at](share).astype(total.dtype))
+        return grads
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
         """The same array; where all is done in turn, not before those."""
@@ -482,22 +530,28 @@ class Turns:
     """`end(lax.fori_loop(start, stop, turn, begin(carry, grads)))` runs `step` for every layer, and returns the last
     carry and `grads` with what the steps found added."""
 
-    def __init__(self, loop: LayerLoop, step: Step, first: Array | int, weights: Any, reverse: bool):
-        self.loop, self.step, self.first, self.weights, self.reverse = loop, step, first, weights, reverse
+    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool):
+        self.loop, self.step, self.chunk, self.weights, self.reverse = loop, step, chunk, weights, reverse
+        self.stack, self.first = loop.stacks[0], chunk * loop.stage_layers
         self.start, self.stop = 0, loop.stage_layers
 
     def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
         return carry, list(grads)
 
-    def turn(self, at: Array | int, state: Any) -> Any:
-        """Gather a layer, run it, add its gradients."""
-        (carry, grads), layer = state, self.layer_of(at)
-        number = self.first + layer
-        carry, shares = self.step(carry, layer, number, self.loop.gathered(self.weights, number, _first(carry)))
-        return vary_all((carry, self.loop.add(grads, number, shares)))
+    def turn(self, at: Array | int, state: Any, stack: LayerStack | None = None) -> Any:
+        """Gather a layer, of this kind, run it, add its gradients."""
+        (carry, grads), stack = state, stack or self.stack
+        layer, number = self.place_of(at, stack)
+        gathered = self.loop.gathered(stack, self.weights, number, _first(carry))
+        carry, shares = self.step(stack, carry, layer, number, gathered)
+        return vary_all((carry, self.loop.add(stack, grads, number, shares)))
 
     def end(self, state: Any) -> tuple[Any, list[Array]]:
         return state
+
+    def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
+        """Where the layer of this turn stands among those of its kind: in the stage, and in the rank's places."""
+        return self.layer_of(at), self.first + self.layer_of(at)
 
     def layer_of(self, at: Any) -> Any:
         """The layer of the stage in this turn. It is computed from the loop's own counter, not looked up: then XLA sees
@@ -509,8 +563,21 @@ class UnevenTurns(Turns):
     """The same, where a place may be without a layer."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
-        there = self.loop.numbers[self.first + self.layer_of(at)] >= 0
+        there = self.stack.layers[self.first + self.layer_of(at)] >= 0
         return lax.cond(there, partial(super().turn, at, state), partial(vary_all, state))
+
+
+class MixedTurns(Turns):
+    """The same for layers of several kinds: a turn runs the one that stands in its place, if any."""
+
+    def turn(self, at: Array | int, state: Any) -> Any:
+        turns = [partial(Turns.turn, self, at, state, stack) for stack in self.loop.stacks]
+        kind = self.loop.places[0][self.first + self.layer_of(at)]
+        return lax.switch(kind, [*turns, partial(vary_all, state)])
+
+    def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
+        layer = self.loop.places[1][self.first + self.layer_of(at)]
+        return layer, self.chunk * stack.stage_layers + layer
 
 
 class PrefetchTurns(Turns):
@@ -521,30 +588,30 @@ class PrefetchTurns(Turns):
         self.start, self.stop = 1, self.loop.stage_layers - 1
 
     def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
-        gathered = self.loop.gathered(self.weights, self.first + self.layer_of(0), _first(carry))
+        gathered = self.loop.gathered(self.stack, self.weights, self.first + self.layer_of(0), _first(carry))
         return self.turn(0, (carry, gathered, {}, list(grads)))
 
     def turn(self, at: Array | int, state: Any, *, is_last: bool = False) -> Any:
         carry, gathered, shares, grads = state
         layer, number = self.layer_of(at), self.first + self.layer_of(at)
         if shares:
-            grads = self.loop.add(grads, self.first + self.layer_of(at - 1), shares)
+            grads = self.loop.add(self.stack, grads, self.first + self.layer_of(at - 1), shares)
             carry = self.loop.carry_after(carry, grads)
-        run = partial(self.step, carry, layer, number, gathered)
+        run = partial(self.step, self.stack, carry, layer, number, gathered)
         if self.loop.uneven:
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1])
-            there = self.loop.numbers[number] >= 0
+            there = self.stack.layers[number] >= 0
             carry, shares = lax.cond(there, run, partial(vary_all, (carry, empty)))
         else:
             carry, shares = run()
         coming = gathered
         if not is_last:
-            coming = self.loop.gathered(self.weights, self.first + self.layer_of(at + 1), _first(carry))
+            coming = self.loop.gathered(self.stack, self.weights, self.first + self.layer_of(at + 1), _first(carry))
         return carry, coming, shares, grads
 
     def end(self, state: Any) -> tuple[Any, list[Array]]:
         carry, _, shares, grads = self.turn(self.stop, state, is_last=True)
-        return carry, self.loop.add(grads, self.first + self.layer_of(self.stop), shares)
+        return carry, self.loop.add(self.stack, grads, self.first + self.layer_of(self.stop), shares)
 
 
 def _first(carry: Any) -> list[Array]:

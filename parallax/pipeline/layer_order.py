@@ -23,10 +23,23 @@ class Arrangement:
     Parameters are always stored in model order. Where each rank's layers follow one another and are equally many,
     their dim is cut over pp, and nothing is sent; otherwise another dim is, and an all-to-all of the weights before
     the ticks, and of their gradients after them, exchanges that cut for one of layers in the order of the ranks.
+
+    Of a model with several kinds of layers each kind has one: `kinds` are those of all layers, and `kind` is the one
+    whose layers are counted, numbered and moved here; without it, all layers are.
     """
 
     placement: tuple[int, ...]
-    layers: int
+    kinds: tuple[str, ...]
+    kind: str = ""
+
+    @cached_property
+    def members(self) -> np.ndarray:
+        """The model's layers that are stacked here."""
+        return np.flatnonzero([self.kind in ("", kind) for kind in self.kinds])
+
+    @property
+    def layers(self) -> int:
+        return self.members.size
 
     @property
     def ranks(self) -> int:
@@ -40,18 +53,20 @@ class Arrangement:
     @property
     def stage_layers(self) -> int:
         """Layers of the largest stage: as many places has each."""
-        return -(-self.layers // len(self.placement))
+        return max(self.sizes)
 
     @property
     def sizes(self) -> list[int]:
         """Layers of each stage."""
-        return [piece.size for piece in np.array_split(np.arange(self.layers), len(self.placement))]
+        stages = np.array_split(np.arange(len(self.kinds)), len(self.placement))
+        return [int(np.isin(stage, self.members).sum()) for stage in stages]
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """int32 `[rank, place]`: the model's layer there, -1 where a stage has fewer; a rank's stages in order.
+        """int32 `[rank, place]`: which of the stacked layers is there, -1 where a stage has fewer; a rank's stages in
+        order.
 
-        >>> Arrangement((0, 1, 0, 1), layers=6).numbers.tolist()
+        >>> Arrangement((0, 1, 0, 1), ("dense",) * 6).numbers.tolist()
         [[0, 1, 4, -1], [2, 3, 5, -1]]
         """
         found = np.full((self.ranks, self.virtual, self.stage_layers), -1, np.int32)
@@ -64,7 +79,7 @@ class Arrangement:
     @property
     def uneven(self) -> bool:
         """Whether some stage has fewer layers than others."""
-        return self.layers % len(self.placement) != 0
+        return len(set(self.sizes)) > 1
 
     @property
     def in_order(self) -> bool:
@@ -74,6 +89,25 @@ class Arrangement:
     def own_numbers(self) -> Array:
         """This rank's row of `numbers`."""
         return jnp.asarray(self.numbers)[lax.axis_index("pp")]
+
+    @cached_property
+    def turns(self) -> np.ndarray:
+        """int32 `[2, rank, place]`: the kind of the layer there, by its place in `sorted(set(kinds))`, as many as these
+        for none; and how many layers of its kind its stage has before it."""
+        names = sorted(set(self.kinds))
+        kinds = np.append([names.index(kind) for kind in self.kinds], len(names))[self.numbers]
+        by_stage = kinds.reshape(-1, self.stage_layers)
+        earlier = [[int((stage[:at] == kind).sum()) for at, kind in enumerate(stage)] for stage in by_stage]
+        return np.stack([kinds, np.reshape(earlier, kinds.shape)]).astype(np.int32)
+
+    def own_turns(self) -> Array:
+        """This rank's part of `turns`, `[2, place]`."""
+        return jnp.asarray(self.turns)[:, lax.axis_index("pp")]
+
+    def own_layers(self) -> Array:
+        """The model's layer in each place of this rank, -1 for none."""
+        of_model = np.where(self.numbers < 0, -1, self.members[self.numbers])
+        return jnp.asarray(of_model, jnp.int32)[lax.axis_index("pp")]
 
     def to_stages(self, stored: Sequence[Layout], leaves: Sequence[Array]) -> list[Array]:
         """This rank's layers `[place, ...]` of stored parameters; zeros where a stage has fewer.
@@ -95,6 +129,18 @@ class Arrangement:
         numbers = self.own_numbers()
         # A place without a layer adds its zero to no layer of the model.
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
+
+
+def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, Arrangement]:
+    """By the name of its stack in the tree of parameters, where the layers of each kind run.
+
+    >>> list(arrangements((0, 1), ("dense", "moe", "moe")))
+    ['blocks/dense', 'blocks/moe']
+    """
+    names = sorted(set(kinds))
+    if len(names) == 1:
+        return {"blocks": Arrangement(placement, kinds)}
+    return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
 
 
 def _moved(

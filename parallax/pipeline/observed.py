@@ -1,5 +1,6 @@
 """A forward pass that says of each layer's output whether it is finite, and how large it gets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,14 +15,14 @@ class ObservedStage(Stage):
     """A stage that keeps nothing but what it observes: float32 [1 + layers of the model, 2], for the embedding and
     each layer how many entries of its output are not finite, and the largest of the others."""
 
-    def forward(self, weights: Any, read: Read, seen: Array) -> tuple[Array, Array]:
+    def forward(self, weights: Sequence[Any], read: Read, seen: Array) -> tuple[Array, Array]:
         x, context, at = read()
 
-        def step(carry, layer, number, gathered):
+        def step(stack, carry, layer, number, gathered):
             x, seen = carry
-            own = self.loop.numbers[number]
+            own = stack.layers[number]
             seen = _add(seen, jnp.int32(0), x, own == 0)
-            y = self.layer(gathered, x, self._at(context, number))
+            y = stack.layer(gathered, x, stack.context(context, number))
             return (y, _add(seen, own + 1, y, own >= 0)), {}
 
         turns = self.loop.turns(step, at.chunk, weights=weights)

@@ -37,8 +37,8 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
 from parallax.pipeline.buffers import index
-from parallax.pipeline.executor import Executor, LayerLoop, Stage
-from parallax.pipeline.layer_order import Arrangement
+from parallax.pipeline.executor import Executor, LayerLoop, LayerStack, Stage
+from parallax.pipeline.layer_order import Arrangement, arrangements
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name, gpipe_on
@@ -91,8 +91,9 @@ class ShardedModel:
         check_kernel(model, mesh)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         check_stages(model, self.schedule)
-        self.arrangement = Arrangement(self.schedule.placement, model.layers)
+        self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
+        self.orders = arrangements(self.schedule.placement, model.kinds)
         declared = jax.eval_shape(self.parts.declare, jax.random.key(0))
         self.plan = ShardingPlan(
             declared,
@@ -100,7 +101,7 @@ class ShardedModel:
             model.sizes,
             self.axis_sizes,
             model.dtype,
-            order=self.arrangement,
+            orders=self.orders,
             reduce=fsdp.reduce,
             gather_first=partial(first_group, mesh),
         )
@@ -222,7 +223,7 @@ class ShardedModel:
         family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
-        return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows)
+        return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows, self.loss_config)
 
     @property
     def _simulated(self) -> bool:
@@ -242,7 +243,7 @@ class ShardedModel:
         executor, boundary_state = self.ready(params, batch, noise)
         boundary, state = executor.boundary, executor.run(boundary_state)
         ended = boundary.finish(state.boundary)
-        block_grads = jax.tree.unflatten(jax.tree.structure(executor.weights), state.grads)
+        block_grads = jax.tree.unflatten(jax.tree.structure(self.shapes["blocks"]), state.grads)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
         return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
@@ -297,7 +298,7 @@ class ShardedModel:
         return Executor(
             schedule,
             self._stage(stage),
-            weights["blocks"],
+            self.parts.by_kind(weights["blocks"]),
             partial(self.plan.zero_grads, "blocks", weights["blocks"]),
             partial(self._context, tokens),
             boundary(work, tokens, weight, schedule.placement[-1]),
@@ -320,25 +321,33 @@ class ShardedModel:
     def _context(self, tokens: Tokens, microbatch: Array) -> Context:
         arrays = tokens.positions, tokens.segments, tokens.rows
         positions, segments, rows = (as_varying(index(x, microbatch)) for x in arrays)
-        return training_context(Rope(self.model), positions, segments, rows, tokens.key)
+        weight = None
+        if "moe" in self.model.kinds:
+            shares = math.prod(size for axis, size in self.axis_sizes.items() if axis in BATCH_AXES)
+            weight = jnp.float32(1 / (tokens.rows.size * shares))
+        return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
 
     def _stage(self, kind: type[Stage]) -> Stage:
+        stacks = [
+            LayerStack(
+                block.apply,
+                lambda weights, name=name: {"params": self.plan.use(weights, name)},
+                self.plan.add_up(name),
+                order.stage_layers,
+                order.own_layers(),
+                at,
+            )
+            for at, (block, (name, order)) in enumerate(zip(self.parts.blocks.values(), self.orders.items(), strict=True))
+        ]
         loop = LayerLoop(
-            lambda weights: {"params": self.plan.use(weights, "blocks")},
-            self.plan.add_up("blocks"),
+            stacks,
             self.arrangement.stage_layers,
-            self.arrangement.own_numbers(),
             self.arrangement.uneven,
-            prefetch=self.fsdp.prefetch == 1,
-            serialized=self._simulated,
+            self.fsdp.prefetch == 1,
+            self._simulated,
+            self.arrangement.own_turns() if len(stacks) > 1 else None,
         )
-        return kind(
-            self.parts.block.apply,
-            loop,
-            self.pipeline.remat,
-            self.schedule.split,
-            in_rows=relays_what_is_read(self.mesh),
-        )
+        return kind(loop, self.pipeline.remat, self.schedule.split, relays_what_is_read(self.mesh))
 
     def _metrics(self, loss_sum: Array, ends: EmbedAndHead, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

@@ -12,6 +12,7 @@ Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean"
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -153,7 +154,7 @@ class ShardingPlan:
         axis_sizes: Mapping[str, int],
         dtype: str,
         *,
-        order: Any = None,
+        orders: Mapping[str, Any] = MappingProxyType({}),
         reduce: str = "float32",
         gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1,
     ):
@@ -162,15 +163,16 @@ class ShardingPlan:
             declared: parameters as `Declared`, a tree of them.
             sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
             dtype: of compute, in which weights travel; `reduce` is how gradients do, see FsdpConfig.
-            order: of layers on pipeline ranks, an Arrangement; without it no layer moves over pp.
+            orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" where there are
+                several kinds; without it no layer moves over pp.
             gather_first: `first` of `all_gather`.
         Raises:
             ConfigError: the policies do not fit these parameters.
         """
         policies.check(named_leaves(layouts_of(declared)))
         self.policies, self.axis_sizes, self.shapes = policies, axis_sizes, nn.meta.unbox(declared)
-        self.order, self.reduce, self.gather_first = order, reduce, gather_first
-        row = partial(_row, policies=policies, order=order, sizes=sizes, axis_sizes=axis_sizes, dtype=dtype)
+        self.orders, self.reduce, self.gather_first = orders, reduce, gather_first
+        row = partial(_row, policies=policies, orders=orders, sizes=sizes, axis_sizes=axis_sizes, dtype=dtype)
         self.rows = jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
 
     def __repr__(self) -> str:
@@ -222,16 +224,17 @@ class ShardingPlan:
 
     def load(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Weights as they are resident in a step, of parameters at rest, by part of the model."""
-        return {part: self._load(part, params[part]) for part in PARTS}
+        return {part: self._of_stacks(part, self._load, params[part]) for part in PARTS}
 
     def use(self, weights: Any, part: str = "") -> Any:
         """The weights that a layer computes with, of resident ones: those of a part, or of one of its
         layers; without a part, of all."""
-        return jax.tree.map(self._use, self.rows[part] if part else self.rows, weights)
+        return jax.tree.map(self._use, self._rows(part), weights)
 
     def add_up(self, part: str) -> list[Callable[[Array], Array]]:
         """For each leaf of a part the move of its gradient from compute to summed; float32."""
-        return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in self._rows(part)]
+        rows = jax.tree.leaves(self._rows(part))
+        return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in rows]
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -241,7 +244,7 @@ class ShardingPlan:
     def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them."""
         with jax.named_scope(GRADIENTS):
-            return self._sum({part: self._store(part, grads[part]) for part in PARTS})
+            return self._sum({part: self._of_stacks(part, self._store, grads[part]) for part in PARTS})
 
     def zero_grads(self, part: str, weights: Any) -> Any:
         """Gradients of zero, cut as summed ones are: not as weights."""
@@ -257,26 +260,31 @@ class ShardingPlan:
     def _use(self, row: ParameterPlan, weight: Array) -> Array:
         return self._gather(row, row.resident, row.compute, weight)
 
-    def _rows(self, part: str) -> list[ParameterPlan]:
-        return jax.tree.leaves(self.rows[part])
+    def _rows(self, part: str) -> Any:
+        return functools.reduce(lambda rows, name: rows[name], filter(None, part.split("/")), self.rows)
+
+    def _of_stacks(self, part: str, move: Callable[[str, Any], Any], tree: Any) -> Any:
+        """`move(part, tree)`, of layers one kind after the other."""
+        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == "blocks"]
+        return {kind: move(f"{part}/{kind}", tree[kind]) for kind in kinds} if kinds else move(part, tree)
 
     def _load(self, part: str, params: Any) -> Any:
-        rows = self._rows(part)
+        rows, order = jax.tree.leaves(self._rows(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(params)
         leaves = [row.cast(x) if row.is_cast_at_load else x for row, x in zip(rows, leaves, strict=True)]
         layouts = [row.at_rest for row in rows]
-        if part == "blocks" and self.order:
-            layouts, leaves = [row.staged for row in rows], self.order.to_stages(layouts, leaves)
+        if order:
+            layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
         # Of a table, pp and data axes that cut the same dim are gathered at once.
         gathered = [self._gather(row, at, row.resident, x) for row, at, x in zip(rows, layouts, leaves, strict=True)]
         return jax.tree.unflatten(structure, gathered)
 
     def _store(self, part: str, grads: Any) -> Any:
-        rows = self._rows(part)
+        rows, order = jax.tree.leaves(self._rows(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
-        if part == "blocks":
+        if part.startswith("blocks"):
             leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
-            leaves = self.order.to_model([row.at_rest for row in rows], leaves) if self.order else leaves
+            leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
         else:
             leaves = [self._to_ranks(row, x) for row, x in zip(rows, leaves, strict=True)]
         return jax.tree.unflatten(structure, leaves)
@@ -331,21 +339,25 @@ def _row(
     declared: Declared,
     *,
     policies: Policies,
-    order: Any,
+    orders: Mapping[str, Any],
     sizes: Mapping[str, int],
     axis_sizes: Mapping[str, int],
     dtype: str,
 ) -> ParameterPlan:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    part, _, module = name.rpartition("/")[0].partition("/")
+    # Parameters of layers are named as in a layer, of whatever kind.
+    path = name.rpartition("/")[0]
+    part = next((stack for stack in orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
+    module = path.removeprefix(part).strip("/")
+    order, ranks = orders.get(part), axis_sizes.get("pp", 1) if orders else 1
     compute = declared.layout
     stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest, axis_sizes)))
     at_rest = staged = stay.at_rest
-    if part == "blocks" and order and not order.in_order:
+    if order and not order.in_order:
         at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
-    elif part != "blocks" and order and order.ranks > 1 and len(compute.names) > 1:
+    elif not part.startswith("blocks") and ranks > 1 and len(compute.names) > 1:
         at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
-    scope = module if part == "blocks" else "/".join(filter(None, [part, module]))
+    scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
     travels = dtype if declared.at_rest else None
     return ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, travels)
 

@@ -47,7 +47,7 @@ def test_the_maps_and_the_cache_make_what_the_layer_makes(case):
     context = training_context(Rope(model.model), batch["positions"], batch["segments"], jnp.arange(ROWS), None)
     x = params["embedding"]["table"][batch["tokens"]]
     x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + model.model.norm_eps) * block["attention_norm"]["scale"]
-    layer = parts.block.bind({"params": block}).attention.clone(parent=None)
+    layer = parts.blocks["dense"].bind({"params": block}).attention.clone(parent=None)
     expected = layer.apply({"params": block["attention"]}, jnp.asarray(x), context)
 
     cache = {name: array[0] for name, array in inside.cache.items()}

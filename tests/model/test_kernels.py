@@ -26,7 +26,7 @@ from parallax.model.checks import check_context, check_kernel, check_kernel_on, 
 from parallax.model.context import Context, causal_mask, training_context
 from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
 from parallax.model.rope import Rope
-from parallax.pipeline.executor import Stage
+from parallax.pipeline.executor import LayerStack
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.zigzag import own_tokens
 
@@ -261,14 +261,14 @@ def test_a_model_trains_as_with_scores_however_it_is_cut(mesh, kind, changes):
 def layer_alone(kind, seq=SEQ):
     """A layer of the tiny model on one device, and what its passes take."""
     model = build((1, 1, 1), kernel="splash", **settings(**kind))
-    block = model.parts.block
+    block = model.parts.blocks["dense"]
     weights = jax.tree.map(lambda stacked: stacked[0], params_of(model)["blocks"])
     segments = jnp.asarray(make_batch(rows=2, seq=seq)["segments"])
     positions = jnp.asarray(positions_of(np.asarray(segments)))
     context = training_context(Rope(model.model), positions, segments, jnp.arange(2), None)
     x = jax.random.normal(jax.random.key(0), (2, seq, model.model.d_model))
     layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
-    return Stage(layer, None, "none", split=True), weights, x, context
+    return LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1)), weights, x, context
 
 
 def test_nothing_outside_of_the_kernels_is_as_large_as_the_scores():

@@ -29,7 +29,7 @@ SIZES = {"layers": 11, "d_model": 16, "d_ff": 3}
 def test_every_layer_has_one_place_on_the_rank_of_its_stage_and_a_rank_runs_them_in_order(ranks, virtual, more, zigzag):
     turns = [range(ranks) if turn % 2 == 0 or not zigzag else range(ranks)[::-1] for turn in range(virtual)]
     placement = tuple(rank for turn in turns for rank in turn)
-    arrangement = Arrangement(placement, layers=len(placement) + more)
+    arrangement = Arrangement(placement, ("dense",) * (len(placement) + more))
     numbers = arrangement.numbers
     assert sorted(numbers[numbers >= 0]) == list(range(arrangement.layers))
     start = 0
@@ -45,7 +45,7 @@ def test_every_layer_has_one_place_on_the_rank_of_its_stage_and_a_rank_runs_them
 @pytest.mark.parametrize("layout", ["layers/pp d_model/dp d_ff", "layers/pp d_ff"])
 @pytest.mark.parametrize(("placement", "layers"), [(LOOP, 8), (ZIGZAG, 8), (LOOP, 11), ((0, 1, 2, 3), 6)], ids=str)
 def test_layers_come_to_their_ranks_and_their_gradients_back(placement, layers, layout):
-    arrangement, layout = Arrangement(placement, layers), Layout.parse(layout)
+    arrangement, layout = Arrangement(placement, ("dense",) * layers), Layout.parse(layout)
     sizes, axis_sizes = SIZES | {"layers": layers}, {"pp": 4, "dp": 2, "tp": 1}
     stored = cut_over_pp(layout.without("pp"), sizes, axis_sizes, names=layout.names[1:])
     # d_ff=3 divides over nothing: then every rank stores all layers.

@@ -22,7 +22,7 @@ from parallax.config.sections import (
 )
 from parallax.model.context import training_context
 from parallax.model.rope import Rope
-from parallax.pipeline.executor import Stage
+from parallax.pipeline.executor import LayerStack
 from parallax.runtime.jaxprs import loop
 from parallax.schedules.csv_files import save_csv
 
@@ -52,15 +52,16 @@ def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenl
 def layer_alone():
     """A layer of the tiny model on one device: its vjp, the weights, saved arrays, context, and a gradient."""
     model = model_config(attention="mla")
-    block = plain_parts(model).block
+    block = plain_parts(model).blocks["dense"]
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(4, 16, model.d_model)), jnp.float32) for _ in range(2))
     ids = jnp.zeros((4, 16), jnp.int32)
     context = training_context(Rope(model), ids, ids, jnp.arange(4), None)
     weights = jax.tree.map(lambda leaf: leaf.value, block.init(jax.random.key(0), x, context)["params"],
                            is_leaf=lambda leaf: hasattr(leaf, "layout"))  # fmt: skip
-    stage = Stage(lambda weights, x, context: block.apply({"params": weights}, x, context), None, "none", split=True)
-    vjp, (_, saved) = stage.vjp, stage.save(weights, x, context)
+    layer = lambda weights, x, context: block.apply({"params": weights}, x, context)  # noqa: E731
+    stack = LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1))
+    vjp, (_, saved) = stack.vjp, stack.save(weights, x, context)
     vjp.plan_split(weights, saved, context, dy, saved_is_kept=True)
     return vjp, weights, saved, context, dy
 

@@ -13,7 +13,7 @@ from reference import plain_losses
 from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
-from parallax.pipeline.executor import LayerLoop, SlotIndex, Stage
+from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
@@ -24,19 +24,16 @@ def toy_layer(weights, x, context):
     return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
 
 
+def one_stack(layer):
+    return LayerStack(layer, lambda weights: weights, [], 1, jnp.arange(1))
+
+
 def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
     unchanged = [lambda grad: grad] * 3
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
-    loop = LayerLoop(
-        lambda weights: weights,
-        unchanged,
-        LAYERS,
-        numbers,
-        uneven=layers < LAYERS,
-        prefetch=prefetch,
-        serialized=False,
-    )
-    return Stage(toy_layer, loop, remat, split)
+    stack = LayerStack(toy_layer, lambda weights: weights, unchanged, LAYERS, numbers)
+    loop = LayerLoop([stack], LAYERS, uneven=layers < LAYERS, prefetch=prefetch, serialized=False)
+    return Stage(loop, remat, split)
 
 
 class NoDropout:
@@ -73,7 +70,7 @@ def plain_passes(weights, x, dy, layers):
 
 def two_slots(stage, weights, x):
     """Empty pools of two slots each, and a place in the second."""
-    pools = stage.plan(weights, x, NoDropout())
+    pools = stage.plan([weights], x, NoDropout())
     names = ("FB", "FW", "BW") if stage.split else ("FB",)
     return stage.empty(pools, dict.fromkeys(names, 2)), SlotIndex(chunk=0, slots=dict.fromkeys(names, 1))
 
@@ -88,9 +85,9 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     stage = toy_stage(remat, split=split, layers=layers, prefetch=bool(prefetch))
     ones = jax.tree.map(jnp.ones_like, weights)
     residuals, at = two_slots(stage, weights, x)
-    y, residuals = stage.forward(weights, lambda: (x, NoDropout(), at), residuals)
+    y, residuals = stage.forward([weights], lambda: (x, NoDropout(), at), residuals)
     grads = jax.tree.leaves(ones)
-    dx, grads, residuals, end = stage.backward(weights, lambda: (dy, NoDropout(), at), residuals, grads, jnp.negative)
+    dx, grads, residuals, end = stage.backward([weights], lambda: (dy, NoDropout(), at), residuals, grads, jnp.negative)
     np.testing.assert_array_equal(end, -dx)
     if split:
         grads = stage.weight_gradients(lambda: at, residuals, grads)
@@ -98,7 +95,7 @@ def test_a_stage_pass_by_pass_has_the_gradient_of_its_layers(remat, prefetch, sp
     # Of the largest entry, as everywhere: small entries are what is left of large terms. On one CPU, with 3 layers, an
     # entry of 0.045 among those up to 6 is 1.3e-6 off, which is 2e-7 of the largest.
     np.testing.assert_allclose(y, expected_y, rtol=0, atol=1e-6 * np.abs(expected_y).max())
-    again, _ = stage.forward(weights, lambda: (x, NoDropout(), at), None)
+    again, _ = stage.forward([weights], lambda: (x, NoDropout(), at), None)
     np.testing.assert_allclose(again, y, rtol=0, atol=1e-6 * np.abs(y).max())
     # Beside float64 on jax 0.12, with 3 layers, the plain passes are 2.5e-7 of it off, and those that make some again
     # 7.3e-7.
@@ -113,11 +110,12 @@ def test_what_is_kept_is_what_remat_says():
     for remat in REMAT:
         stage = toy_stage(remat)
         residuals, at = two_slots(stage, weights, x)
-        _, residuals = stage.forward(weights, functools.partial(tuple, (x, NoDropout(), at)), residuals)
-        shapes[remat] = [leaf.shape for leaf in residuals["FB"]]
+        _, residuals = stage.forward([weights], functools.partial(tuple, (x, NoDropout(), at)), residuals)
+        (kept,) = residuals["FB"]
+        shapes[remat] = [leaf.shape for leaf in kept]
         if remat != "none":
-            np.testing.assert_array_equal(residuals["FB"][0][1].reshape(-1, *x.shape)[0], x)
-            np.testing.assert_array_equal(residuals["FB"][0][0], 0)
+            np.testing.assert_array_equal(kept[0][1].reshape(-1, *x.shape)[0], x)
+            np.testing.assert_array_equal(kept[0][0], 0)
     assert shapes["stage"] == [(2, *x.shape)] and shapes["layer"] == [(2, LAYERS, *x.shape)]
     # Activations of the layer alone, and the scale as it was reshaped: weights are at hand again in the backward pass.
     assert shapes["attention"] == shapes["elementwise"] == [(2, LAYERS, *x.shape)] * 2  # the input and the product
@@ -128,19 +126,19 @@ def test_w_reads_only_inputs_and_cotangents_of_matrix_products():
     """Not divided, the backward pass keeps all it reads until it has run; divided, B frees what W does not need."""
     weights, x, _ = toy()
     whole, apart = toy_stage("none"), toy_stage("none", split=True)
-    all_saved = len(whole.plan(weights, x, NoDropout())["FB"])
-    pools = apart.plan(weights, x, NoDropout())
+    (all_saved,) = map(len, whole.plan([weights], x, NoDropout())["FB"])
+    pools = {pool: leaves for pool, (leaves,) in apart.plan([weights], x, NoDropout()).items()}
     assert len(pools["FB"]) + len(pools["FW"]) == all_saved and len(pools["FB"]) > 0
     assert len(pools["FW"]) == 2, "the inputs of up and of down"
     assert len(pools["BW"]) == 2, "the gradients of their outputs"
-    assert set(apart.vjp.backward_split.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
+    assert set(apart.loop.stacks[0].vjp.backward_split.deferred) == {0, 2}, "down and up; the gradient of the scale takes no product"
 
 
 def test_b_and_w_do_the_work_of_the_backward_pass_once():
     weights, x, dy = toy()
     one = jax.tree.map(lambda w: w[0], weights)
-    stage = toy_stage("none", split=True)
-    split, (_, saved) = stage.vjp, stage.save(one, x, NoDropout())
+    (stack,) = toy_stage("none", split=True).loop.stacks
+    split, (_, saved) = stack.vjp, stack.save(one, x, NoDropout())
     split.plan_split(one, saved, NoDropout(), dy, saved_is_kept=True)
     read = [saved[at] for at in split.read_later]
 
@@ -158,7 +156,7 @@ def test_b_and_w_do_the_work_of_the_backward_pass_once():
 def test_a_split_layer_saves_neither_weights_nor_context():
     weights, x, dy = toy()
     one = jax.tree.map(lambda w: w[0], weights)
-    stage = Stage(lambda weights, x, context: toy_layer(weights, x, None) * context, None, "none", split=True)
+    stage = one_stack(lambda weights, x, context: toy_layer(weights, x, None) * context)
     context = jnp.full((2, WIDTH), 3.0)
     _, saved = stage.save(one, x, context)
     assert not any(leaf is known for leaf in saved for known in (*one.values(), context))
