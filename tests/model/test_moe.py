@@ -20,8 +20,9 @@ from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
 from parallax.model.router import Router
+from parallax.pipeline.split_backward import split_backward
 from parallax.sharding.collectives import as_varying
-from parallax.sharding.layout import Layout
+from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.mesh import mesh_of
 from parallax.sharding.parameter import layouts_of
 
@@ -389,3 +390,27 @@ def test_the_stand_in_of_cpus_gathers():
     found = sent(mixture(exchange="ragged"), {"pp": 1, "dp": 1, "ep": 4, "tp": 1})
     gathers = promised(ragged_all_to_all)[0]["all_gather", "ep"]
     assert found[0]["all_gather", "ep"] == 1 + 4 * gathers and not any("all_to_all" in key for key in found[0])
+
+
+# ---- the backward pass in two
+
+
+def test_the_products_of_weights_are_left_for_later():
+    """Those of experts are in loops; the counts, which cost no product, come with the gradient of the input."""
+    layer = mixture(model=ROUTERS["shared"], **AUXILIARY)
+    _, params = declared(layer)
+    names = [*named_leaves(params)]
+
+    def gradients(params, x, dy):
+        _, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, 1 / ROWS), params, x)
+        return jax.tree.leaves(pull(dy))
+
+    args = params, *arrays()
+    split = split_backward(jax.make_jaxpr(gradients)(*args), wanted=[len(names)], readable=())
+    assert [names[at] for at in range(len(names)) if at not in split.deferred] == ["router/bias"]
+    counts, dx, *b_residuals = split.first(*jax.tree.leaves(args))
+    later = split.second(*b_residuals)
+    by_name = dict(zip(names, [None] * len(names))) | {names[at]: x for at, x in zip(split.deferred, later)}
+    by_name["router/bias"] = counts
+    for found, whole in zip([*by_name.values(), dx], jax.jit(gradients)(*args), strict=True):
+        check(np.asarray(found), np.asarray(whole))
