@@ -659,7 +659,7 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:2x2", "--config.pipeline.microbatches=3"], "data.global_batch=4 does not divide"),
         (["--topology=v5e:2x2", "--svg=x.svg"], "--svg=x.svg is for --sweep"),
         (["--topology=v5e:2x2", "--sweep", "--keep=0"], "--keep=0 must be a whole number of 1 or more"),
-        (["--topology="], "is no topology"),
+        (["--topology="], "is empty; leave it out"),
         (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
     ],
 )
