@@ -42,7 +42,8 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
                 bar.set_gid(f"{TIP}{action}: {starts[action]:g} to {starts[action] + time_of[kind]:g}")
             numbers = [str(a.microbatch) for a in actions]
             numbers = [text if width >= DIGIT * len(text) + 2 else "" for text in numbers]
-            axes.bar_label(bars, numbers, label_type="center", color=ink)
+            if any(numbers):
+                axes.bar_label(bars, numbers, label_type="center", color=ink)
         idle = {"height": 0.86, "color": "#f4f4f4", "edgecolor": "#d9d9d9", "hatch": "////", "zorder": 0}
         axes.barh(ranks, end, label="idle", **idle)
         if 0 < len(ends) * 5 <= end * scale:

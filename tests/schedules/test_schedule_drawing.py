@@ -99,7 +99,7 @@ def test_numbers_are_left_out_where_they_do_not_fit():
         return [text.text for text in root.iter(f"{SVG}text") if text not in of_ticks and text.text.isdigit()]
 
     assert sorted(numbers(gpipe(2, 3))) == sorted("012" * 4)
-    assert numbers(gpipe(2, 900)) == []
+    assert numbers(gpipe(2, 200)) == []
 
 
 def test_a_tick_is_marked_in_lockstep_alone():
