@@ -187,7 +187,8 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
     that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
-    for choice in _layouts(own):
+    further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
+    for choice in _layouts(own, further):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
@@ -199,7 +200,8 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
         yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
 
 
-def _layouts(own: Choice) -> Iterator[Choice]:
+def _layouts(own: Choice, further: Sequence[str]) -> Iterator[Choice]:
+    """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
     for remat in REMAT:
         if remat != own.remat:
             yield own._replace(remat=remat)
@@ -210,8 +212,8 @@ def _layouts(own: Choice) -> Iterator[Choice]:
         if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
             yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
     halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
-    for axis in ("cp", "ep"):
-        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)] * (getattr(own, axis) > 1)
+    for axis in further:
+        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)]
     for one, other in halved:
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
