@@ -27,6 +27,7 @@ KIND_OF_PRIMITIVE = {
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "all-to-all",  # of all rows that there is room for, the most that may go
     "ppermute": "permute",
 }
 

@@ -23,10 +23,10 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     """Every rank gets the tokens of all, [B, S, ...]; partial sums are scattered to the layout of the residual.
 
     Communication:
-        forward   all_gather of x, weights and ids over ep; reduce_scatter of the result over tp;
-                  reduce_scatter of the result over ep
+        forward   all_gather of x, weights and ids over ep;
+                  reduce_scatter of the result over tp; reduce_scatter of the result over ep
         backward  all_gather of the gradient over ep; all_gather of the gradient over tp;
-                  reduce_scatter of the gradients of x and weights over ep
+                  reduce_scatter of the gradient of x and the gradient of weights over ep
     """
     x, weights, ids = _gathered("d_model", x), _gathered("entries", weights), _gathered("entries", ids)
     y = experts(_flat(x), _flat(weights), _flat(ids)).reshape(x.shape)
@@ -39,12 +39,13 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
 
 def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
     """A rank gets the tokens that go to one of its experts; it has room for all of all ranks, so none is ever dropped.
+    Ragged ones are the all-to-alls: each rank sends to each other as many rows as it has for it.
 
     Communication:
-        forward   all_gather of the counts over ep; ragged_all_to_all of x, weights, ids and the result over ep;
+        forward   all_gather of the counts over ep; all_to_all of x, weights, ids and the result over ep;
                   reduce_scatter of the result over tp
-        backward  ragged_all_to_all of the gradients of x, weights and the result over ep;
-                  all_gather of the gradient over tp
+        backward  all_gather of the gradient over tp;
+                  all_to_all of the gradient of x, the gradient of weights and the gradient over ep
     """
     if not is_bound(AXIS):
         return gather_exchange(experts, residual, x, weights, ids)
@@ -70,7 +71,7 @@ def moved(x_RD: Array, counts: Array, rows: int, fill: int = 0) -> Array:
     `counts[p, q]` says how many go from rank p to rank q. Behind those that arrive there is `fill`.
 
     Communication:
-        forward   ragged_all_to_all of x over ep
+        forward   all_to_all of x over ep
         backward  the transposes
     """
     axes = frozenset([AXIS]).union(varying_axes(x_RD), varying_axes(counts))

@@ -39,7 +39,7 @@ def rows_of_block(rows: int, groups: int) -> int:
     [8, 8, 64, 128]
     """
     size = SMALLEST_BLOCK
-    while size < LARGEST_BLOCK and 4 * size * groups <= rows:
+    while size < LARGEST_BLOCK and 8 * size * groups <= rows:
         size *= 2
     return size
 

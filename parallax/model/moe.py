@@ -26,10 +26,10 @@ class MoE(nn.Module):
     tokens come to them: see parallax/model/exchange.py. With `chunk_tokens`, at most so many of a device's tokens (or
     one position of each of its rows) are on their way at once, and the backward pass sends each chunk again.
     `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, leaves out what Router says of
-    gradients.
+    gradients. Besides what its router, its exchange and its shared experts send:
 
     Communication:
-        forward   all_gather of x over tp; that of Router, of the exchange, and of the shared experts' GatedMLP
+        forward   all_gather of x over tp
         backward  the transposes
     """
 

@@ -108,11 +108,12 @@ class Parts(NamedTuple):
         form: TableForm,
         kv: str,
         rows: str,
-        loss: LossConfig = LossConfig(),
+        loss: LossConfig | None = None,
     ) -> "Parts":
         """`rows` says how the batch is cut where embedding and head work."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
+        loss = loss or LossConfig()
         blocks = {kind: Block(model, residual, family, kv, kind, loss) for kind in sorted(set(model.kinds))}
         return Parts(embedding, blocks, head)
 
