@@ -189,13 +189,18 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
     that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
-    for choice in _layouts(own, _exchange(settings, topology)):
+    further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
+    for choice in _layouts(own, further):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and own.data_ranks > 1:
         yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
+    now = _exchange(settings, topology)
+    for exchange in EXCHANGES if now else ():
+        if exchange != now:
+            yield f"--config.layout.exchange={exchange}", with_changes(settings, "layout", exchange=exchange)
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
         yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
@@ -209,7 +214,8 @@ def _exchange(settings: Settings, topology: Topology) -> str:
     return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
 
 
-def _layouts(own: Choice, exchange: str) -> Iterator[Choice]:
+def _layouts(own: Choice, further: Sequence[str]) -> Iterator[Choice]:
+    """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
     for remat in REMAT:
         if remat != own.remat:
             yield own._replace(remat=remat)
@@ -220,17 +226,14 @@ def _layouts(own: Choice, exchange: str) -> Iterator[Choice]:
         if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
             yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
     halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
-    for axis in ("cp", "ep"):
-        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)] * (getattr(own, axis) > 1)
+    for axis in further:
+        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)]
     for one, other in halved:
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
     for context in CONTEXTS if own.cp > 1 else ():
         if context != own.context:
             yield own._replace(context=context)
-    for other in EXCHANGES if exchange else ():
-        if other != exchange:
-            yield own._replace(exchange=other)
     if own.pp > 1:
         for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
             if (schedule, virtual) != (own.schedule, own.virtual):

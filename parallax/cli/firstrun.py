@@ -74,8 +74,6 @@ def act(argv: Sequence[str]) -> None:
     line, words = read_line(argv, FLAGS, config=CONFIGS / "base.py"), argv[1:]
     steps, out = line.values["steps"], line.values["out"]
     check_whole("--steps", steps, least=WARM_UP + 1)
-    if out == "":
-        raise ConfigError("--out='' names no file; write a path, as in --out=first-run.md")
     settings = read_settings(line.config)
     join(read_address(line.values), settings.distributed, simulate=settings.mesh.simulate)
     about = {"Versions": software(), "Flags": flags()}

@@ -111,14 +111,14 @@ class Parts(NamedTuple):
         form: TableForm,
         kv: str,
         rows: str,
-        loss: LossConfig = LossConfig(),
+        loss: LossConfig | None = None,
         exchange: str = "gather",
         expert_chunk_tokens: int = 0,
     ) -> "Parts":
         """`rows` says how the batch is cut where embedding and head work; for the rest see Block."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
-        shared = dict(loss=loss, exchange=exchange, expert_chunk_tokens=expert_chunk_tokens)
+        shared = dict(loss=loss or LossConfig(), exchange=exchange, expert_chunk_tokens=expert_chunk_tokens)
         blocks = {kind: Block(model, residual, family, kv, kind, **shared) for kind in sorted(set(model.kinds))}
         return Parts(embedding, blocks, head)
 

@@ -27,9 +27,9 @@ from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
 from parallax.sharding.plan import GRADIENTS
 
-# `step(stack, carry, layer, number, gathered)` is one layer of a kind: `layer` counts in the stage, `number` in the rank's
-# places, both among layers of the kind. It returns the carry and, by number of the leaf, gradients of the gathered
-# weights; those of a layer that is not there are not taken.
+# `step(stack, carry, layer, number, gathered)` is one layer of a kind: `layer` counts in the stage, `number` in the
+# rank's places, both among layers of the kind. It returns the carry and, by number of the leaf, gradients of the
+# gathered weights; those of a layer that is not there are not taken.
 Step = Callable[["LayerStack", Any, Array, Array, Any], tuple[Any, dict[int, Array]]]
 # What a pass works on: the stage's input or the gradient in its output, the microbatch's context, and its slots. A pass
 # reads it itself, so that idle ranks do not, and the first stage's rank alone embeds.

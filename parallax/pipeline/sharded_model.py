@@ -204,7 +204,12 @@ class ShardedModel:
         return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
     def _check_prefetch(self) -> None:
-        """Weights are gathered ahead only where a layer's are gathered when it runs."""
+        """Weights are gathered ahead only where a layer's are gathered when it runs, and the next one has as many."""
+        if self.fsdp.prefetch and len(self.orders) > 1:
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with model.layers_of="
+                f"{self.model.layers_of!r} the next one may be of another kind; use fsdp.prefetch=0."
+            )
         per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
         if self.fsdp.prefetch and not per_use:
             raise ConfigError(
