@@ -21,8 +21,10 @@ from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
+from parallax.model.exchange import EXCHANGES
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
+from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
@@ -195,9 +197,21 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and own.data_ranks > 1:
         yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
+    now = _exchange(settings, topology)
+    for exchange in EXCHANGES if now else ():
+        if exchange != now:
+            yield f"--config.layout.exchange={exchange}", with_changes(settings, "layout", exchange=exchange)
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
         yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
+
+
+def _exchange(settings: Settings, topology: Topology) -> str:
+    """How tokens come to experts of other ranks; "" where none do."""
+    model, ranks = settings.model, settings.mesh.ep
+    if "moe" not in model.kinds or ranks == 1:
+        return ""
+    return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
 
 
 def _layouts(own: Choice, further: Sequence[str]) -> Iterator[Choice]:
@@ -240,13 +254,26 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
-    return "\n".join(
-        [
-            f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
-            f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
-            f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
-        ]
-    )
+    lines = [
+        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
+        f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
+        f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
+        *_mixture_lines(settings, topology),
+    ]
+    return "\n".join(lines)
+
+
+def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
+    """Of a mixture, how many experts a token goes to, and how it comes to those of other ranks."""
+    model, chunk, exchange = settings.model, settings.layout.expert_chunk_tokens, _exchange(settings, topology)
+    if "moe" not in model.kinds:
+        return
+    line = f"a token goes to {model.experts_per_token} of {model.experts} experts"
+    if exchange:
+        sent = exchanged_rows(model, settings.mesh.ep)
+        other = next(name for name in EXCHANGES if name != exchange)
+        line += f", over ep by {exchange}: {percent(sent[exchange] / sent[other])} of the bytes of {other}"
+    yield line + f", {chunk} tokens at once" * (chunk > 0)
 
 
 def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
