@@ -13,6 +13,8 @@ from parallax.model.padding import without_padding
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 
+LOGITS = "logits"  # the scope of the head's products, for traces
+
 
 def cross_entropy(
     logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
@@ -88,8 +90,9 @@ def chunked_loss_and_grads(
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded as what it is multiplied with is: a product of two dtypes would be one of the wider.
         grad_CV = grad_CV.astype(table_VD.dtype)
-        hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
-        table_grad = jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
+        with jax.named_scope(LOGITS):
+            hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
+            table_grad = jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
         return grad_VD + table_grad, (loss, *pull_hidden(hidden_grad))
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
@@ -102,7 +105,8 @@ def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient:
 
 
 def _logits(hidden_CD: Array, table_VD: Array) -> Array:
-    return jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
+    with jax.named_scope(LOGITS):
+        return jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
 
 
 def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:
