@@ -34,6 +34,8 @@ def get_config() -> ConfigDict:
     config.pipeline.microbatches = 16
     config.pipeline.remat = "elementwise"
 
+    config.loss.chunk_tokens = 4096
+
     config.optimizer.learning_rate = 3e-4
     config.optimizer.warmup_steps = 2000
 

@@ -40,7 +40,7 @@ def attend(
         queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # of whole rows: both are in order
         mask = segment_mask(context.segments_BN) if is_causal else causal_mask(context.segments_BN, queries)
         kernel_of = partial(cudnn_attention, mask_B1ST=mask, is_causal=is_causal, scale=scale)
-        return checkpoint_name(_padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK), "attention")
+        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale, keys=keys)
 
 

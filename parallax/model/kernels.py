@@ -76,13 +76,40 @@ def cudnn_attention(
     call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and products takes
     its place, so that a step for GPUs is reported and planned on any machine.
     """
+    arrays = q_BSHJ, k_BTGJ, v_BTGJ, mask_B1ST
     if devices_known():
-        how = dict(mask=mask_B1ST, is_causal=is_causal, scale=scale, implementation="cudnn")
-        return jax.nn.dot_product_attention(q_BSHJ, k_BTGJ, v_BTGJ, **how)
-    bias_B1ST = jnp.where(mask_B1ST, 0, jnp.finfo(q_BSHJ.dtype).min / 2).astype(q_BSHJ.dtype)
-    arrays = q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST
+        how = dict(is_causal=is_causal, scale=scale, implementation="cudnn")
+        return _named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), *arrays)
     axes = frozenset().union(*map(varying_axes, arrays))
-    return described_attention(*(as_varying(x, axes) for x in arrays), scale)
+
+    def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
+        return described_attention(q, k, v, bias, scale)
+
+    return _named(described, *(as_varying(x, axes) for x in arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _named(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """`attention(q, k, v, mask)`, whose result and each row's logsumexp have a name for remat policies: JAX gives the
+    latter none, and without it the backward pass would make both again."""
+    return attention(q, k, v, mask)
+
+
+def _named_forward(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Callable]:
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
+    name = functools.partial(checkpoint_name, name="attention")
+    named = name(out)
+    # The logsumexp alone is float32.
+    keep = lambda leaf: named if leaf is out else name(leaf) if leaf.dtype == jnp.float32 else leaf  # noqa: E731
+    return named, jax.tree.map(keep, pull)
+
+
+def _named_backward(attention: Callable, pull: Callable, dy: Array) -> tuple[Array, Array, Array, None]:
+    return *pull(dy), None
+
+
+_named.defvjp(_named_forward, _named_backward)
 
 
 def widest_head(kind: str) -> int:

@@ -3,6 +3,7 @@
 Pallas kernels are interpreted on CPUs. The shapes are the least that a kernel takes.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -20,6 +21,8 @@ from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
 from parallax.analysis.flops import product_flops
+from parallax.analysis.trace import abstract_mesh
+from parallax.config.sections import AXES
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
@@ -150,6 +153,16 @@ def test_cudnn_is_told_what_is_causal_and_a_mask_says_the_rest(ranks, monkeypatc
     actual = own_order(jax.jit(mapped)(*arrays, segments), ranks)
     assert error(actual, expected) < 1e-5
     assert {(how["implementation"], how["is_causal"]) for how in calls} == {("cudnn", ranks == 1)}
+
+
+@pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("none", 1), ("attention", 2)])
+def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
+    """A remat policy that keeps attention keeps each row's logsumexp, too."""
+    devices = dict.fromkeys(AXES, 1)
+    model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, **GQA)
+    model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.model, kernel="cudnn"))
+    names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
+    assert names == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
 
 
 def own_order(x, ranks):
