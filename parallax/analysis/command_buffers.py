@@ -15,12 +15,12 @@ from parallax.analysis.hlo import Instruction, Module
 BUFFER = "command_buffer"  # an operation's name begins so
 CUBLAS, CUDNN, COPIES = "cuBLAS", "cuDNN", "copies"
 # By a function's name; the first that matches.
-LIBRARIES = {
+LIBRARY_KERNELS = {
     COPIES: re.compile(r"memcpy|memset", re.IGNORECASE),
     CUDNN: re.compile(r"cudnn", re.IGNORECASE),
     CUBLAS: re.compile(r"nvjet|xmma|cublas|cutlass|splitk|gemv", re.IGNORECASE),
 }
-CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # how the targets of their custom calls begin
+LIBRARY_CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # how the targets of their custom calls begin
 
 
 class Place(NamedTuple):
@@ -36,7 +36,7 @@ def library_of(kernel: str) -> str:
     >>> library_of("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"), library_of("loop_add_fusion_12")
     ('cuBLAS', '')
     """
-    return next((name for name, pattern in LIBRARIES.items() if pattern.search(kernel)), "")
+    return next((name for name, pattern in LIBRARY_KERNELS.items() if pattern.search(kernel)), "")
 
 
 class CommandBuffers:
@@ -82,7 +82,7 @@ class CommandBuffers:
     ) -> None:
         """Places for kernels that ran between two instructions: before the later one, as far as its computation has
         calls of their libraries there, the others behind the earlier one."""
-        rest = [at for at in unnamed if library_of(kernels[at]) in CALLS]
+        rest = [at for at in unnamed if library_of(kernels[at]) in LIBRARY_CALLS]
         if after is not None:
             first = before.number + 1 if before and before.computation == after.computation and before < after else 0
             rest = self._matched(kernels, places, rest[::-1], after.computation, range(after.number - 1, first - 1, -1))
@@ -100,7 +100,9 @@ class CommandBuffers:
         instructions, numbers = self.program.computations[name].instructions, list(numbers)
         for done, at in enumerate(rest):
             library = library_of(kernels[at])
-            match = next((i for i, n in enumerate(numbers) if instructions[n].target.startswith(CALLS[library])), None)
+            match = next(
+                (i for i, n in enumerate(numbers) if instructions[n].target.startswith(LIBRARY_CALLS[library])), None
+            )
             if match is None:
                 return rest[done:]
             places[at] = Place(name, numbers[match])

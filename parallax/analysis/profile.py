@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from parallax.analysis.command_buffers import BUFFER, CALLS, CUBLAS, CommandBuffers, library_of
+from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, CommandBuffers, library_of
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
@@ -86,7 +86,7 @@ def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
         return _guessed(one.name)
     if kind not in COLLECTIVES:
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
-        product |= one.name.startswith("gemm_fusion") or one.target.startswith(CALLS[CUBLAS])
+        product |= one.name.startswith("gemm_fusion") or one.target.startswith(LIBRARY_CALLS[CUBLAS])
         return About(module_of(one.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
     if mesh and not one.kind.endswith(("-done", "-update")):
