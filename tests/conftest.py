@@ -27,10 +27,12 @@ from checkpoint_examples import small_disk
 from run_examples import corpus, observed_run, shared_programs, whole_run
 from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
 
+from parallax.runtime.devices import simulate_devices
+
 __all__ = ["corpus", "observed_run", "shared_programs", "small_disk", "whole_run"]  # fixtures
 __all__ += ["compiles_nothing", "exits", "in_job", "known_speed", "second_of_two", "with_chips"]
 
-jax.config.update("jax_num_cpu_devices", 8)
+simulate_devices(8)
 # [B, S] + [S] is a mistake more often than a wish.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -47,10 +47,12 @@ from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import layouts_of
 
 README = ROOT / "README.md"
-AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "cp", "tp")]
+AXES_PAGES = [ROOT / "docs" / f"{axis}.md" for axis in ("pp", "dp", "cp", "ep", "tp")]
 LEFT_OUT = (".git", ".cache", ".venv*", "build", "runs", "__pycache__", ".hypothesis", ".*_cache", "*.egg-info")
-MESHES = {"docs/cp.md": dict(pp=1, dp=2, cp=2, tp=2)}  # of equations; others are 2·2·2
+# Of equations; others are 2·2·2.
+MESHES = {"docs/cp.md": dict(pp=1, dp=2, cp=2, tp=2), "docs/ep.md": dict(pp=2, dp=1, ep=2, tp=2)}
 SIZES = {"batch": 4, "seq": 4, "d_model": 8, "d_ff": 16, "microbatches": 2, "heads": 4, "d_head": 4}
+SIZES |= {"experts": 4, "d_expert": 6}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 ERROR = 1e-5  # of float32 sums in another order, over the largest entry
 

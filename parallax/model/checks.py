@@ -20,8 +20,11 @@ def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where a model's counts do not divide over the mesh."""
     if model.vocab < 2:
         raise ConfigError(f"model.vocab={model.vocab} must be 2 or more; 0 is for train.py, which asks the tokenizer.")
-    for dim in ("heads", "d_ff", "d_model", "vocab"):
+    widths = [dim for kind, dim in (("dense", "d_ff"), ("moe", "d_expert")) if kind in model.kinds]
+    for dim in ("heads", *widths, "d_model", "vocab"):
         _check_dim(model, dim, ("tp",), axis_sizes)
+    if "moe" in model.kinds:
+        _check_dim(model, "experts", ("ep",), axis_sizes)
     if model.attention == "gqa" and model.kv_heads % axis_sizes["tp"] and axis_sizes["tp"] % model.kv_heads:
         raise ConfigError(
             f"model.kv_heads={model.kv_heads} and mesh.tp={axis_sizes['tp']}: one must divide the other; "
@@ -57,7 +60,7 @@ def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int
 def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Mapping[str, int], why: str = "") -> None:
     size, pieces = model.sizes[dim], math.prod(axis_sizes.get(axis, 1) for axis in axes)
     if size % pieces:
-        cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes)
+        cut = " x ".join(f"mesh.{axis}={axis_sizes[axis]}" for axis in axes if axis in axis_sizes)
         # What a tokenizer or a published model has is not for users to choose: the table is padded instead.
         multiple = math.lcm(model.vocab_multiple, pieces)
         larger = f"vocab_multiple={multiple}" if dim == "vocab" else f"{dim}={-(-size // pieces) * pieces}"

@@ -47,7 +47,7 @@ class Router(nn.Module):
         logits_BSE = einsum(product, x.astype(jnp.float32), self.kernel, precision="highest")
         sigmoid = self.model.router_score == "sigmoid"
         scores_BSE = jax.nn.sigmoid(logits_BSE) if sigmoid else jax.nn.softmax(logits_BSE, axis=-1)
-        ids_BSK = choose(lax.stop_gradient(scores_BSE + self.bias.reshape(1, 1, -1)), self.model)
+        ids_BSK = chosen_experts(lax.stop_gradient(scores_BSE + self.bias.reshape(1, 1, -1)), self.model)
         weights_BSK = jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
         if self.model.router_normalized:
             weights_BSK /= weights_BSK.sum(axis=-1, keepdims=True) + LEAST_SUM
@@ -77,7 +77,7 @@ class Router(nn.Module):
         return nn.initializers.normal(self.model.d_model**-0.5)(key, shape, jnp.float32)
 
 
-def choose(scores_BSE: Array, model: ModelConfig) -> Array:
+def chosen_experts(scores_BSE: Array, model: ModelConfig) -> Array:
     """The ids of each token's experts, the highest score first; of equal ones the lower id."""
     if model.router_groups > 1:
         scores_BSE = _in_best_groups(scores_BSE, model)

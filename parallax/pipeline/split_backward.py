@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from parallax.runtime.jaxprs import ancestors, apply, called, part
+from parallax.runtime.jaxprs import ancestors, apply, called, part, within
 from parallax.sharding.collectives import as_varying
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
 # whole activations to save a sum.
+LOOPS = ("scan", "while")
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 
@@ -111,7 +112,7 @@ def split_backward(program: ClosedJaxpr, *, wanted: Iterable[int], readable: Ite
         if at in wanted:
             continue
         own = ancestors(jaxpr, [out]) - first
-        if any(jaxpr.eqns[number].primitive.name in PRODUCTS for number in own):
+        if any(_multiplies(jaxpr.eqns[number]) for number in own):
             deferred.append(at)
         else:
             first |= own
@@ -169,6 +170,12 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def _multiplies(equation: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product, or a loop with one in it, as grouped products are."""
+    inner = within(equation) if equation.primitive.name in LOOPS else ()
+    return any(each.primitive.name in PRODUCTS for each in (equation, *inner))
 
 
 def _crossing(jaxpr: Jaxpr, second: set[int], outs: Iterable) -> list:

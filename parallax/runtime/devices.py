@@ -14,6 +14,7 @@ TPU_FILES = ("dev/accel0", "dev/vfio/0")
 GOOGLE = "0x1ae0"  # as a vendor on PCI
 NO_TPU = ("0x0042", "0x001f")  # its network card and its disk, which machines without TPU have too
 SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
+CPU_THREADS = ("PJRT_NPROC", "NPROC")  # how many threads XLA starts for all CPU devices together; the first that is set
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
@@ -42,6 +43,7 @@ def simulate_devices(count: int, processes: int = 1) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
+        keep_a_thread_free(count)
     except RuntimeError as error:
         present = len(jax.devices())
         if jax.default_backend() == "cpu" and present == count:
@@ -51,6 +53,26 @@ def simulate_devices(count: int, processes: int = 1) -> None:
             f"device(s); restart the kernel, or start a fresh process, and call simulate_devices({count}) there before "
             "any other JAX call"
         ) from error
+
+
+def keep_a_thread_free(devices: int) -> None:
+    """Have XLA start more threads than there are CPU devices; with fewer, some products are wrong, and nothing says so.
+
+    A device's program goes on in whichever of these threads ended what it waited for, and that thread does not look
+    into its queue meanwhile. Parallel loops and products leave entries there, for threads without a program to take.
+    Where all have one, the queue is full after 1,024 of them, and XLA runs at once what it would queue. Within a large
+    product Eigen (TensorContractionThreadPool.h) then packs a tile over one that is not multiplied yet: the result's
+    first rows are wrong by a block of the sum. tests/product_behind_loops.py shows it with jaxlib 0.10.2 and 0.12.0.
+    """
+    given = [os.environ[name] for name in CPU_THREADS if os.environ.get(name, "").isdecimal()]
+    threads = int(given[0]) if given else _usable_cpus()
+    os.environ[CPU_THREADS[0]] = str(max(threads, devices + 1))
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def leave_out_absent_tpu(root: Path = ROOT) -> None:

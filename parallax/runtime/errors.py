@@ -8,6 +8,7 @@ import os
 import re
 import select
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ LARGEST_INT32 = 2**31 - 1  # devices count in int32
 QUOTED_LETTERS = 80  # of what was written, in an error
 LONGEST_PATH = 4096  # letters: who reads of a file wants to find it
 LISTED_NUMBERS = LISTED_NAMES = 12
+LISTED_LETTERS = 320  # of known names
 LISTED_DIFFERENCES = 5
 
 URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
@@ -201,7 +203,7 @@ def first_few(texts: list[str], most: int = LISTED_DIFFERENCES) -> str:
 
 
 def nearest(written: str, known: Iterable[str]) -> str:
-    """List the known names, the closest match first.
+    """List the known names, the closest match first; not all where they would fill more than a few lines.
 
     >>> nearest("gpip", ["gpipe", "one_f_one_b"])
     "did you mean 'gpipe'? Known: gpipe, one_f_one_b"
@@ -209,7 +211,7 @@ def nearest(written: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(written[:QUOTED_LETTERS], known, n=1)
     lead = f"did you mean {close[0]!r}? Known" if close else "known"
-    return f"{lead}: {', '.join(known)}"
+    return f"{lead}: {textwrap.shorten(', '.join(known), LISTED_LETTERS, placeholder=' ...')}"
 
 
 def check_choice(key: str, written: str, known: Collection[str]) -> None:

@@ -1,8 +1,9 @@
 """Helpers for jaxprs: parts of a traced program as functions."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 NO_CALLS = ("scan", "while", "cond", "pallas_call")  # they run programs, but not once
@@ -32,6 +33,15 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name in NO_CALLS or not isinstance(inner, Jaxpr | ClosedJaxpr):
         return None
     return closed(inner)
+
+
+def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations of all programs that an equation runs, of those within them, too."""
+    programs = (Jaxpr, ClosedJaxpr)
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda value: isinstance(value, programs)):
+        for inner in closed(value).jaxpr.eqns if isinstance(value, programs) else ():
+            yield inner
+            yield from within(inner)
 
 
 def ancestors(jaxpr: Jaxpr, outs: Iterable, given: Collection = ()) -> set[int]:

@@ -19,9 +19,9 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
 
-# Dims that a kernel contracts, when they stand first; dims that number matrices.
+# Dims that a kernel contracts, when they stand first.
 INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
-STACKED = ("layers", "experts")
+MATRIX_NUMBERS = ("layers", "experts")  # dims before these, of many matrices in one array
 # Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
 MUON_RMS = 0.2
@@ -179,12 +179,12 @@ def is_load(layout: Layout) -> bool:
 
 def _stacked(layout: Layout) -> int:
     """How many dims at the front number matrices."""
-    return sum(1 for _ in itertools.takewhile(STACKED.__contains__, layout.names))
+    return sum(1 for _ in itertools.takewhile(MATRIX_NUMBERS.__contains__, layout.names))
 
 
 def muon_dims(layout: Layout) -> Any:
-    """Which dims of a hidden matrix are input and output, each stacked layer and expert a matrix of its own; None: leave
-    to AdamW.
+    """Which dims of a hidden matrix are input and output, each layer's and each expert's a matrix of its own; None:
+    leave to AdamW.
 
     >>> muon_dims(Layout.parse("layers/pp d_model/dp heads/tp d_head"))
     MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3))

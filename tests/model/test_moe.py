@@ -1,6 +1,7 @@
 """A mixture of experts is a loop over experts, in values and gradients, on every mesh and in both exchanges."""
 
 import functools
+from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -8,12 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
+from sections import expected as numbers
+from sections import sections
 from tiny import HIDDEN_CUT, SEQ_CUT, model_config
 
-from parallax.model.exchange import EXCHANGES
+from parallax.analysis.collectives import collectives
+from parallax.analysis.trace import abstract_mesh
+from parallax.model.exchange import EXCHANGES, ragged_all_to_all
 from parallax.model.families import FAMILIES
+from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
-from parallax.sharding.layout import Layout
+from parallax.model.remat import REMAT_POLICIES
+from parallax.model.router import Router
+from parallax.pipeline.split_backward import select, split_backward
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.mesh import mesh_of
 from parallax.sharding.parameter import layouts_of
 
@@ -190,8 +201,247 @@ def check_on_mesh(sizes, *, residual=HIDDEN_CUT, family="column_row", router="so
     np.testing.assert_array_equal(found[1]["router"]["bias"], expected[1]["router"]["bias"])
 
 
+CUTS = [(mesh, HIDDEN_CUT) for mesh in MESHES] + [(mesh, SEQ_CUT) for mesh in MESHES if "tp" in mesh]
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "residual"), CUTS, ids=str)
 def test_it_is_the_same_on_every_mesh(mesh, residual, exchange):
     check_on_mesh(mesh, residual=residual, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", [dict(ep=4, tp=2), dict(ep=2, cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "softmax"])
+def test_every_router_is_the_same_on_meshes(router, mesh, exchange):
+    check_on_mesh(mesh, router=router, exchange=exchange)
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("router", ["softmax", "shared"])
+def test_both_families_give_the_same(router, residual):
+    check_on_mesh(dict(ep=2, dp=2, tp=2), residual=residual, family="scatter", router=router)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("chunk_tokens", [1, 8])
+def test_chunks_of_tokens_give_the_same(chunk_tokens, residual, exchange):
+    check_on_mesh(dict(ep=2, tp=2, dp=2), residual=residual, exchange=exchange, chunk_tokens=chunk_tokens)
+
+
+# ---- where tokens go
+
+
+def steered(to):
+    """Parameters with which the bias sends every token where it says: the experts with the largest come first."""
+    _, params = declared(mixture(model=ROUTERS["sigmoid"]))
+    params["router"]["bias"] = np.zeros(EXPERTS, np.float32)
+    for place, expert in enumerate(to):
+        params["router"]["bias"][expert] = 100 - place
+    return params
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("to", [(5, 2), (7, 6), (0, 1)], ids=str)
+def test_all_tokens_may_go_to_the_same_experts(to, exchange):
+    """So others get none; and one rank may get all, or none."""
+    layer = mixture(model=ROUTERS["sigmoid"], exchange=exchange, **AUXILIARY)
+    params, (layouts, _) = steered(to), declared(layer)
+    expected = exact(params, *arrays(), layer.model, **AUXILIARY)
+    assert sorted(np.nonzero(expected[1]["router"]["bias"])[0]) == sorted(to)
+    check(with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays()), expected)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_of_exact_ties_the_lower_ids_are_chosen(exchange):
+    layer = mixture(model=ROUTERS["softmax"], exchange=exchange)
+    layouts, params = declared(layer)
+    params["router"] = {"kernel": np.zeros((WIDTH, EXPERTS), np.float32), "bias": np.zeros(EXPERTS, np.float32)}
+    params["router"]["kernel"][:, 3] = -30 * np.eye(WIDTH)[0]  # 3 alone is better or worse than all others
+    found = with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays())
+    check(found, exact(params, *arrays(), layer.model))
+    first = (arrays()[0][..., 0] < 0).sum()
+    expected = [ROWS * SEQ, ROWS * SEQ - first, 0, first, *[0] * (EXPERTS - 4)]
+    np.testing.assert_array_equal(found[1]["router"]["bias"], expected)
+
+
+def test_the_bias_chooses_and_weighs_nothing():
+    """What it says of all experts alike changes nothing."""
+    layer = mixture(model=ROUTERS["sigmoid"])
+    _, params = declared(layer)
+    x, _ = arrays()
+    before = layer.apply({"params": params}, x, None)
+    params["router"]["bias"] = params["router"]["bias"] + np.float32(0.5)
+    np.testing.assert_array_equal(layer.apply({"params": params}, x, None), before)
+
+
+def test_without_a_row_weight_there_are_no_gradients_but_those_of_the_output():
+    layer = mixture(model=ROUTERS["sigmoid"], **AUXILIARY)
+    layouts, params = declared(layer)
+    for function in (
+        lambda params, x: layer.apply({"params": params}, x, None),
+        on_mesh(layer, layouts, dict(ep=4, cp=2), row_weight=None),
+    ):
+        _, grads, dx = with_gradients(function, params, *arrays())
+        _, expected, expected_dx = exact(params, *arrays(), layer.model)
+        assert not grads["router"].pop("bias").any() and expected["router"].pop("bias").any()
+        check((grads, dx), (expected, expected_dx))
+
+
+@pytest.mark.parametrize("mesh", [dict(dp=1), dict(ep=4, tp=2), dict(cp=2, dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("loss", AUXILIARY)
+def test_an_auxiliary_loss_has_the_gradient_of_its_formula(loss, mesh):
+    """Where nothing else has one."""
+    layer = mixture(model=ROUTERS["sigmoid"], **{loss: 0.3})
+    layouts, params = declared(layer)
+    x, dy = arrays()
+    found = with_gradients(on_mesh(layer, layouts, mesh), params, x, 0 * dy)
+    expected = exact(params, x, 0 * dy, layer.model, **{loss: 0.3})
+    check(found, expected)
+    assert np.abs(found[2]).max() > 1e-4
+
+
+def test_microbatches_have_the_gradients_of_their_batch():
+    layer = mixture(**AUXILIARY)
+    _, params = declared(layer)
+    x, dy = arrays()
+    function = lambda params, x: layer.apply({"params": params}, x, jnp.float32(1 / ROWS))  # noqa: E731
+    _, whole, _ = with_gradients(function, params, x, dy)
+    halves = [with_gradients(function, params, x[at], dy[at])[1] for at in (slice(0, 1), slice(1, ROWS))]
+    check(jax.tree.map(np.add, *halves), whole)
+
+
+# ---- numbers, and what is kept
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bfloat16_is_near_float32_where_the_choice_is_the_same(exchange):
+    """Inputs, products and what travels are rounded to 8 bits, 2^-9 each; sums and the router are float32."""
+    layer = mixture(model=ROUTERS["sigmoid"] | dict(dtype="bfloat16"), exchange=exchange)
+    params, (layouts, _) = steered((1, 6)), declared(layer)
+    x, dy = (np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in arrays())
+    y, grads, dx = with_gradients(on_mesh(layer, layouts, dict(ep=2, tp=2)), params, x, dy)
+    assert y.dtype == dx.dtype == jnp.bfloat16 and all(g.dtype == np.float32 for g in jax.tree.leaves(grads))
+    expected = exact(params, np.float32(x), np.float32(dy), layer.model)
+    check(jax.tree.map(np.float64, (y, grads, dx)), expected, error=2**-5)
+
+
+def test_the_backward_pass_keeps_no_weights():
+    """They are at hand: what is kept of them is what was given."""
+    layer = mixture(**AUXILIARY)
+    _, params = declared(layer)
+    seen = []
+
+    def run(params, x):
+        _, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, jnp.float32(1)), params, x)
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        seen.extend(leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in given)
+        return x
+
+    jax.eval_shape(run, params, arrays()[0])
+    rows, widths = ROWS * SEQ * PLACES, (WIDTH, 8)
+    assert max(leaf.size for leaf in seen) == rows * max(widths)
+    wide = [leaf.shape for leaf in seen if leaf.size >= rows * min(widths)]
+    assert sorted(wide) == sorted([(rows, 8)] * 3 + [(rows, WIDTH), (ROWS, SEQ, WIDTH)]), wide
+
+
+def test_chunks_keep_what_comes_in():
+    """And nothing of what they compute: the rows of experts exist for one chunk."""
+    layer, x = mixture(chunk_tokens=8), arrays()[0]
+    _, params = declared(layer)
+    kept = jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: layer.apply({"params": p}, x, None), p, x)[1], params, x)
+    sizes = [leaf.size for leaf in jax.tree.leaves(kept)]
+    weights = [leaf.size for leaf in jax.tree.leaves(params)]
+    assert max(size for size in sizes if size not in weights) == x.size
+    outs = [
+        var.aval.shape for e in equations(lambda p: layer.apply({"params": p}, x, None), params) for var in e.outvars
+    ]
+    rows = {shape[0] for shape in outs if shape[1:] == (8,) and shape[0] > EXPERTS}
+    assert rows and max(rows) <= 8 * PLACES + 8  # of a chunk, filled up to a block
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_wide_products_are_kept_by_their_name(exchange):
+    layer, x = mixture(exchange=exchange, **AUXILIARY), arrays()[0]
+    _, params = declared(layer)
+
+    def forward(params, x):
+        y, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, 1 / ROWS), params, x)
+        return [y, *jax.tree.leaves(pull)]
+
+    chosen = select(jax.make_jaxpr(forward)(params, x), now=[0], names=REMAT_POLICIES["attention"])
+    _, *kept = chosen.make(*jax.tree.leaves((params, x)))
+    assert [leaf.shape for leaf in kept] == 2 * [(ROWS * SEQ * PLACES, 8)]
+
+
+# ---- what is sent
+
+
+def sent(layer, sizes, *, simulated=True):
+    """What the first device calls forward and backward, {(kind, axis): calls}; weights vary over every axis."""
+    layouts, params = declared(layer)
+    mesh = abstract_mesh(sizes, simulated=simulated)
+    specs = jax.tree.map(lambda layout: layout.spec(mesh), layouts)
+
+    def passes(params, x):
+        y, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, 0.5), *map(as_varying_tree, (params, x)))
+        return as_varying(sum(leaf.sum() for leaf in jax.tree.leaves(pull(y)))[None])
+
+    residual = Layout.parse(layer.residual).spec(mesh)
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=(specs, residual), out_specs=P(mesh.axis_names))
+    found = {"forward": Counter(), "backward": Counter()}
+    for one in collectives(mapped, params, arrays()[0], at=dict.fromkeys(sizes, 0), sizes=sizes):
+        found[one.direction][one.kind.replace("-", "_"), *one.axes] += one.count
+    return found["forward"], found["backward"]
+
+
+def as_varying_tree(tree):
+    return jax.tree.map(as_varying, tree)
+
+
+def promised(thing, variant="", **facts):
+    section = sections(thing)[variant]
+    return tuple(numbers(items, facts) for items in section)
+
+
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT], ids=["hidden_cut", "seq_cut"])
+@pytest.mark.parametrize("router", ["softmax", "shared"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_it_sends_what_its_parts_say(exchange, router, residual):
+    layer = mixture(residual, model=ROUTERS[router], exchange=exchange, **AUXILIARY)
+    sizes = {"pp": 1, "dp": 1, "cp": 2, "ep": 2, "tp": 2}
+    parts = [promised(MoE), promised(EXCHANGES[exchange]), promised(Router, **{"there is a balance loss": True})]
+    parts += [promised(GatedMLP, "column_row")] if layer.model.shared_experts else []
+    said = tuple(sum(counters, Counter()) for counters in zip(*parts))
+    assert sent(layer, sizes, simulated=False) == said
+
+
+def test_the_stand_in_of_cpus_gathers():
+    found = sent(mixture(exchange="ragged"), {"pp": 1, "dp": 1, "ep": 4, "tp": 1})
+    gathers = promised(ragged_all_to_all)[0]["all_gather", "ep"]
+    assert found[0]["all_gather", "ep"] == 1 + 4 * gathers and not any("all_to_all" in key for key in found[0])
+
+
+# ---- the backward pass in two
+
+
+def test_the_products_of_weights_are_left_for_later():
+    """Those of experts are in loops; the counts, which cost no product, come with the gradient of the input."""
+    layer = mixture(model=ROUTERS["shared"], **AUXILIARY)
+    _, params = declared(layer)
+    names = [*named_leaves(params)]
+
+    def gradients(params, x, dy):
+        _, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, 1 / ROWS), params, x)
+        return jax.tree.leaves(pull(dy))
+
+    args = params, *arrays()
+    split = split_backward(jax.make_jaxpr(gradients)(*args), wanted=[len(names)], readable=())
+    assert [names[at] for at in range(len(names)) if at not in split.deferred] == ["router/bias"]
+    counts, dx, *b_residuals = split.first(*jax.tree.leaves(args))
+    later = split.second(*b_residuals)
+    by_name = dict(zip(names, [None] * len(names))) | {names[at]: x for at, x in zip(split.deferred, later)}
+    by_name["router/bias"] = counts
+    for found, whole in zip([*by_name.values(), dx], jax.jit(gradients)(*args), strict=True):
+        check(np.asarray(found), np.asarray(whole))

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallax.runtime.devices import gpu_files, leave_out_absent_tpu, tpu_signs, unused_accelerators
+from parallax.runtime.devices import (
+    gpu_files,
+    keep_a_thread_free,
+    leave_out_absent_tpu,
+    tpu_signs,
+    unused_accelerators,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -85,3 +91,22 @@ def test_a_command_that_runs_on_the_cpu_says_nothing_of_tpus(tmp_path):
     code += "sys.exit(run_command(lambda argv: print(jax.devices()[0].platform), ['x'], '', '', {}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")
+
+
+# ---- XLA's threads
+
+
+def test_products_behind_many_parallel_loops_are_right_on_as_many_devices_as_cores():
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {"NPROC": "2"}
+    run = [sys.executable, str(ROOT / "tests" / "product_behind_loops.py"), "parallax"]
+    found = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
+    assert found == "[0, 0]\n" * 3
+
+
+@pytest.mark.parametrize(("given", "threads"), [("2", "5"), ("9", "9"), ("many", "5")])
+def test_xla_has_a_thread_more_than_devices_and_no_fewer_than_it_was_told(monkeypatch, given, threads):
+    monkeypatch.setattr("parallax.runtime.devices._usable_cpus", lambda: 1)
+    monkeypatch.setenv("PJRT_NPROC", given)
+    monkeypatch.delenv("NPROC", raising=False)
+    keep_a_thread_free(4)
+    assert os.environ["PJRT_NPROC"] == threads
