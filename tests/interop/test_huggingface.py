@@ -10,7 +10,17 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_examples import flip
-from hf_folders import CONFIGS, MIXTURES, config_of, random_tensors, read_folder, shapes_of, without, write_folder
+from hf_folders import (
+    CONFIGS,
+    MIXTURE_KEYS,
+    MIXTURES,
+    config_of,
+    random_tensors,
+    read_folder,
+    shapes_of,
+    without,
+    write_folder,
+)
 from own_runs import OWN, own_run, own_settings
 from run_examples import first_state, tiny_config
 from test_convert import params_of
@@ -135,8 +145,7 @@ def test_what_a_mixture_computes_is_in_the_config(name):
     architecture, changes = MIXTURES[name]
     found = described(architecture, **changes)
     assert found["layers_of"] == LAYERS_OF[name]
-    keys = "experts experts_per_token d_expert shared_experts router_score router_normalized router_scale".split()
-    assert [found[key] for key in (*keys, "router_groups", "router_groups_chosen")] == {
+    assert [found[key] for key in MIXTURE_KEYS] == {
         "Mixtral": [4, 2, 24, 0, "softmax", True, 1.0, 1, 1],
         "Qwen3-MoE": [8, 3, 8, 0, "softmax", True, 1.0, 1, 1],
         "Qwen3-MoE, every other layer": [8, 3, 8, 0, "softmax", False, 1.0, 1, 1],
@@ -471,7 +480,10 @@ NOWHERE = {
     "shared experts of grouped heads": (dict(MOE, shared_experts=1), "no shared experts"),
     "weights that are not normalised": (dict(MOE, router_normalized=False), "Mixtral normalised"),
     "some layers without norms": (dict(MOE, layers_of="dense moe"), "Mixtral normalised and in every layer"),
-    "experts first": (dict(MOE, attention="mla", layers_of="moe dense", router_score="sigmoid"), "both from some layer"),
+    "experts first": (
+        dict(MOE, attention="mla", layers_of="moe dense", router_score="sigmoid"),
+        "both from a layer on",
+    ),
     "normalised softmax of latents": (dict(MOE, attention="mla"), "DeepSeek-V2 softmax that is not normalised"),
     "a temperature": (dict(attention="gqa", rope_temperature=1.5), "rope_temperature=1.5 .* no place"),
     "a blunt one": (

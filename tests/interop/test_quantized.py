@@ -55,7 +55,7 @@ def test_float8_weights_come_in_as_the_values_that_they_stand_for(tmp_path, caps
 def test_experts_in_float8_come_in_as_the_values_that_they_stand_for(tmp_path):
     """Beside a layer for multi-token prediction, which has experts, too."""
     architecture, changes = MIXTURES["DeepSeek-V3"]
-    changes |= {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    changes = changes | {"num_hidden_layers": 2}
     config, stored, meant = quantized(architecture, (7, 5), num_nextn_predict_layers=1, **changes)
     experts = [name for name in stored if ".mlp.experts." in name and name.endswith("_scale_inv")]
     assert len(experts) == 3 * 8
