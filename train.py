@@ -122,8 +122,6 @@ def choose_workdir(workdir: str | None, run_name: str | None) -> Path | None:
     """The run's folder: as written, or below runs/ by name or by the launcher's name; None where nobody names it."""
     if workdir and run_name:
         raise ConfigError(f"--workdir={workdir} and --run-name={run_name} both name the run's folder; give one")
-    if workdir == "":
-        raise ConfigError("--workdir='' is no folder; give it a name or leave it out")
     if workdir:
         return Path(workdir)
     if run_name is None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from parallax.training.step import UPDATE
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+RAGGED = "ragged-all-to-all"
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 COMPUTATION_LINE = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
 INSTRUCTION_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")
@@ -64,6 +65,11 @@ class Instruction(NamedTuple):
     def chain(self) -> str:
         """Of a collective in pieces, the number that its pieces share."""
         return self._note(r'chain_id="(\d+)"')
+
+    @property
+    def deduplicated_name(self) -> str:
+        """The instruction whose kernel it runs on a GPU, "" where that is its own."""
+        return self._note(r'deduplicated_name="([^"]*)"')
 
     @property
     def target(self) -> str:

@@ -1,4 +1,4 @@
-"""How reports and plans are drawn: tables of text, bars and tables of HTML, and points in an SVG."""
+"""How reports and plans are drawn: tables of text, and bars and tables of HTML."""
 
 import math
 import textwrap
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallax.runtime.svg import INK, nice_step, svg_text
 from parallax.runtime.units import percent
 
 WIDTH = 80  # columns of text
@@ -185,64 +184,3 @@ def _bar(parts: Sequence[BarPart]) -> str:
     styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in parts if share)
     pieces = "".join(f'<i style="{style}"></i>' for style in styles)
     return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if parts else ""
-
-
-# ---- SVG
-
-SVG_WIDTH, SVG_HEIGHT = 860, 500
-LEFT, RIGHT, TOP, BOTTOM = 74, 24, 60, 86
-MARGIN = 0.08  # of the range, left free around the points
-TICKS = 6
-
-
-class Frame(NamedTuple):
-    """The axes of a plot: the range of x, then that of y."""
-
-    left: float
-    right: float
-    bottom: float
-    top: float
-
-    @classmethod
-    def around(cls, xs: Sequence[float], ys: Sequence[float]) -> "Frame":
-        """A frame with room around these points."""
-        return cls(*_range(xs), *_range(ys))
-
-    def x(self, value: float) -> float:
-        return LEFT + (value - self.left) / (self.right - self.left) * (SVG_WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return SVG_HEIGHT - BOTTOM - (value - self.bottom) / (self.top - self.bottom) * (SVG_HEIGHT - TOP - BOTTOM)
-
-    def axes(self, x_title: str, y_title: str, x_unit: float = 1) -> Iterator[str]:
-        """Both axes with their ticks; those along x are numbers of `x_unit`."""
-        bottom, right = SVG_HEIGHT - BOTTOM, SVG_WIDTH - RIGHT
-        for at in nice_ticks(self.left / x_unit, self.right / x_unit):
-            x = self.x(at * x_unit)
-            yield f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{TOP}' y2='{bottom}' stroke='#eeeeee'/>"
-            yield svg_text(x, bottom + 16, f"{at:g}", "text-anchor='middle'")
-        for at in nice_ticks(self.bottom, self.top):
-            y = self.y(at)
-            yield f"<line x1='{LEFT}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}' stroke='#eeeeee'/>"
-            yield svg_text(LEFT - 8, y + 4, f"{at:g}", "text-anchor='end'")
-        yield f"<path d='M{LEFT} {TOP} V{bottom} H{right}' fill='none' stroke='{INK}'/>"
-        yield svg_text((LEFT + right) / 2, bottom + 34, x_title, "text-anchor='middle' font-size='12'")
-        middle = (TOP + bottom) / 2
-        turned = f"text-anchor='middle' font-size='12' transform='rotate(-90 20 {middle:.0f})'"
-        yield svg_text(20, middle, y_title, turned)
-
-
-def nice_ticks(least: float, most: float) -> list[float]:
-    """Round numbers between two.
-
-    >>> nice_ticks(0.93, 2.1)
-    [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
-    """
-    step = nice_step((most - least) / TICKS)
-    return [round(n * step, 10) for n in range(math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9) + 1)]
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    values = values or [0]
-    room = MARGIN * (max(values) - min(values)) or 0.5 * max(values) or 1
-    return max(min(values) - room, 0), max(values) + room

@@ -9,9 +9,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,16 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component, qk_width
+from parallax.analysis.flops import (
+    active_parameters,
+    flops_per_token,
+    layer_parameters,
+    parameters_by_component,
+    qk_width,
+    scores_flops,
+)
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
-from parallax.analysis.render import LEFT, SVG_HEIGHT, SVG_WIDTH, Frame
 from parallax.analysis.step_time import (
     LAYER_PARTS,
     CompiledStep,
@@ -36,14 +41,16 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
+from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.files import read_object, write_whole
-from parallax.runtime.svg import INK, PAPER, svg, svg_text
+from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, by_name, figures
+from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
@@ -61,15 +68,15 @@ class LeastWork:
         # Of one replica, which all do the same.
         self.devices = topology.devices // settings.mesh.replica
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
-        self.parameters = parameters_by_component(model.shapes)
-        self.layers = self.parameters["attention"] + self.parameters["mlp"]
+        self.parameters = layer_parameters(parameters_by_component(model.shapes))
+        self.active = active_parameters(settings.model, self.parameters)
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
-        bubble = _bubble(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
+        bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, self.shapes, choice.remat))
         traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
@@ -77,7 +84,7 @@ class LeastWork:
     def _products(self, choice: Choice) -> list[OpCost]:
         """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
         model, size = self.settings.model, self.itemsize * self.settings.model.layers
-        attention = self.flops - FLOPS_PER_WEIGHT * (self.layers + model.vocab * model.d_model)
+        attention = scores_flops(model, self.settings.data.seq)
         scores = 0
         weights = self.flops - attention + 2 * self._made_again(choice)
         if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
@@ -92,13 +99,17 @@ class LeastWork:
         """Parameters of the products that remat runs once more for each token."""
         again = {"attention": (1, 0), "layer": (1, 1 - DOWN), "stage": (1, 1 - DOWN)}
         attention, mlp = again.get(choice.remat, (0, 0))
-        return attention * self.parameters["attention"] + mlp * self.parameters["mlp"]
+        mlps = sum(self.active.get(name, 0) for name in ("mlp", "experts", "shared"))
+        return attention * self.active["attention"] + mlp * mlps
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
-        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back.
-        What attention sends over cp is left out."""
-        model, layers = self.settings.model, self.layers / (choice.pp * choice.tp)
+        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back;
+        over ep what the exchange of a mixture's tokens sends there and back. What attention sends over cp is left out,
+        and what routers send."""
+        model, pieces = self.settings.model, choice.pp * choice.tp
+        experts = self.parameters.get("experts", 0) / pieces / choice.ep
+        layers = sum(self.parameters[name] for name in self.parameters if name not in ("experts", "router")) / pieces
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
@@ -106,27 +117,44 @@ class LeastWork:
         sums = choice.microbatches if per_gradient else 1 + whole
         exchange = per_gradient and self.settings.fsdp.reduce == "compute"
         data = tuple(axis for axis in DATA_AXES if axis == "dp" or getattr(choice, axis) > 1)
+        of_experts = tuple(axis for axis in data if axis != EXPERT_AXIS)
         tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
+        scatter = "all-to-all" if exchange else "reduce-scatter"
         calls = [
-            ("all-gather", data, layers, gathers),
-            ("all-to-all" if exchange else "reduce-scatter", data, layers, sums),
+            (kind, axes, entries, count)
+            for axes, entries in ((data, layers), (of_experts, experts))
+            for kind, count in (("all-gather", gathers), (scatter, sums))
         ]
         if self.settings.layout.tensor_parallel == "column_row":
             calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))
+        if choice.ep > 1:
+            mixtures = tokens * model.kinds.count("moe") / model.layers * model.d_model
+            form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
+            rows = exchanged_rows(model, choice.ep)[form] / (1 - 1 / choice.ep)  # `share` is taken below
+            calls.append(("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * choice.microbatches))
         share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
             Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
             for kind, axes, entries, count in calls
         ]
 
-    def _width_kept(self, remat: str) -> int:
+    def _width_kept(self, remat: str) -> float:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
         reads of the residual stream."""
         model = self.settings.model
-        without_attention = model.d_model + 2 * model.d_ff
+        without_attention = model.d_model + self._width_of_products()
         products = without_attention + model.heads * model.d_head
         kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
         return kept.get(remat, products + model.d_model)
+
+    def _width_of_products(self) -> float:
+        """Entries of a token that the wide products of a layer's MLP give, gate and up, on average over the layers.
+        Of experts' none where a backward pass may make each chunk of tokens again."""
+        model = self.settings.model
+        kinds = Counter(model.kinds)
+        chosen = 0 if self.settings.layout.expert_chunk_tokens else model.experts_per_token * model.d_expert
+        moe = chosen + model.sizes["d_shared"]
+        return 2 * (kinds["dense"] * model.d_ff + kinds["moe"] * moe) / model.layers
 
 
 @cache
@@ -281,68 +309,50 @@ MESH_COLOURS |= {"ep": "#56b4e9"}
 MESH_LABELS = {"dp": "data alone", "tp": "data and tensor", "pp": "with a pipeline", "pp tp": "pipeline and tensor"}
 MESH_LABELS |= {"cp": "context", "ep": "experts"}
 LIGHT = ("pp", "pp tp")  # colours on which ink is dark
-KEY_LINE = 17  # the height of a line of the key
+PICTURE = 580, 265  # points of the plot; below it the key has a line for each layout of the front
+KEY_LINE = 13
 
 
 def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choice) -> str:
     """An SVG of memory against time with a point for each layout; `own` has a ring around it."""
-    frame = Frame.around([row.estimate.peak_bytes for row in rows], [row.estimate.secs for row in rows])
     row_of, marked = {row.choice: row for row in rows}, front(rows)
     on_front = [row_of[choice] for choice in marked]
     under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(topology.chip.usable_bytes)}"
-    parts = [
-        svg_text(LEFT, 26, title, "font-size='15' font-weight='bold'"),
-        svg_text(LEFT, 44, under, fill="#555555"),
-        *frame.axes("memory of a chip, GiB", "time of a step, s", x_unit=2**30),
-        *_front_line(on_front, frame),
-        *(_point(row, row.choice in marked, row.choice == own, frame) for row in reversed(rows)),
-        *_legend(rows),
-        *_key(on_front, frame),
-    ]
-    return svg(parts, SVG_WIDTH, SVG_HEIGHT + KEY_LINE * (len(on_front) + 1))
+    edges = {True: {"markersize": 13, "markeredgecolor": INK}, False: {"markersize": 6, "alpha": 0.55}}
+
+    def points(axes: Any) -> None:
+        axes.set_title(f"{title}\n{under}", loc="left")
+        axes.set(xlabel="memory of a chip, GiB", ylabel="time of a step, s")
+        axes.margins(0.08)
+        axes.plot(*zip(*map(_place, on_front)), "--", color=INK, linewidth=0.8, gid="front")
+        for row in reversed(rows):
+            fill, tip = MESH_COLOURS[_kind(row.choice)], f"{TIP}{_name(row.choice)}: {', '.join(_figures(row))}"
+            axes.plot(*_place(row), "o", color=fill, gid=tip, **edges[row.choice in marked])
+            if row.choice == own:
+                axes.plot(*_place(row), "o", color="none", markeredgecolor=INK, markersize=20)
+        for number, row in enumerate(on_front, 1):
+            ink = INK if _kind(row.choice) in LIGHT else PAPER
+            axes.text(*_place(row), str(number), color=ink, weight="bold", ha="center", va="center_baseline")
+        kinds = {_kind(row.choice) for row in rows}
+        for kind in (kind for kind in MESH_COLOURS if kind in kinds):
+            axes.plot([], [], "o", color=MESH_COLOURS[kind], label=MESH_LABELS[kind])
+        axes.plot([], [], "o", color="none", markeredgecolor=INK, label="numbered: Pareto front; ringed: the config")
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=6, frameon=False, columnspacing=1)
+        if on_front:
+            key = [[str(number), _name(row.choice), *_figures(row)] for number, row in enumerate(on_front, 1)]
+            high, widths = KEY_LINE * len(key) / PICTURE[1], (0.04, 0.54, 0.13, 0.13, 0.16)
+            table = axes.table(key, colWidths=widths, edges="open", bbox=(0, -0.24 - high, 1, high), cellLoc="left")
+            table.auto_set_font_size(False)
+
+    return svg(points, *PICTURE)
 
 
-def _front_line(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:
-    at = [(frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)) for row in on_front]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-    yield f"<polyline class='front' points='{points}' fill='none' stroke='{INK}' stroke-dasharray='4 3'/>"
+def _place(row: PricedLayout) -> tuple[float, float]:
+    return row.estimate.peak_bytes / 2**30, row.estimate.secs
 
 
-def _point(row: PricedLayout, marked: bool, own: bool, frame: Frame) -> str:
-    x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
-    colour = MESH_COLOURS[_kind(row.choice)]
-    radius, opacity = (9, 1) if marked else (4, 0.55)
-    edge = f"stroke='{INK}' stroke-width='1.2'" if marked else f"stroke='{PAPER}' stroke-width='0.5'"
-    at, fill = f"cx='{x:.2f}' cy='{y:.2f}'", f"fill='{colour}' fill-opacity='{opacity}'"
-    ring = f"<circle {at} r='13' fill='none' stroke='{INK}' stroke-width='1.5'/>" if own else ""
-    figures = f"{in_bytes(row.estimate.peak_bytes)}, {row.estimate.secs:.3f} s, MFU {percent(row.estimate.mfu)}"
-    title = f"<title>{escape(_name(row.choice))}: {figures}</title>"
-    return f"{ring}<circle class='layout' {at} r='{radius}' {fill} {edge}>{title}</circle>"
-
-
-def _key(on_front: Sequence[PricedLayout], frame: Frame) -> Iterator[str]:
-    """Numbers on the points of the front, and a line for each."""
-    for number, row in enumerate(on_front, 1):
-        x, y = frame.x(row.estimate.peak_bytes), frame.y(row.estimate.secs)
-        ink = INK if _kind(row.choice) in LIGHT else PAPER
-        yield svg_text(x, y + 4, str(number), "text-anchor='middle' font-weight='bold'", fill=ink)
-        line = SVG_HEIGHT + KEY_LINE * number
-        yield svg_text(LEFT + 12, line, str(number), "text-anchor='end' font-weight='bold'")
-        yield svg_text(LEFT + 22, line, _name(row.choice))
-        yield svg_text(LEFT + 470, line, in_bytes(row.estimate.peak_bytes), "text-anchor='end'")
-        yield svg_text(LEFT + 540, line, f"{row.estimate.secs:.3f} s", "text-anchor='end'")
-        yield svg_text(LEFT + 630, line, f"MFU {percent(row.estimate.mfu)}", "text-anchor='end'")
-
-
-def _legend(rows: Sequence[PricedLayout]) -> Iterator[str]:
-    x, y = float(LEFT), SVG_HEIGHT - 18
-    kinds = {_kind(row.choice) for row in rows}
-    for kind in (kind for kind in MESH_COLOURS if kind in kinds):
-        yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='{MESH_COLOURS[kind]}'/>"
-        yield svg_text(x + 15, y, MESH_LABELS[kind])
-        x += 15 + 6.2 * len(MESH_LABELS[kind]) + 14
-    yield f"<circle cx='{x + 5:.1f}' cy='{y - 4}' r='5' fill='none' stroke='{INK}' stroke-width='1.2'/>"
-    yield svg_text(x + 15, y, "numbered: Pareto front; ringed: the config")
+def _figures(row: PricedLayout) -> tuple[str, str, str]:
+    return in_bytes(row.estimate.peak_bytes), f"{row.estimate.secs:.3f} s", f"MFU {percent(row.estimate.mfu)}"
 
 
 def _kind(choice: Choice) -> str:

@@ -103,14 +103,17 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
     words = (re.match(r"--?(?:no)?config\.([^=]*)", word) for word in argv[1:])
     overrides = list(dict.fromkeys(found[1] for found in words if found))
     values = flags.FlagValues()
-    for name, flag in {"config": Flag(CONFIG_MEANING, config and str(config)), **own}.items():
+    known = {"config": Flag(CONFIG_MEANING, config and str(config)), **own}
+    for name, flag in known.items():
         _define(name, flag, values)
     for name in overrides:
         _define(f"config.{name}", Flag("", None if name in RENAMED else key_default(name)), values)
-    if rest := _read(values, argv, ("config", *own)):
+    if rest := _read(values, argv, list(known)):
         raise ConfigError(_stray(rest[0]))
     own_values = {name: values[name].value for name in own}
     for name, value in {"config": values.config, **own_values}.items():
+        if value == "":
+            raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
         if isinstance(value, str):  # a path, or else no URL either
             check_local(f"--{name}", value)
     if values.config is None:

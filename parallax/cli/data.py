@@ -58,7 +58,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     add("--synthetic-tokens", type=int, help=as_training("synthetic_tokens", "synthetic: bytes of text"))
     add("--out", required=True, type=local_path, help="folder for the shards, tokenizer and manifest")
     cores, mib = os.cpu_count() or 1, SHARD_BYTES >> 20
-    add("--workers", type=positive, default=cores, help="processes (default: one per core, %(default)s here)")
+    add("--workers", type=positive, default=cores, help="threads (default: one per core, %(default)s here)")
     add("--shard-mib", type=positive, default=mib, help="MiB of text in a shard (default: %(default)s)")
     add("--rebuild", action="store_true", help="first delete what an earlier prepare left in --out")
     parser.set_defaults(run=_prepare)

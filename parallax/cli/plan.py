@@ -37,7 +37,7 @@ with loading(__name__, sys.stderr):
     from parallax.config.settings import Settings
     from parallax.data.vocabulary import with_likely_vocab
     from parallax.runtime.devices import simulate_devices
-    from parallax.runtime.errors import ConfigError
+    from parallax.runtime.errors import ConfigError, check_whole
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
@@ -74,11 +74,7 @@ def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
         if written(argv, flag) is not None and not values["sweep"]:
             raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
     for flag, least in (("keep", 1), ("compile", 0)):
-        if values[flag] < least:
-            raise ConfigError(f"--{flag}={values[flag]} must be a whole number of {least} or more.")
-    for flag in ("svg", "cache"):
-        if values[flag] == "":
-            raise ConfigError(f"--{flag}='' names nothing; write a path.")
+        check_whole(f"--{flag}", values[flag], least=least)
 
 
 def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:

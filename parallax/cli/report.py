@@ -31,7 +31,6 @@ with loading(__name__, sys.stderr):
     from parallax.model.checks import check_kernel_on
     from parallax.model.kernels import ATTENTION_KERNELS
     from parallax.runtime.devices import simulate_devices
-    from parallax.runtime.errors import ConfigError
     from parallax.sharding.mesh import INFERRED, make_mesh, resolve_sizes
 
 USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ...] | --trace=FOLDER}"
@@ -59,10 +58,6 @@ def act(argv: Sequence[str]) -> None:
         report_trace(argv[1:])
         return
     settings, values = read_command(argv, FLAGS)
-    if values["html"] == "":
-        raise ConfigError("--html='' names no file; write a path, as in --html=report.html")
-    if values["topology"] == "":
-        raise ConfigError("--topology='' is no topology; write CHIP:SIZES, such as v5p:4x4x4, or leave it out.")
     compiled = not values["trace-only"]
     if values["topology"] is None:
         mesh, why_abstract = choose_mesh(settings, compiled=compiled)

@@ -2,15 +2,11 @@
 
 import json
 import logging
-import multiprocessing
-import os
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import islice
-from multiprocessing import connection
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -248,56 +244,16 @@ def _check_same_request(wanted: dict, found: dict, file: Path) -> None:
     )
 
 
-# ---- worker processes
-
-
 def write_shards(
     folder: Path, groups: Iterable[tuple[str, list[str]]], tokenizer: Tokenizer, *, workers: int
 ) -> Iterator[Shard]:
-    """Write a shard of each group, a name and its texts, and yield it when it is finished, in any order.
-
-    With one worker all happens in this process.
-
-    Raises:
-        DataError: a worker ended.
-    """
-    if workers == 1:
-        yield from (write_shard(folder, name, texts, tokenizer) for name, texts in groups)
-        return
-    # Spawned, not forked: the parent may have JAX's threads.
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(tokenizer,))
-    pending = set()
-    try:
+    """Write a shard of each group, a name and its texts, in so many threads, and yield it when it is finished."""
+    pending: deque[AsyncResult] = deque()
+    # Threads that no interrupt waits for; a tokenizer holds no lock of Python's while it encodes.
+    with ThreadPool(workers) as pool:
         for group in groups:
-            pending.add(pool.submit(_write_in_worker, folder, *group))
-            # One spare group per worker; more would only fill the memory.
-            if len(pending) >= 2 * workers:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                yield from [future.result() for future in done]
-        yield from [future.result() for future in pending]
-    except BrokenProcessPool:
-        raise DataError(
-            f"a worker that tokenised was killed, perhaps for lack of memory; run again to resume, "
-            f"with fewer than {workers} workers"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(tokenizer: Tokenizer) -> None:
-    global _worker_tokenizer
-    _worker_tokenizer = tokenizer
-    # The processes share the cores already; threads of the library would only get in each other's way.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A pool's workers do not notice when their parent is killed.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-def _write_in_worker(folder: Path, name: str, texts: list[str]) -> Shard:
-    return write_shard(folder, name, texts, _worker_tokenizer)
+            pending.append(pool.apply_async(write_shard, (folder, *group, tokenizer)))
+            # One spare group for each further worker; more would only fill the memory.
+            if len(pending) > 2 * (workers - 1):
+                yield pending.popleft().get()
+        yield from (shard.get() for shard in pending)

@@ -150,9 +150,6 @@ class Bpe:
             )
         return (number,)
 
-    def __reduce__(self):
-        return Bpe, (self._text, TOKENIZER_FILE, self._config)
-
     @property
     def fingerprint(self) -> str:
         first = f"documents begin with {self.begin}" if self.begin else ""

@@ -24,6 +24,7 @@ from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
 from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
+from parallax.runtime.svg import svg
 from parallax.sharding.mesh import make_mesh
 from parallax.training.batches import open_split
 from parallax.training.folder import RunFolder
@@ -119,12 +120,7 @@ class Run:
         """The training loss as a small picture; what is not finite, or beyond all others, has no place in it."""
         losses = self.curve("train/loss")[1] if "train/loss" in self.numbers else np.zeros(0)
         losses = losses[np.abs(losses) < LARGEST_DRAWN]
-        if not len(losses):
-            return ""
-        heights = 58 - 54 * (losses - losses.min()) / max(np.ptp(losses), 1e-9)
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(2, 318, len(losses)), heights))
-        line = f'<polyline points="{points}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
-        return f'<svg width="320" height="60" xmlns="http://www.w3.org/2000/svg">{line}</svg>'
+        return svg(lambda axes: axes.plot(losses), 240, 60) if len(losses) else ""
 
 
 def load(

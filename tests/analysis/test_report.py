@@ -245,8 +245,8 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
     [
         ([], "--config is missing; use one of configs/base.py"),
         ([QUICKSTART, "--traceonly"], "unknown flag --traceonly; did you mean 'trace-only'?"),
-        ([QUICKSTART, "--html="], "--html='' names no file"),
-        ([QUICKSTART, "--topology="], "--topology='' is no topology; write CHIP:SIZES"),
+        ([QUICKSTART, "--html="], "--html='' is empty; leave it out, or write a value: write the report to this file"),
+        ([QUICKSTART, "--topology="], "--topology='' is empty; leave it out, or write a value: compile for TPU chips"),
         ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),
         ([QUICKSTART, "--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=2 mesh.dp=2 mesh.tp=2 wants 8 devices"),
         ([QUICKSTART, "--topology=v5e:2x4", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are TPUs (TPU v5e)"),

@@ -52,7 +52,7 @@ def command(*arguments, capsys):
         ([BASE, "--run-name=../x"], "--run-name='../x' is no name for a run"),
         ([BASE, "--run-name=" + "x" * 101], "is no name for a run; use 1 to 100 letters"),
         ([BASE, "--run-name=a", "--workdir=b"], "--workdir=b and --run-name=a both name the run's folder; give one"),
-        ([BASE, "--workdir="], "--workdir='' is no folder; give it a name or leave it out"),
+        ([BASE, "--workdir="], "--workdir='' is empty; leave it out, or write a value: the folder of the run"),
         (["--config=configs/quikstart.py"], "does not exist; did you mean 'configs/quickstart.py'?"),
         (
             ["--workdir=nowhere"],

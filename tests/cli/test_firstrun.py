@@ -187,7 +187,7 @@ def test_a_machine_without_devices_is_written_down_too(tmp_path, monkeypatch, ca
     ("words", "message"),
     [
         (["--steps=2"], "--steps=2 must be a whole number of 3 or more"),
-        (["--out="], "--out='' names no file"),
+        (["--out="], "--out='' is empty; leave it out, or write a value: the file to write"),
         (["--out=gs://bucket/first-run.md"], "--out='gs://bucket/first-run.md' is a URL"),
         (["--config.mesh.tp=3"], "mesh"),
     ],

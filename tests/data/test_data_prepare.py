@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import threading
 
 import numpy as np
@@ -11,9 +10,8 @@ from data_examples import TEXTS, prepare_texts, source_of
 from stand_ins import full_disk, on_write
 
 from parallax.cli import data as data_command
-from parallax.data.prepare import Request, prepare, remove_prepared, write_shards
+from parallax.data.prepare import Request, prepare, remove_prepared
 from parallax.data.shards import Manifest, smallest_dtype
-from parallax.data.tokenizer import Bytes
 from parallax.runtime.errors import DataError
 
 MANY = [f"document {number} " * (number % 7) for number in range(60)]
@@ -183,19 +181,6 @@ def test_two_at_once_share_the_work_of_one(tmp_path, made):
     for thread in threads:
         thread.join()
     assert len(made) == len(Manifest.read(tmp_path).shards)
-
-
-class Dying(Bytes):
-    """A tokenizer that ends its process."""
-
-    def encode_many(self, texts):
-        os._exit(9)
-
-
-def test_a_worker_that_dies_is_an_error(tmp_path):
-    groups = iter([("00000", ["text"])])
-    with pytest.raises(DataError, match=r"worker that tokenised was killed.*fewer than 2 workers"):
-        [*write_shards(tmp_path, groups, Dying(), workers=2)]
 
 
 def test_ids_take_two_bytes_where_they_fit():

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pickle
 import sys
 
 import hypothesis.strategies as st
@@ -44,7 +43,6 @@ def test_encoding_many_is_encoding_each(tokenizer):
 def test_text_that_spells_a_special_token_is_text(tokenizer):
     text = "a <|endoftext|> b"
     assert tokenizer.end not in tokenizer.encode(text)
-    assert tokenizer.end not in pickle.loads(pickle.dumps(tokenizer)).encode(text)
 
 
 @TOKENIZERS
@@ -132,8 +130,8 @@ def test_a_document_begins_as_the_tokenizers_files_say(tmp_path, what):
     assert encode(tokenizer, "the cat").tolist() == [*begin, *BPE.encode("the cat")]
     assert tokenizer.decode([*begin, *BPE.encode("the cat"), tokenizer.end]) == "the cat"
     tokenizer.save(tmp_path / "here")
-    for other in (load_tokenizer(tmp_path / "here"), pickle.loads(pickle.dumps(tokenizer))):
-        assert (other.begin, other.fingerprint) == (begin, tokenizer.fingerprint)
+    other = load_tokenizer(tmp_path / "here")
+    assert (other.begin, other.fingerprint) == (begin, tokenizer.fingerprint)
 
 
 def test_tokenizers_whose_documents_begin_otherwise_are_not_alike(tmp_path):

@@ -291,34 +291,6 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_date(corpus
     assert latest_step(tmp_path / "checkpoints") == 8
 
 
-def test_a_worker_that_is_killed_ends_the_command_with_status_5(tmp_path):
-    """For lack of memory, say: killed from outside, while it tokenises."""
-    texts = [f"{number} It was the best of times. " * 60_000 for number in range(8)]
-    command = tokenising(texts, tmp_path, workers=2)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        journal = tmp_path / "out" / "unfinished.jsonl"
-        while not journal.exists() or len(journal.read_text().splitlines()) < 2:
-            assert process.poll() is None, "it ended before a worker was killed"
-            time.sleep(0.005)
-        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        if not children.exists():
-            pytest.skip("this system does not list a process's children")
-        workers = [pid for pid in children.read_text().split() if b"spawn_main" in cmdline(pid)]
-        os.kill(int(workers[0]), 9)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 5 and "a worker that tokenised was killed" in said and len(said.splitlines()) == 1
-    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in workers)
-    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-
-
-def cmdline(pid):
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def test_loading_data_runs_no_code(tmp_path, monkeypatch):
     """An array that is pickled, where a table of documents should be, is bytes like any others."""
     prepare_texts(TEXTS, tmp_path)

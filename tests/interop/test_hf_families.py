@@ -23,13 +23,13 @@ from hf_families import (
     CONTEXT,
     FAMILIES,
     LENGTHS,
-    MESHES,
     Pair,
     equal_tokens,
     import_pair,
     logits_difference,
     loss_difference,
     make_pair,
+    meshes_of,
     ours_on,
     published_pair,
     random_model,
@@ -42,7 +42,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausa
 LOGITS_ERROR = 1e-4
 LOSS_ERROR = 1e-3
 on_every_mesh = pytest.mark.parametrize(
-    "mesh", [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[1:])], ids=str
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[pytest.mark.slow] * (place > 0), id=f"{name}-{mesh}")
+        for name in FAMILIES
+        for place, mesh in enumerate(meshes_of(name))
+    ],
 )
 
 
@@ -54,21 +59,18 @@ def pair_of():
 
 
 @on_every_mesh
-@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_theirs(pair_of, name, mesh):
     assert logits_difference(pair_of(name), *ours_on(pair_of(name), mesh)) < LOGITS_ERROR
 
 
 @on_every_mesh
-@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_text_is_theirs(pair_of, name, mesh):
     equal, total = equal_tokens(pair_of(name), *ours_on(pair_of(name), mesh))
     assert equal == total
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@on_every_mesh
 def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
     assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
 
