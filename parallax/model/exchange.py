@@ -15,7 +15,7 @@ from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, as_varying, is_bound, reshard, varying_axes
 from parallax.sharding.layout import Layout
 
-AXIS = "ep"
+EXPERT_AXIS = "ep"
 NOWHERE = -1  # the id of no expert
 
 
@@ -31,9 +31,9 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     x, weights, ids = _gathered("d_model", x), _gathered("entries", weights), _gathered("entries", ids)
     y = experts(_flat(x), _flat(weights), _flat(ids)).reshape(x.shape)
     # First over tp, whose links are the fastest.
-    made, mine = Layout.parse(activation("d_model")).without(AXIS), Layout.parse(residual)
-    scattered = mine.without(AXIS).with_partial(AXIS)
-    y = reshard(f"{made.with_partial(AXIS, 'tp')} -> {scattered}", y)
+    made, mine = Layout.parse(activation("d_model")).without(EXPERT_AXIS), Layout.parse(residual)
+    scattered = mine.without(EXPERT_AXIS).with_partial(EXPERT_AXIS)
+    y = reshard(f"{made.with_partial(EXPERT_AXIS, 'tp')} -> {scattered}", y)
     return reshard(f"{scattered} -> {mine}", y)
 
 
@@ -47,9 +47,9 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
         backward  all_gather of the gradient over tp;
                   all_to_all of the gradient of x, the gradient of weights and the gradient over ep
     """
-    if not is_bound(AXIS):
+    if not is_bound(EXPERT_AXIS):
         return gather_exchange(experts, residual, x, weights, ids)
-    ranks, shape = lax.axis_size(AXIS), x.shape
+    ranks, shape = lax.axis_size(EXPERT_AXIS), x.shape
     x, weights, ids = _flat(x), _flat(weights), _flat(ids)
     number = jnp.arange(ranks)
     goes_NP = ((ids // len(experts.gate))[:, :, None] == number.reshape(1, 1, -1)).any(axis=1)
@@ -74,19 +74,19 @@ def moved(x_RD: Array, counts: Array, rows: int, fill: int = 0) -> Array:
         forward   all_to_all of x over ep
         backward  the transposes
     """
-    axes = frozenset([AXIS]).union(varying_axes(x_RD), varying_axes(counts))
+    axes = frozenset([EXPERT_AXIS]).union(varying_axes(x_RD), varying_axes(counts))
     return _moved(as_varying(x_RD, axes), as_varying(counts, axes), (len(x_RD), rows), fill)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _moved(x: Array, counts: Array, rows: tuple[int, int], fill: int) -> Array:
-    me = lax.axis_index(AXIS)
+    me = lax.axis_index(EXPERT_AXIS)
     before = lambda counts, axis: jnp.cumsum(counts, axis=axis) - counts  # noqa: E731
     output = as_varying(jnp.full((rows[1], *x.shape[1:]), fill, x.dtype), varying_axes(x))
     # Where what I send begins here, and where it begins on the rank that gets it.
     begins, arrives = before(counts[me], 0), before(counts, 0)[me]
     exchange = ragged_all_to_all if for_cpus() else lax.ragged_all_to_all
-    return exchange(x, output, begins, counts[me], arrives, counts[:, me], axis_name=AXIS)
+    return exchange(x, output, begins, counts[me], arrives, counts[:, me], axis_name=EXPERT_AXIS)
 
 
 def _move_forward(x: Array, counts: Array, rows: tuple[int, int], fill: int) -> tuple[Array, Array]:
@@ -129,7 +129,7 @@ def ragged_all_to_all(
 
 def _gathered(dims: str, x: Array) -> Array:
     mine = Layout.parse(activation(dims))
-    return all_gather(f"{mine} -> {mine.without(AXIS)}", x)
+    return all_gather(f"{mine} -> {mine.without(EXPERT_AXIS)}", x)
 
 
 def _flat(x_BSD: Array) -> Array:

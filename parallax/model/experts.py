@@ -18,7 +18,12 @@ INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
 class Experts(nn.Module):
-    """The kernels of the experts that are here. No communication."""
+    """The kernels of the experts that are here, in the model's dtype.
+
+    Communication:
+        forward   nothing
+        backward  nothing
+    """
 
     model: ModelConfig
     out_scale: float

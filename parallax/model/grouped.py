@@ -10,8 +10,8 @@ from jax import Array, lax
 from parallax.model.kernels import for_cpus
 from parallax.sharding.collectives import as_varying, varying_axes
 
-LARGEST_BLOCK = 128  # rows
-SMALLEST_BLOCK = 8
+MOST_ROWS = 128  # rows
+LEAST_ROWS = 8
 
 
 def grouped_dot(x_NI: Array, w_EIO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
@@ -38,8 +38,8 @@ def rows_of_block(rows: int, groups: int) -> int:
     >>> [rows_of_block(rows, groups=8) for rows in (8, 256, 2048, 8192)]
     [8, 8, 64, 128]
     """
-    size = SMALLEST_BLOCK
-    while size < LARGEST_BLOCK and 8 * size * groups <= rows:
+    size = LEAST_ROWS
+    while size < MOST_ROWS and 8 * size * groups <= rows:
         size *= 2
     return size
 
