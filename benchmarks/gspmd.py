@@ -120,7 +120,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     import math
 
     import parallax as px
-    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
@@ -131,7 +131,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
         step = step_of(row, settings, mesh)
         program = step.lower(*shape).compile()
-    read = read_compiled(program, mesh, branch_shares(step.model))
+    read = read_step(program, step.model)
     flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     return read, step_time(read, chip(topology), flops)
 

@@ -110,7 +110,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import math
 
     import parallax as px
-    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
@@ -128,7 +128,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
         step = step_of(settings, mesh)
         program = step.lower(*shape).compile()
     model = step.model
-    read = read_compiled(program, mesh, branch_shares(model))
+    read = read_step(program, model)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)

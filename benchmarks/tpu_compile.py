@@ -68,7 +68,7 @@ def parse() -> Any:
 
 def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     import parallax as px
-    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
     from parallax.analysis.step_time import step_time
     from parallax.runtime.chips import chip
@@ -93,7 +93,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     started = time.perf_counter()
     compiled = train_step.lower(config.data.global_batch, args.seq).compile(compiler_options=options)
     compile_secs = time.perf_counter() - started
-    read = read_compiled(compiled, mesh, branch_shares(model))
+    read = read_step(compiled, model)
     tokens = config.data.global_batch * args.seq / mesh.size
     flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
     return Step(read, step_time(read, chip(args.topology), flops), compile_secs)

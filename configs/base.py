@@ -73,6 +73,12 @@ def get_config() -> ConfigDict:
     # "all_gather" | "ring" | "ulysses": how queries meet the keys of other cp ranks: keys and values are gathered; or
     # go from rank to rank (kernel='xla' alone); or heads change places with seq
     config.layout.context = "all_gather"
+    # "auto" | "gather" | "ragged": moe: how tokens come to experts of other ep ranks: gather, all of them go to all;
+    # ragged, each where an expert of its own is; auto, what sends less, on CPUs gather
+    config.layout.exchange = "auto"
+    # moe: at most so many of a device's tokens are on their way to experts at once, and the backward pass sends them
+    # again; 0: all
+    config.layout.expert_chunk_tokens = 0
 
     # When stages run and what they keep.
     config.pipeline = ConfigDict()

@@ -40,5 +40,5 @@ def own_run(folder, settings, tokenizer=None):
         tokenizer.save(pathlib.Path(beside))
         carried = {path.name: path for path in pathlib.Path(beside).iterdir()}
         carried["config.json"] = json_text(settings.to_dict())
-        make_run(folder, settings, tokenizer, carried, lambda _, here: iter([made[here.name][here.index]]))
+        make_run(folder, settings, tokenizer, carried, lambda _, here: [(here.index, [made[here.name][here.index]])])
     return made

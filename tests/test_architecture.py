@@ -23,7 +23,7 @@ ROWS = [
     {"pipeline"},
     {"data"},
     {"training.guard", "training.optimizer"},
-    {"training.step", "training.folder", "training.batches", "training.logger"},
+    {"training.step", "training.load", "training.folder", "training.batches", "training.logger"},
     {"inference"},
     {"interop"},
     {"analysis"},
@@ -88,6 +88,7 @@ PURE = [
     "schedules/",
     "cli/schedules.py",
     "cli/watch.py",
+    "analysis/load_picture.py",
 ]
 
 

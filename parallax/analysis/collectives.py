@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
+from parallax.model.traffic import Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.training.step import TrainStep
 
+RAGGED = "ragged_all_to_all"
 # How JAX calls what the notation calls.
 KIND_OF_PRIMITIVE = {
     "all_gather": "all-gather",
@@ -27,7 +29,7 @@ KIND_OF_PRIMITIVE = {
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "all_to_all": "all-to-all",
-    "ragged_all_to_all": "all-to-all",  # of all rows that there is room for, the most that may go
+    RAGGED: "all-to-all",
     "ppermute": "permute",
 }
 
@@ -50,14 +52,17 @@ class Sent(NamedTuple):
         return self.bytes * self.count
 
 
-def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+def collectives(
+    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = Load()
+) -> list[Sent]:
     """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
 
     Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
-    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing.
-    Raises ValueError where it depends on data what is sent.
+    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing. Of a ragged
+    all-to-all, whose rows depend on data, those count that `load` says, without it all that there is room for.
+    Raises ValueError where it depends on data otherwise what is sent.
     """
-    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
+    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes, load=load)
 
 
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
@@ -81,7 +86,7 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
     """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
+    return [program_collectives(program, at=at, sizes=model.axis_sizes, load=model.load) for at in places]
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
@@ -111,9 +116,11 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     return dict(found)
 
 
-def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
+def program_collectives(
+    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = Load()
+) -> list[Sent]:
     """`collectives` of a traced program."""
-    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
+    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes, load=load))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
 
@@ -121,12 +128,16 @@ def _counted(rank: list[Sent]) -> Counter:
     return Counter({sent._replace(count=0): sent.count for sent in rank})
 
 
-def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
+def _sent(
+    equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load
+) -> Counter:
     kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
         return Counter()
     axes = _axes(equation)
-    operand = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars)
+    operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
+    # What a ragged exchange sends and what it fills are followed by where rows begin, and how many there are.
+    operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED else sum(operands)
     groups = equation.params.get("axis_index_groups")  # a step of a gather in two
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)

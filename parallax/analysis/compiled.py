@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from parallax.analysis.collectives import sent_bytes
-from parallax.analysis.flops import parameters_by_component
+from parallax.analysis.flops import active_parameters, grouped_flops, layer_parameters, parameters_by_component
 from parallax.analysis.hlo import (
     COLLECTIVES,
+    RAGGED,
     Computation,
     Instruction,
     Module,
@@ -25,7 +26,9 @@ from parallax.analysis.hlo import (
     parse_hlo,
     shape_bytes,
 )
+from parallax.config.sections import ModelConfig
 from parallax.model.kernels import kernel_flops
+from parallax.model.traffic import Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
@@ -47,18 +50,18 @@ class Share(NamedTuple):
 Shares = dict[str, Share]
 
 
-def costs_of(shapes: Any, remat: str) -> Costs:
+def costs_of(model: ModelConfig, shapes: Any, remat: str) -> Costs:
     """Times of a model's passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention
-    alone costs its share of the parameters, whose global shapes these are."""
-    counts = parameters_by_component(shapes)
-    attention = counts["attention"] / (counts["attention"] + counts["mlp"])
+    alone costs its share of the parameters that a token meets, whose global shapes these are."""
+    counts = layer_parameters(active_parameters(model, parameters_by_component(shapes)))
+    attention = counts["attention"] / sum(counts.values())
     again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
 def branch_shares(model: ShardedModel) -> Shares:
     """Branch shares of a model's step; its remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model.shapes, model.pipeline.remat))
+    return shares_of(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
@@ -113,7 +116,8 @@ def name_of(op_name: str) -> str:
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-KIND_OF_HLO = dict(zip(COLLECTIVES, (*COLLECTIVES[:-1], "permute"), strict=True))
+GROUPED_KERNEL = "ragged-dot"  # how the names of those begin that the TPU compiler makes of grouped products
+KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED: "all-to-all"}
 
 
 class CompiledCollective(NamedTuple):
@@ -174,7 +178,8 @@ class BranchEvent(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project."""
+    """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project, and
+    not of the compiler's own for grouped products. Of these, those of rows that are in use."""
 
     name: str
     source: str
@@ -186,8 +191,8 @@ class Kernel(NamedTuple):
 class TimelineReader:
     """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None):
-        self.module, self.mesh, self.shares = module, mesh, shares
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = Load()):
+        self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
         self._read: dict[str, list] = {}
@@ -314,7 +319,7 @@ class TimelineReader:
         kind = piece.kind.removesuffix("-start")
         groups = groups_of(piece.rest, self.mesh.size)
         axes, members = axes_of(groups, self.sizes), len(groups[0])
-        operand = sum(shape_bytes(_shape(home, name)) for name in piece.operands)
+        operand = self._operand_bytes(piece, home)
         if kind == "all-reduce" and "all-reduce-scatter" in home.name:
             kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
         return CompiledCollective(
@@ -327,10 +332,17 @@ class TimelineReader:
             cycles_between=0,
             op=outer.name,
             source=self._source(piece, outer, caller),
-            merged=len(piece.operands) if kind != "all-to-all" else 1,
+            merged=len(piece.operands) if KIND_OF_HLO[kind] != "all-to-all" else 1,
             pairs=tuple(groups) if kind == "collective-permute" else (),
             group=groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
         )
+
+    def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
+        """Bytes of what is sent; of a ragged exchange, of the rows that are in use."""
+        if not piece.kind.startswith(RAGGED):
+            return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
+        # Behind them come where rows begin, and how many there are. The smaller has room for all that is sent.
+        return round(self.load.sent * min(shape_bytes(_shape(home, name)) for name in piece.operands[:2]))
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none, and take that of their first operand."""
@@ -338,8 +350,13 @@ class TimelineReader:
         return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
 
     def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
-        operands = sum(shape_bytes(_shape(computation, name)) for name in one.operands)
-        return Kernel(one.name, one.op_name, operands, shape_bytes(one.shape), _kernel_flops(one, computation))
+        shapes = [_shape(computation, name) for name in one.operands]
+        operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
+        if _is_grouped(one):
+            used = lambda shape: shape_bytes(shape) * (1 if _is_of_matrices(shape) else self.load.grouped)  # noqa: E731
+            operands, result = round(sum(map(used, shapes))), round(used(one.shape))
+            flops = round(self.load.grouped * flops)
+        return Kernel(one.name, one.op_name, operands, result, flops)
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
@@ -427,14 +444,22 @@ class Compiled(NamedTuple):
         return self.arguments + self.temporaries + self.outputs - self.aliased
 
 
-def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:
+def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
+    """`read_compiled` of a training step of this model."""
+    return read_compiled(compiled, model.mesh, branch_shares(model), model.load)
+
+
+def read_compiled(
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = Load()
+) -> Compiled:
     """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
 
     `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
-    there are none, are taken to run their dearer branch each time.
+    there are none, are taken to run their dearer branch each time. `load` says how much a mixture's products and
+    messages use of what they have room for.
     """
     sizes = compiled.memory_analysis()
-    return read_hlo_text(compiled.as_text(), mesh, branch_shares)._replace(
+    return read_hlo_text(compiled.as_text(), mesh, branch_shares, load)._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -443,9 +468,9 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shar
     )
 
 
-def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None) -> Compiled:
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = Load()) -> Compiled:
     """The same from the program's text alone, without sizes."""
-    reader = TimelineReader(parse_hlo(text), mesh, branch_shares)
+    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
     timeline = reader.entry()
     collectives: dict[str, CompiledCollective] = {}
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -561,7 +586,20 @@ def _windows(rest: str) -> Iterator[dict[str, str]]:
     return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
 
 
+def _is_grouped(one: Instruction) -> bool:
+    return one.name.startswith(GROUPED_KERNEL)
+
+
+def _is_of_matrices(shape: str) -> bool:
+    """Whether a grouped product's operand or result has a matrix for each group, and no rows."""
+    return any(len(dims) == 3 for dims in float_dims(shape))
+
+
 def _kernel_flops(one: Instruction, home: Computation) -> int:
+    if _is_grouped(one):
+        operands = [dims for name in one.operands for dims in float_dims(_shape(home, name))]
+        results = float_dims(one.shape)  # none where it only says which blocks there are
+        return grouped_flops(*operands, *results) if results else 0
     return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 
 

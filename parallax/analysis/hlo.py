@@ -13,7 +13,8 @@ import numpy as np
 
 from parallax.training.step import UPDATE
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+RAGGED = "ragged-all-to-all"
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 COMPUTATION_LINE = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
 INSTRUCTION_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")

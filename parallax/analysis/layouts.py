@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import POLICY_NAMES, REMAT, ModelConfig
+from parallax.config.sections import AUTO, POLICY_NAMES, REMAT, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_context, check_kernel_on
 from parallax.model.families import CONTEXTS
@@ -24,7 +24,8 @@ VIRTUAL = (2, 4)
 # Schedules of several ranks, and how many stages each rank has.
 SEVERAL = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name == "interleaved" else (1,))]
 # Of the settings that a sweep varies, the section of the config.
-SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "ep", "tp"), "mesh") | {"prefetch": "fsdp", "context": "layout"}
+SECTION_OF = dict.fromkeys(("pp", "dp", "cp", "ep", "tp"), "mesh") | {"prefetch": "fsdp"}
+SECTION_OF |= dict.fromkeys(("context", "exchange"), "layout")
 SECTION_OF |= dict.fromkeys(("microbatches", "schedule", "virtual", "remat"), "pipeline")
 SECTION_OF |= dict.fromkeys(("policy", "exceptions"), "data_parallel")
 
@@ -45,6 +46,7 @@ class Choice(NamedTuple):
     cp: int = 1
     context: str = "all_gather"
     ep: int = 1
+    exchange: str = AUTO
 
     @classmethod
     def of(cls, settings: Settings) -> "Choice":
@@ -53,12 +55,13 @@ class Choice(NamedTuple):
 
     @property
     def mesh(self) -> str:
-        """The mesh in short, pp·dp·tp, and behind it what cuts seq, and what cuts experts.
+        """The mesh in short, pp·dp·tp, and behind it what cuts seq, and what cuts experts; and how, where it is said.
 
         >>> Choice(1, 4, 1, 1, "gpipe", 1, "layer", "zero3", "", 0, cp=4, context="ring").mesh
         '1·4·1 cp=4 ring'
         """
         further = f" cp={self.cp} {self.context}" * (self.cp > 1) + f" ep={self.ep}" * (self.ep > 1)
+        further += f" {self.exchange}" * (self.ep > 1 and self.exchange != AUTO)
         return f"{self.pp}·{self.dp}·{self.tp}{further}"
 
     @property
@@ -109,7 +112,8 @@ def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context:
         for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
             for remat in REMAT:
                 for policy in policies(pp, dp * cp * ep):
-                    yield Choice(pp, dp, tp, microbatches, schedule, virtual, remat, *policy, cp, context, ep)
+                    shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
+                    yield Choice(*shape, cp, context, ep, settings.layout.exchange)
 
 
 def contexts(settings: Settings, devices: int) -> list[tuple[int, str]]:

@@ -21,8 +21,10 @@ from parallax.analysis.topology import Topology, read_topology
 from parallax.config.sections import REMAT
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
+from parallax.model.exchange import EXCHANGES
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
+from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
@@ -187,19 +189,33 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     """Settings that differ in one respect, legal or not, and the flags that ask for them. Of attention's kernels those
     that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
-    for choice in _layouts(own):
+    further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
+    for choice in _layouts(own, further):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
             yield f"--config.model.kernel={kernel}", with_changes(settings, "model", kernel=kernel)
     if settings.fsdp.reduce == "float32" != settings.model.dtype and own.data_ranks > 1:
         yield "--config.fsdp.reduce=compute", with_changes(settings, "fsdp", reduce="compute")
+    now = _exchange(settings, topology)
+    for exchange in EXCHANGES if now else ():
+        if exchange != now:
+            yield f"--config.layout.exchange={exchange}", with_changes(settings, "layout", exchange=exchange)
     chunk = settings.loss.chunk_tokens // 2
     if chunk:
         yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
 
 
-def _layouts(own: Choice) -> Iterator[Choice]:
+def _exchange(settings: Settings, topology: Topology) -> str:
+    """How tokens come to experts of other ranks; "" where none do."""
+    model, ranks = settings.model, settings.mesh.ep
+    if "moe" not in model.kinds or ranks == 1:
+        return ""
+    return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
+
+
+def _layouts(own: Choice, further: Sequence[str]) -> Iterator[Choice]:
+    """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
     for remat in REMAT:
         if remat != own.remat:
             yield own._replace(remat=remat)
@@ -210,8 +226,8 @@ def _layouts(own: Choice) -> Iterator[Choice]:
         if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
             yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
     halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
-    for axis in ("cp", "ep"):
-        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)] * (getattr(own, axis) > 1)
+    for axis in further:
+        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)]
     for one, other in halved:
         if getattr(own, one) % 2 == 0:
             yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
@@ -238,13 +254,26 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     policy = " ".join(filter(None, [settings.data_parallel.policy, settings.data_parallel.exceptions]))
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
-    return "\n".join(
-        [
-            f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
-            f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
-            f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
-        ]
-    )
+    lines = [
+        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
+        f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
+        f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
+        *_mixture_lines(settings, topology),
+    ]
+    return "\n".join(lines)
+
+
+def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
+    """Of a mixture, how many experts a token goes to, and how it comes to those of other ranks."""
+    model, chunk, exchange = settings.model, settings.layout.expert_chunk_tokens, _exchange(settings, topology)
+    if "moe" not in model.kinds:
+        return
+    line = f"a token goes to {model.experts_per_token} of {model.experts} experts"
+    if exchange:
+        sent = exchanged_rows(model, settings.mesh.ep)
+        other = next(name for name in EXCHANGES if name != exchange)
+        line += f", over ep by {exchange}: {percent(sent[exchange] / sent[other])} of the bytes of {other}"
+    yield line + f", {chunk} tokens at once" * (chunk > 0)
 
 
 def verdict(peak_bytes: int, topology: Topology, who: str) -> str:

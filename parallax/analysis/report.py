@@ -16,8 +16,7 @@ from parallax.analysis.compiled import (
     Compiled,
     CompiledFlops,
     ModuleSecs,
-    branch_shares,
-    read_compiled,
+    read_step,
     secs_by_module,
 )
 from parallax.analysis.flops import Flops, flops_breakdown
@@ -147,7 +146,6 @@ def report(
         update = update_collectives(step)
         ranks = [[*rank, *update] for rank in collectives_by_rank(model, rows, seq)]
         flops = flops_breakdown(model, rows, seq, entries=entries)
-        shares = branch_shares(model)
     made, made_for, time, computed = None, "", None, ()
     if compiled and isinstance(model.mesh, Mesh):
         kind = model.mesh.devices.flat[0].device_kind
@@ -155,7 +153,7 @@ def report(
         with waiting(f"compiling the step for {made_for}"):
             program = step.lower(rows, seq).compile()
         with waiting("reading the compiled step"):
-            made = read_compiled(program, model.mesh, shares)
+            made = read_step(program, model)
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))

@@ -15,6 +15,7 @@ state, and reads gradients, at memory bandwidth.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -34,16 +35,16 @@ from parallax.analysis.compiled import (
     End,
     Kernel,
     LoopEvent,
-    branch_shares,
     costs_of,
-    read_compiled,
+    read_step,
 )
-from parallax.analysis.flops import flops_per_token, mfu, product_flops
+from parallax.analysis.flops import GROUPED, flops_per_token, mfu, product_flops
 from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.settings import Settings
+from parallax.model.traffic import Load
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
@@ -55,7 +56,7 @@ from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCT_PRIMITIVES = ("dot_general", "pallas_call")
+PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED)
 TABLE_MODULES = ("embedding", "head")
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
@@ -135,13 +136,13 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     """The products and collectives of the first pipeline rank, whose stages are the largest."""
     shape = (settings.data.global_batch, settings.data.seq)
     program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
-    found = walk(program, at=first, count=_product)
+    found = walk(program, at=first, count=functools.partial(_product, load=model.load))
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
     return TracedWork(
         [product._replace(count=count) for product, count in found.items()],
-        program_collectives(program, at=first, sizes=model.axis_sizes),
+        program_collectives(program, at=first, sizes=model.axis_sizes, load=model.load),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model.shapes, model.pipeline.remat)).lockstep_bubble,
+        figures(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat)).lockstep_bubble,
     )
 
 
@@ -240,7 +241,7 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     return found
 
 
-def _product(equation: JaxprEqn, origin: Origin) -> Counter:
+def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
         arrays = 2 * equation.invars[1:2]
@@ -248,9 +249,12 @@ def _product(equation: JaxprEqn, origin: Origin) -> Counter:
         arrays = 2 * arrays
     elif name not in PRODUCT_PRIMITIVES:
         return Counter()
-    moved = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in arrays)
+    size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
+    # Of a grouped product's rows those that are in use; the last operand says how many are whose.
+    rows = [var for var in arrays if name in GROUPED and var.aval.ndim == 2]
+    moved = sum(map(size, arrays)) - round((1 - load.grouped) * sum(map(size, rows)))
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    return Counter({OpCost(product_flops(equation) or 0, moved, origin.direction, 0): 1})
+    return Counter({OpCost(product_flops(equation, load) or 0, moved, origin.direction, 0): 1})
 
 
 class StepTime(NamedTuple):
@@ -385,7 +389,7 @@ def compile_and_read(settings: Settings, topology: Topology, devices: list[Any])
             raise
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
-    found = read_compiled(program, mesh, branch_shares(model))
+    found = read_step(program, model)
     if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
         return CompiledStep("", found.arguments, found.temporaries, found.together)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices

@@ -18,7 +18,14 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import FLOPS_PER_WEIGHT, flops_per_token, parameters_by_component, qk_width
+from parallax.analysis.flops import (
+    active_parameters,
+    flops_per_token,
+    layer_parameters,
+    parameters_by_component,
+    qk_width,
+    scores_flops,
+)
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.step_time import (
@@ -34,6 +41,7 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
+from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
@@ -42,6 +50,7 @@ from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, by_name, figures
+from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
@@ -59,15 +68,15 @@ class LeastWork:
         # Of one replica, which all do the same.
         self.devices = topology.devices // settings.mesh.replica
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
-        self.parameters = parameters_by_component(model.shapes)
-        self.layers = self.parameters["attention"] + self.parameters["mlp"]
+        self.parameters = layer_parameters(parameters_by_component(model.shapes))
+        self.active = active_parameters(settings.model, self.parameters)
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
-        bubble = _bubble(choice.schedule, *sizes, costs_of(self.shapes, choice.remat))
+        bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, self.shapes, choice.remat))
         traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
@@ -75,7 +84,7 @@ class LeastWork:
     def _products(self, choice: Choice) -> list[OpCost]:
         """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
         model, size = self.settings.model, self.itemsize * self.settings.model.layers
-        attention = self.flops - FLOPS_PER_WEIGHT * (self.layers + model.vocab * model.d_model)
+        attention = scores_flops(model, self.settings.data.seq)
         scores = 0
         weights = self.flops - attention + 2 * self._made_again(choice)
         if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
@@ -90,13 +99,17 @@ class LeastWork:
         """Parameters of the products that remat runs once more for each token."""
         again = {"attention": (1, 0), "layer": (1, 1 - DOWN), "stage": (1, 1 - DOWN)}
         attention, mlp = again.get(choice.remat, (0, 0))
-        return attention * self.parameters["attention"] + mlp * self.parameters["mlp"]
+        mlps = sum(self.active.get(name, 0) for name in ("mlp", "experts", "shared"))
+        return attention * self.active["attention"] + mlp * mlps
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
-        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back.
-        What attention sends over cp is left out."""
-        model, layers = self.settings.model, self.layers / (choice.pp * choice.tp)
+        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back;
+        over ep what the exchange of a mixture's tokens sends there and back. What attention sends over cp is left out,
+        and what routers send."""
+        model, pieces = self.settings.model, choice.pp * choice.tp
+        experts = self.parameters.get("experts", 0) / pieces / choice.ep
+        layers = sum(self.parameters[name] for name in self.parameters if name not in ("experts", "router")) / pieces
         stay = layouts_of_policy(choice.policy)
         per_use, per_gradient = stay.resident != stay.compute, stay.compute != stay.summed
         whole = stay.at_rest == stay.compute  # nothing is gathered, and a sum is twice a scatter
@@ -104,27 +117,44 @@ class LeastWork:
         sums = choice.microbatches if per_gradient else 1 + whole
         exchange = per_gradient and self.settings.fsdp.reduce == "compute"
         data = tuple(axis for axis in DATA_AXES if axis == "dp" or getattr(choice, axis) > 1)
+        of_experts = tuple(axis for axis in data if axis != EXPERT_AXIS)
         tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
+        scatter = "all-to-all" if exchange else "reduce-scatter"
         calls = [
-            ("all-gather", data, layers, gathers),
-            ("all-to-all" if exchange else "reduce-scatter", data, layers, sums),
+            (kind, axes, entries, count)
+            for axes, entries in ((data, layers), (of_experts, experts))
+            for kind, count in (("all-gather", gathers), (scatter, sums))
         ]
         if self.settings.layout.tensor_parallel == "column_row":
             calls.append(("all-gather", ("tp",), tokens * model.d_model, 8 * choice.microbatches))
+        if choice.ep > 1:
+            mixtures = tokens * model.kinds.count("moe") / model.layers * model.d_model
+            form = exchange_of(choice.exchange, model, choice.ep, on_cpus=self.topology.chip.platform == "cpu")
+            rows = exchanged_rows(model, choice.ep)[form] / (1 - 1 / choice.ep)  # `share` is taken below
+            calls.append(("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * choice.microbatches))
         share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
             Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
             for kind, axes, entries, count in calls
         ]
 
-    def _width_kept(self, remat: str) -> int:
+    def _width_kept(self, remat: str) -> float:
         """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
         reads of the residual stream."""
         model = self.settings.model
-        without_attention = model.d_model + 2 * model.d_ff
+        without_attention = model.d_model + self._width_of_products()
         products = without_attention + model.heads * model.d_head
         kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
         return kept.get(remat, products + model.d_model)
+
+    def _width_of_products(self) -> float:
+        """Entries of a token that the wide products of a layer's MLP give, gate and up, on average over the layers.
+        Of experts' none where a backward pass may make each chunk of tokens again."""
+        model = self.settings.model
+        kinds = Counter(model.kinds)
+        chosen = 0 if self.settings.layout.expert_chunk_tokens else model.experts_per_token * model.d_expert
+        moe = chosen + model.sizes["d_shared"]
+        return 2 * (kinds["dense"] * model.d_ff + kinds["moe"] * moe) / model.layers
 
 
 @cache

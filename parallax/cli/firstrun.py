@@ -26,7 +26,7 @@ with loading(__name__, sys.stderr):
     import numpy as np
     from jax.extend.backend import get_backend
 
-    from parallax.analysis.compiled import branch_shares, read_compiled
+    from parallax.analysis.compiled import read_step
     from parallax.analysis.devices import device_memory, local_topology, most_memory
     from parallax.analysis.flops import flops_per_token, mfu
     from parallax.analysis.memory import predicted_memory
@@ -298,7 +298,7 @@ def compile_step(found: Found) -> None:
 def price_program(found: Found) -> None:
     """The step's time as the compiler counts cycles. What cannot be read is said: the program runs without."""
     try:
-        made = read_compiled(found.program, found.step.model.mesh, branch_shares(found.step.model))
+        made = read_step(found.program, found.step.model)
         flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
         found.compiled_step_secs = step_time(made, found.topology.chip, flops, dtype=dtype).total_secs
     except Exception as error:

@@ -2,6 +2,7 @@
 
     python -m parallax.watch runs/mine
     python -m parallax.watch runs/mine runs/other --once
+    python -m parallax.watch runs/mixture --once --load=load.svg
 
 It only reads what the runs write, from this machine or another that sees their folders. It ends when all of them have
 ended, or with Ctrl-C, which no run hears. Where the output is no terminal, one picture is printed.
@@ -30,10 +31,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from parallax.analysis.load_picture import load_picture
 from parallax.checkpoint.steps import check_steps, unfinished_saves
 from parallax.cli.arguments import Parser, local_path, write_output
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, check_whole, exit_status, printable
+from parallax.runtime.errors import CheckpointError, ConfigError, check_whole, exit_status, printable
 from parallax.runtime.run_files import LARGEST_STEP, RunFiles, number_of, row_of
 from parallax.runtime.units import decimal, duration, in_bytes, percent
 
@@ -50,7 +52,8 @@ QUIET_STEPS = 10  # as train.stall_factor
 LONGEST_LINE = 1000  # characters of a text to show
 LONGEST_SECS = 1e9  # to wait for: what is longer is no estimate
 SPEEDS = ("step_secs", "tokens_per_second", "mfu", "data_wait_secs", "memory_bytes")
-NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *(f"perf/{name}" for name in SPEEDS))
+EXPERTS = ("experts/load", "experts/entropy")
+NUMBERS = ("train/loss", "eval/loss", "train/skipped_steps", *EXPERTS, *(f"perf/{name}" for name in SPEEDS))
 OWNER = re.compile(r"process (\d+) on (\S+) since")
 
 
@@ -196,6 +199,12 @@ class WatchedRun:
         """Steps that the guard has skipped."""
         counts = [row["train/skipped_steps"] for row in self.metrics.recent if "train/skipped_steps" in row]
         return int(counts[-1]) if counts else 0
+
+    @property
+    def load(self) -> tuple[float, ...]:
+        """Of the latest step the largest load of an expert, 1 if it is even, and the least entropy; empty without."""
+        latest = self.metrics.recent[-1] if self.metrics.recent else {}
+        return tuple(latest[name] for name in EXPERTS) if all(name in latest for name in EXPERTS) else ()
 
     @property
     def status(self) -> Status:
@@ -487,6 +496,9 @@ def facts(run: WatchedRun, status: Status) -> RenderableType:
         add("data wait", Text(percent(speed["waiting"]), style="yellow" if speed["waiting"] > 0.05 else ""))
     add("checkpoints", saved_text(run.saved, status))
     add("skipped", Text(f"{run.skipped:,} steps" if run.skipped else "none", style="yellow" if run.skipped else ""))
+    if run.load:
+        load, entropy = run.load
+        add("experts", Text(f"largest load {decimal(load, 2)} x even, entropy {decimal(entropy, 3)} of even"))
     if run.metrics.torn:
         add("unreadable", Text(f"{run.metrics.torn:,} lines of metrics.jsonl", style="yellow"))
     if run.metrics.odd:
@@ -536,6 +548,8 @@ def watch(flags: argparse.Namespace) -> None:
         follow(runs, console)
     if flags.svg is not None:
         write_svg(runs, console.width, flags.svg)
+    if flags.load is not None:
+        write_load(runs, flags.load)
 
 
 def follow(runs: Sequence[WatchedRun], console: Console) -> None:
@@ -559,6 +573,15 @@ def write_svg(runs: Sequence[WatchedRun], width: int, path: Path) -> None:
     write_output("svg", path, console.export_svg(title="python -m parallax.watch", code_format=SVG))
 
 
+def write_load(runs: Sequence[WatchedRun], path: Path) -> None:
+    """Write the load of a run's experts as a picture; ConfigError unless there is one run, which has experts."""
+    if len(runs) > 1:
+        raise ConfigError(f"--load={path} draws one run, and {len(runs)} are named")
+    with files.open_file(runs[0].files.metrics) as file:
+        rows = [row_of(line) for line in file.read().decode("utf-8", "replace").splitlines()]
+    write_output("load", path, load_picture([row for row in rows if row is not None]))
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Flags; ConfigError says what is wrong with them."""
     parser = Parser("python -m parallax.watch", description=__doc__)
@@ -566,6 +589,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--width", type=int, help="columns; default: those of the terminal")
     parser.add_argument("--svg", type=local_path, help="also write the picture to this file")
+    parser.add_argument("--load", type=local_path, help="also draw the load of a run's experts, as SVG in this file")
     flags = parser.parse_args(arguments)
     if flags.width is not None:
         check_whole("--width", flags.width, least=LEAST_WIDTH)

@@ -22,7 +22,7 @@ POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path
 FILES = ("text", "jsonl", "parquet")  # sources that read `path` through a tokenizer
-AUTO = "auto"  # a tokenizer that follows from what else is asked for
+AUTO = "auto"  # a value that follows from what else is asked for
 SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
 LEAST_FLOAT = 1e-30  # well above float32's least: what divides by it, or by its root, stays finite
@@ -250,6 +250,19 @@ class LayoutConfig(Section):
         "how queries meet the keys of other cp ranks: keys and values are gathered; or go from rank to rank "
         "(kernel='xla' alone); or heads change places with seq",
         choices=("all_gather", "ring", "ulysses"),
+        added=True,
+    )
+    exchange: str = key(
+        AUTO,
+        "moe: how tokens come to experts of other ep ranks: gather, all of them go to all; ragged, each where an "
+        "expert of its own is; auto, what sends less, on CPUs gather",
+        choices=(AUTO, "gather", "ragged"),
+        added=True,
+    )
+    expert_chunk_tokens: int = key(
+        0,
+        "moe: at most so many of a device's tokens are on their way to experts at once, and the backward pass sends "
+        "them again; 0: all",
         added=True,
     )
 

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from parallax.runtime.version import code_version
 from parallax.sharding.mesh import make_mesh
 from parallax.training.step import model_of
 
-STACKED = "blocks."  # how names of arrays begin that have a dim for layers
+STACKED = "blocks."  # how names of arrays begin that have a dim for layers; then their kind, where there are several
 CARRIED = ("config.json", TOKENIZER_FILE)
 CARRIED_IF_THERE = (TOKENIZER_CONFIG,)
 
@@ -45,9 +45,10 @@ def export_params(workdir: Path, out: Path, *, step: int | None, shard_bytes: in
         CheckpointError: there is no such checkpoint, or `out` cannot be written.
     """
     source = open_step(workdir, step)
+    kinds = read_settings(load_saved(source.folder / "config.json")).model.kinds
     with new_folder(out) as unfinished:
         params = SavedParams(source)
-        plain = plain_names(params.stored)
+        plain = plain_names(params.stored, kinds)
         pieces = lambda name: params.pieces(plain[name].name, plain[name].index)  # noqa: E731
         write_model(unfinished, plain, pieces, shard_bytes=shard_bytes)
         params.check()
@@ -66,15 +67,15 @@ def import_params(source: Path, workdir: Path) -> None:
     """
     settings = read_settings(load_saved(source / "config.json"))
     tokenizer = load_tokenizer(source)
-    tensors, wanted = read_model(source), plain_names(param_shapes(settings))
+    tensors, wanted = read_model(source), plain_names(param_shapes(settings), settings.model.kinds)
     differences = []
     for name in wanted.keys() & tensors.keys():
         there, here = (f"{np.dtype(about.dtype)}{list(about.shape)}" for about in (tensors[name], wanted[name]))
         differences += [] if there == here else [f"{name} is {there} there and {here} here"]
     check_tensors(source, tensors, wanted, differences)
     names = (*CARRIED, *(name for name in CARRIED_IF_THERE if (source / name).is_file()))
-    rows = lambda name, here: tensors[name].pieces(PIECE_BYTES)  # noqa: E731
-    make_run(workdir, settings, tokenizer, {name: source / name for name in names}, rows)
+    parts = lambda name, here: [(here.index, tensors[name].pieces(PIECE_BYTES))]  # noqa: E731
+    make_run(workdir, settings, tokenizer, {name: source / name for name in names}, parts)
 
 
 def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: list[str]) -> None:
@@ -92,33 +93,50 @@ def check_tensors(source: Path, tensors: Mapping, wanted: Mapping, differences: 
 
 
 class TensorSource(NamedTuple):
-    """The array that a tensor is part of: `index` is empty, or a layer. `shape` is the tensor's."""
+    """The array that a tensor is part of: `index` is empty, or a layer's place among those of its kind; `layer` is its
+    place in the model. `shape` is the tensor's."""
 
     name: str
     index: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: Any
+    layer: int | None = None
 
 
-def plain_names(arrays: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Tensors by name, layer by layer, in the order of the model; `arrays` are anything with shape and dtype.
+def plain_names(arrays: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, TensorSource]:
+    """Tensors by name, layer by layer, in the order of the model, whose layers have `kinds`; `arrays` are anything with
+    shape and dtype.
 
     >>> from jax import ShapeDtypeStruct as Shape
     >>> arrays = {"blocks.mlp.up.kernel": Shape((2, 4, 8), "float32"), "embedding.table": Shape((9, 4), "float32")}
-    >>> list(plain_names(arrays))
+    >>> list(plain_names(arrays, ["dense", "dense"]))
     ['embedding.table', 'blocks.0.mlp.up.kernel', 'blocks.1.mlp.up.kernel']
     """
-    stacked = {name: about for name, about in arrays.items() if name.startswith(STACKED)}
-    layers = range(max((about.shape[0] for about in stacked.values()), default=0))
-    part = lambda name, about, *index: TensorSource(name, index, tuple(about.shape[len(index) :]), about.dtype)  # noqa: E731
-    single = {name: part(name, about) for name, about in arrays.items() if name not in stacked}
-    first = {name: source for name, source in single.items() if name.startswith("embedding.")}
-    of_layers = {
-        name.replace(STACKED, f"{STACKED}{layer}.", 1): part(name, about, layer)
-        for layer in layers
-        for name, about in stacked.items()
+    single = {
+        name: TensorSource(name, (), tuple(about.shape), about.dtype)
+        for name, about in arrays.items()
+        if not name.startswith(STACKED)
     }
+    first = {name: source for name, source in single.items() if name.startswith("embedding.")}
+    stacks = stack_names(kinds)
+    of_stacks = {kind: [name for name in arrays if name.startswith(stack)] for kind, stack in stacks.items()}
+    of_layers = {}
+    for layer, kind in enumerate(kinds):
+        at = kinds[:layer].count(kind)
+        for name in of_stacks[kind]:
+            source = TensorSource(name, (at,), tuple(arrays[name].shape[1:]), arrays[name].dtype, layer)
+            of_layers[name.replace(stacks[kind], f"{STACKED}{layer}.", 1)] = source
     return {**first, **of_layers, **single}
+
+
+def stack_names(kinds: Sequence[str]) -> dict[str, str]:
+    """How the names of arrays begin that have the layers of a kind, by kind.
+
+    >>> stack_names(["dense", "moe", "moe"]), stack_names(["moe"])
+    ({'dense': 'blocks.dense.', 'moe': 'blocks.moe.'}, {'moe': 'blocks.'})
+    """
+    found = sorted({*kinds})
+    return {kind: f"{STACKED}{kind}." if len(found) > 1 else STACKED for kind in found}
 
 
 # ---- out of a run
@@ -201,9 +219,10 @@ def make_run(
     settings: Settings,
     tokenizer: Tokenizer,
     carried: Mapping[str, Path | str],
-    rows: Callable[[str, TensorSource], Iterator[np.ndarray]],
+    parts: Callable[[str, TensorSource], Iterable[tuple[tuple[int, ...], Iterable[np.ndarray]]]],
 ) -> None:
-    """Make a run of step 0 in a new folder. `rows` gives the pieces of each tensor of `plain_names`, in order.
+    """Make a run of step 0 in a new folder. `parts` gives each tensor of `plain_names`, in order: where in its array
+    rows are, and pieces of them.
 
     `carried` are files to copy, or their texts, by name. All but RECORD are beside the checkpoints too.
     """
@@ -211,8 +230,9 @@ def make_run(
         step = unfinished / "checkpoints" / "0"
         files.make_folder(step / "params")
         arrays = {name: ArrayWriter(step / "params", name, about) for name, about in param_shapes(settings).items()}
-        for name, here in plain_names(arrays).items():
-            arrays[here.name].write(here.index, rows(name, here))
+        for name, here in plain_names(arrays, settings.model.kinds).items():
+            for index, pieces in parts(name, here):
+                arrays[here.name].write(index, pieces)
         for name, content in carried.items():
             for folder in (step,) if name == RECORD else (step, unfinished):
                 if isinstance(content, Path):

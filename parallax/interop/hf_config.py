@@ -6,8 +6,9 @@ or is on a list of those that change no number. Any other field is refused by na
 
 import dataclasses
 import difflib
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from parallax.config.sections import ModelConfig
@@ -76,12 +77,13 @@ AT_DEFAULT = {
     "pruned_heads": (None, {}),
 }
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # that predict more than the next token
-# Fields of experts, where no layer has any.
+# Fields of experts, where no layer has any; of how they are trained or placed, where some have.
 EXPERT_FIELDS = (
     "n_routed_experts n_shared_experts num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-    "moe_layer_freq n_group topk_group topk_method norm_topk_prob routed_scaling_factor scoring_func aux_loss_alpha "
-    "seq_aux ep_size output_router_logits router_aux_loss_coef"
+    "moe_layer_freq n_group topk_group topk_method norm_topk_prob routed_scaling_factor scoring_func"
 )
+BALANCE_FIELDS = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
+MOST_LAYERS = 2**14  # more are refused as model.layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 PLAIN_TURNS = (32.0, 1.0)  # the keys' defaults, and yarn's
 DEFAULT_THETA = 10_000.0  # where none is written
@@ -198,25 +200,109 @@ class Architecture(NamedTuple):
     keys: Mapping[str, Any]  # of the section, that all its models have
     false: tuple[str, ...] = ()  # fields that must be false
     absent: Mapping[str, Any] = {}  # what other fields stand for where they are absent; a text is the key that says it
-    windows: bool = False  # whether its models may have a sliding window
+    windows: str = ""  # which layers may have a sliding window: "all", "all, if used", or "some, if used"
+    mixture: "Mixture | None" = None
+
+
+class Mixture(NamedTuple):
+    """How an architecture says what its layers of experts are."""
+
+    fields: Mapping[str, str]  # and their keys
+    absent: Mapping[str, Any]
+    keys: Mapping[str, Any]  # that all its layers of experts have
+    only: Mapping[str, Any] = {}  # fields that must have a value
+    dense: str = ""  # which layers have none: "first", "some", or no layer
+    other_name: str = ""  # of the first field
 
 
 GQA_KEYS = {"attention": "gqa", "qkv_bias": False, "qk_norm": False}
 # rms_norm_eps does not reach the norms inside DeepSeek's attention.
 MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps": 1e-6}
 ALL_HEADS = {"num_key_value_heads": "heads"}
+SOFTMAX = {"router_score": "softmax"}
+PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
+# A softmax over the chosen experts is one over all of them, normalised.
+MIXTRAL = Mixture(
+    {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    PLAIN_ROUTER | {"router_normalized": True},
+    {"router_jitter_noise": 0},
+    other_name="num_experts",
+)
+QWEN3_MOE = Mixture(
+    {"num_experts": "experts", "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "d_expert"}
+    | {"norm_topk_prob": "router_normalized"},
+    {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+    PLAIN_ROUTER,
+    dense="some",
+    other_name="num_local_experts",
+)
+DEEPSEEK_FIELDS = {
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "d_expert",
+    "n_shared_experts": "shared_experts",
+    "routed_scaling_factor": "router_scale",
+}
+# What their own code says of moe_layer_freq, and of V2's norm_topk_prob, transformers passes over.
+DEEPSEEK_V2 = Mixture(
+    DEEPSEEK_FIELDS,
+    {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    SOFTMAX | {"router_normalized": False},
+    {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
+    dense="first",
+    other_name="num_experts",
+)
+DEEPSEEK_V3 = Mixture(
+    DEEPSEEK_FIELDS
+    | {"norm_topk_prob": "router_normalized", "n_group": "router_groups", "topk_group": "router_groups_chosen"},
+    {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+    | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4},
+    {"router_score": "sigmoid"},
+    {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    dense="first",
+    other_name="num_local_experts",
+)
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", 2048, GQA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS),
-    "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows=True),
-    "Qwen2ForCausalLM": Architecture("qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, ("use_mrope",), windows=True),
+    "MistralForCausalLM": Architecture("mistral", 131_072, GQA_KEYS, windows="all"),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, ("use_mrope",), windows="some, if used"
+    ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", 32_768, GQA_KEYS | {"qk_norm": True}, ("attention_bias",), {"head_dim": 128}, windows=True
+        "qwen3", 32_768, GQA_KEYS | {"qk_norm": True}, ("attention_bias",), {"head_dim": 128}, "some, if used"
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3", 4096, MLA_KEYS, ("attention_bias",), ALL_HEADS | {"first_k_dense_replace": 3}
+        "deepseek_v3",
+        4096,
+        MLA_KEYS,
+        ("attention_bias",),
+        ALL_HEADS | {"first_k_dense_replace": 3},
+        mixture=DEEPSEEK_V3,
     ),
     "DeepseekV2ForCausalLM": Architecture(
-        "deepseek_v2", 2048, MLA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS | {"first_k_dense_replace": 0}
+        "deepseek_v2",
+        2048,
+        MLA_KEYS,
+        ("attention_bias", "mlp_bias"),
+        ALL_HEADS | {"first_k_dense_replace": 0},
+        mixture=DEEPSEEK_V2,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        131_072,
+        GQA_KEYS,
+        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0},
+        windows="all",
+        mixture=MIXTRAL,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        32_768,
+        GQA_KEYS | {"qk_norm": True},
+        ("attention_bias",),
+        windows="all, if used",
+        mixture=QWEN3_MOE,
     ),
 }
 
@@ -237,8 +323,8 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     kind = ARCHITECTURES[names[0]]
     fields.only("model_type", kind.model_type)
     block = _read_quantization(fields)
-    model = {**kind.keys, "sliding_window": 0}
-    _read_keys(fields, FIELDS, model, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False})
+    model = {**kind.keys, "sliding_window": 0, "layers_of": ""}
+    _read_keys(fields, FIELDS, model, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | kind.absent)
     absent = {name: model[key] if isinstance(key, str) else key for name, key in kind.absent.items()}
     if model["d_model"] % model["heads"] == 0:
         absent = {"head_dim": model["d_model"] // model["heads"]} | absent
@@ -247,11 +333,13 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
     _read_keys(fields, ATTENTION_FIELDS[model["attention"]], model, absent)
     if model["attention"] == "mla":
         model["kv_heads"] = model["heads"]
-        _check_all_dense(fields, model["layers"], absent)
+        fields.ignore(["head_dim", "qk_head_dim"])  # which follow from others
+    if kind.mixture:
+        model |= _read_mixture(fields, kind.mixture, model, absent)
     if kind.windows:
-        model["sliding_window"] = _read_window(fields, kind.model_type != "mistral", model["layers"])
+        model["sliding_window"] = _read_window(fields, kind, model["layers"])
     context = fields.read("max_position_embeddings", int, kind.context)
-    model |= _read_rope(fields, context, model["attention"])
+    model |= _read_rope(fields, context, model["attention"], kind.absent.get("rope_theta", DEFAULT_THETA))
     interleaved = kind.model_type == "deepseek_v2"
     if kind.model_type == "deepseek_v3":
         interleaved = fields.read("rope_interleave", bool, True)
@@ -272,21 +360,83 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
             fields.refuse(name, value, _in_json(model[key]))
 
 
-def _check_all_dense(fields: Fields, layers: int, absent: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a layer has experts."""
-    name = "first_k_dense_replace"
-    dense = fields.read(name, int, absent[name], least=0)
-    if dense < layers:
-        fields.refuse(name, dense, f"{layers} or more, which is num_hidden_layers: layers of experts are not computed")
-    fields.ignore([*EXPERT_FIELDS.split(), "head_dim", "qk_head_dim"])  # the last two follow from others
+def _read_mixture(
+    fields: Fields, mixture: Mixture, model: Mapping[str, Any], absent: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of layers with experts; `layers_of` alone where there are none."""
+    fields.ignore(BALANCE_FIELDS.split())
+    experts = next(iter(mixture.fields))
+    if fields.left.get(experts) is None and mixture.other_name in fields.left:
+        fields.left[experts] = fields.take(mixture.other_name)
+    layers = _read_layers(fields, mixture, model["layers"], absent)
+    if mixture.dense == "some" and fields.left.get(experts) == 0:
+        layers = ""
+    if not layers:
+        fields.ignore(EXPERT_FIELDS.split())
+        return {"layers_of": layers}
+    found = dict(mixture.keys)
+    for name, value in mixture.only.items():
+        fields.only(name, value)
+    if mixture is DEEPSEEK_V2:
+        found |= _read_method(fields)
+    known = {**mixture.absent, **dict.fromkeys({"n_group", "topk_group"} & fields.left.keys(), 1)}  # null is none
+    for name, key in mixture.fields.items():
+        found[key] = fields.read(name, TYPES[key], known.get(name, NEEDED), least=int(key != "shared_experts"))
+    fields.only(mixture.other_name, None, found["experts"])
+    return {"layers_of": layers, "d_expert": model["d_ff"]} | found
 
 
-def _read_window(fields: Fields, of_some: bool, layers: int) -> int:
-    """Tokens of the window, 0 for none. Where only `of_some` layers have it, it needs use_sliding_window, and layers
-    from max_window_layers on or by layer_types."""
-    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else DEFAULT_WINDOW)
-    full = 0
-    if of_some:
+def _read_layers(fields: Fields, mixture: Mixture, layers: int, absent: Mapping[str, Any]) -> str:
+    """The key layers_of."""
+    layers = min(layers, MOST_LAYERS)
+    if mixture.dense == "first":
+        dense = fields.read("first_k_dense_replace", int, absent["first_k_dense_replace"], least=0)
+        return layers_of(["dense" if layer < dense else "moe" for layer in range(layers)])
+    if not mixture.dense:
+        return layers_of(["moe"] * layers)
+    step, dense = fields.read("decoder_sparse_step", int, 1), fields.take("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        fields.refuse("mlp_only_layers", dense, "a list of layers")
+    without = {*dense}
+    return layers_of(["dense" if layer in without or (layer + 1) % step else "moe" for layer in range(layers)])
+
+
+def _read_method(fields: Fields) -> dict[str, int]:
+    """The keys of groups of DeepSeek-V2's router."""
+    method = fields.take("topk_method", "greedy")
+    if method == "greedy":
+        fields.ignore(["n_group", "topk_group"])
+        return {"router_groups": 1, "router_groups_chosen": 1}
+    if method != "group_limited_greedy":
+        fields.refuse("topk_method", method, "'greedy' or 'group_limited_greedy'")
+    return {"router_groups": fields.read("n_group", int), "router_groups_chosen": fields.read("topk_group", int)}
+
+
+def layers_of(kinds: Sequence[str]) -> str:
+    """The key layers_of of layers of such kinds; empty where all are dense.
+
+    >>> layers_of(["dense", "moe", "moe"]), layers_of(["dense", "moe"] * 3), layers_of(["dense"])
+    ('dense moe*2', '(dense moe)*3', '')
+    """
+    if "moe" not in kinds:
+        return ""
+    runs = lambda kinds: " ".join(  # noqa: E731
+        kind + f"*{count}" * (count > 1) for kind, count in ((k, len([*run])) for k, run in itertools.groupby(kinds))
+    )
+    whole, count = runs(kinds), len(kinds)
+    sizes = (size for size in range(2, count // 2 + 1) if count % size == 0)
+    periods = (size for size in sizes if [*kinds] == [*kinds[:size]] * (count // size))
+    period = next(periods, 0) if " " in whole else 0
+    return f"({runs(kinds[:period])})*{count // period}" if period else whole
+
+
+def _read_window(fields: Fields, kind: Architecture, layers: int) -> int:
+    """Tokens of the window, 0 for none. Where only some layers have it, they are those from max_window_layers on or by
+    layer_types."""
+    absent = kind.absent.get("sliding_window", DEFAULT_WINDOW)
+    window = fields.read("sliding_window", int, 0 if "sliding_window" in fields.left else absent)
+    full, of_some = 0, kind.windows.startswith("some")
+    if kind.windows.endswith("if used"):
         window *= fields.read("use_sliding_window", bool, False)
         full = fields.read("max_window_layers", int, FULL_LAYERS, least=0)
     types = fields.take("layer_types", [])
@@ -312,12 +462,12 @@ def _notes(model: Mapping[str, Any], block: ScaleBlock | None, further: int) -> 
 # ---- rotary embedding
 
 
-def _read_rope(fields: Fields, context: int, attention: str) -> dict[str, Any]:
-    """The keys model.rope_*; `context` is max_position_embeddings.
+def _read_rope(fields: Fields, context: int, attention: str, theta: float) -> dict[str, Any]:
+    """The keys model.rope_*; `context` is max_position_embeddings, `theta` what an absent rope_theta stands for.
 
     Both forms are read: rope_theta and rope_scaling side by side, or all in rope_parameters.
     """
-    theta = fields.read("rope_theta", float, DEFAULT_THETA)
+    theta = fields.read("rope_theta", float, theta)
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     if new.left and old.left:
         raise ConfigError(f"{fields.where} has rope_parameters and rope_scaling; leave the one that is meant")
@@ -454,23 +604,59 @@ def write_config(model: ModelConfig, seq: int) -> dict[str, Any]:
         **rope_json(model),
         **_window_fields(name, model.sliding_window),
     }
+    content |= _mixture_fields(name, model)
     if model.attention == "gqa":
         return content
-    dense = {"first_k_dense_replace": model.layers, "rope_interleave": True, "attention_bias": False}
+    dense = {"first_k_dense_replace": (*model.kinds, "moe").index("moe"), "attention_bias": False}
+    dense |= {"rope_interleave": True} if name == "DeepseekV3ForCausalLM" else {}
     return content | dense | {"q_lora_rank": model.d_latent_q or None}
 
 
 def _plainest(model: ModelConfig) -> str:
     for name, kind in ARCHITECTURES.items():
         same = all(getattr(model, key) == value for key, value in kind.keys.items())
-        if same and (kind.windows or not model.sliding_window):
+        if same and (kind.windows or not model.sliding_window) and _has_layers(kind.mixture, model):
             return name
-    keys = ("attention", "qkv_bias", "qk_norm", "norm_eps", "sliding_window")
-    has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
-    raise ConfigError(
-        f"no architecture of transformers that is known here has {has} together: Qwen3 has norms and no biases, "
-        f"Qwen2 biases and no norms, DeepSeek no biases, no window and norm_eps={MLA_KEYS['norm_eps']}"
+    keys = ["attention", "qkv_bias", "qk_norm", "norm_eps", "sliding_window"]
+    why = (
+        "Qwen3 has norms and no biases, Qwen2 biases and no norms, DeepSeek no biases, no window and "
+        f"norm_eps={MLA_KEYS['norm_eps']}"
     )
+    if "moe" in model.kinds:
+        keys += ["layers_of", *PLAIN_ROUTER, "router_normalized"]
+        why += (
+            "; Mixtral and Qwen3-MoE have softmax alone, no scale, no groups and no shared experts, Mixtral normalised "
+            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from some layer on"
+        )
+    has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
+    raise ConfigError(f"no architecture of transformers that is known here has {has} together: {why}")
+
+
+def _has_layers(mixture: Mixture | None, model: ModelConfig) -> bool:
+    """Whether an architecture with such layers of experts, or with none, has the kinds of a model's layers."""
+    kinds = model.kinds
+    if "moe" not in kinds:
+        return mixture is None or mixture.dense == "first"
+    if mixture is None or any(getattr(model, key) != value for key, value in mixture.keys.items()):
+        return False
+    return {"": "dense" not in kinds, "first": [*kinds] == sorted(kinds), "some": True}[mixture.dense]
+
+
+def _mixture_fields(architecture: str, model: ModelConfig) -> dict[str, Any]:
+    """What a config.json says of a model's layers of experts."""
+    mixture = ARCHITECTURES[architecture].mixture
+    if mixture is None or "moe" not in model.kinds:
+        return {}
+    content = {name: getattr(model, key) for name, key in mixture.fields.items()} | mixture.only
+    if mixture is MIXTRAL:
+        return content | {"intermediate_size": model.d_expert}
+    if mixture is QWEN3_MOE:
+        dense = [layer for layer, kind in enumerate(model.kinds) if kind == "dense"]
+        return content | {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if mixture is DEEPSEEK_V2:
+        method = "group_limited_greedy" if model.router_groups > 1 else "greedy"
+        content |= {"topk_method": method, "n_group": model.router_groups, "topk_group": model.router_groups_chosen}
+    return content
 
 
 def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig) -> dict[str, Any]:
@@ -483,7 +669,7 @@ def with_window(content: Mapping[str, Any], config: HfConfig, model: ModelConfig
 
 
 def _window_fields(architecture: str, window: int) -> dict[str, Any]:
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return {"sliding_window": window or None}
     if architecture.startswith("Qwen"):
         used = {"sliding_window": window, "max_window_layers": 0} if window else {}
@@ -496,7 +682,7 @@ def _window_fields(architecture: str, window: int) -> dict[str, Any]:
 def differing_keys(config: HfConfig, model: ModelConfig) -> str:
     """In which keys a model is not that of a config.json, in words; those of context extension may be others."""
     fixed = {key: value for key, value in config.model.items() if not key.startswith(("rope_", "sliding_window"))}
-    here = {key: getattr(model, key) for key in fixed}
+    here = {key: getattr(model, key) for key in fixed} | {"layers_of": layers_of(model.kinds)}
     return ", ".join(f"model.{k}={v!r} there, {here[k]!r} here" for k, v in fixed.items() if here[k] != v)
 
 

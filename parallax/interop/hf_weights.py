@@ -16,10 +16,12 @@ import numpy as np
 from einops import rearrange
 
 from parallax.config.sections import ModelConfig
+from parallax.interop.export import TensorSource, stack_names
 from parallax.interop.hf_config import ScaleBlock
 from parallax.interop.safetensors import Tensor
 
 LAYER = "model.layers.{layer}."
+EXPERT = "{expert}"
 LM_HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -29,20 +31,24 @@ WHOLE_PIECE_BYTES = 1 << 24  # of a tensor that is made float32: all that is hel
 
 
 class WeightView(NamedTuple):
-    """One of our arrays, of one layer where layers are stacked, as a view of their tensor.
+    """One of our arrays, of one layer and one expert where they are stacked, as a view of their tensor.
 
     `view` makes of the tensor, `shape`, a view with the array's shape; `order` then reorders its last dim. Without both
     the array is the tensor.
     """
 
-    tensor: str  # its name, with {layer} where layers are stacked
+    tensor: str  # its name, with {layer} where layers are stacked, and {expert} where experts are
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray] | None = None
     order: np.ndarray | None = None
+    experts: int = 0  # of a layer, where they are stacked
 
-    def name(self, index: tuple[int, ...]) -> str:
-        """The tensor's name; `index` is the layer, or empty."""
-        return self.tensor.format(layer=index[0]) if index else self.tensor
+    def tensors(self, here: TensorSource) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The tensors that have what is here of the array: where in it, and the name of each."""
+        if not self.experts:
+            yield here.index, self.tensor.format(layer=here.layer)
+        for expert in range(self.experts):
+            yield (*here.index, expert), self.tensor.format(layer=here.layer, expert=expert)
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
         """The array as a view of the tensor, its last dim not yet reordered."""
@@ -57,31 +63,79 @@ class WeightView(NamedTuple):
         rows[..., slice(None) if self.order is None else self.order] = values
 
 
-def weight_views(model: ModelConfig, *, interleaved: bool) -> dict[str, WeightView]:
+class MixtureNames(NamedTuple):
+    """How an architecture names the tensors of a mixture, behind the layer."""
+
+    at: str
+    gate: str
+    up: str
+    down: str
+    bias: str = ""  # of the router, if it has one
+
+    def expert(self, name: str) -> str:
+        return f"{self.at}.experts.{EXPERT}.{name}"
+
+
+USUAL = MixtureNames("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTURES = {
+    "MixtralForCausalLM": MixtureNames("block_sparse_moe", "w1", "w3", "w2"),
+    "DeepseekV3ForCausalLM": USUAL._replace(bias="e_score_correction_bias"),
+}
+
+
+def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) -> dict[str, WeightView | None]:
     """The view of every array; `interleaved` says that rotated pairs are neighbours in the tensors.
+
+    An array without one, a router's bias that the architecture has not, must be zeros.
 
     >>> table = dict(zip(("vocab", "d_model"), (64, 8)))
     >>> WeightView("model.embed_tokens.weight", tuple(table.values())).ours(np.zeros((64, 8))).shape
     (64, 8)
     """
-    d_model, d_ff, heads, width = model.d_model, model.d_ff, model.heads, model.d_head
+    d_model, heads, width = model.d_model, model.heads, model.d_head
     table = model.vocab, d_model
-    found = {
-        "embedding.table": WeightView(TABLE, table),
-        "blocks.attention_norm.scale": _scale_view(f"{LAYER}input_layernorm", d_model),
-        "blocks.mlp_norm.scale": _scale_view(f"{LAYER}post_attention_layernorm", d_model),
-        "blocks.mlp.gate.kernel": _kernel_view("mlp.gate_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
-        "blocks.mlp.up.kernel": _kernel_view("mlp.up_proj", "d_ff d_model -> d_model d_ff", d_ff, d_model),
-        "blocks.mlp.down.kernel": _kernel_view("mlp.down_proj", "d_model d_ff -> d_ff d_model", d_model, d_ff),
-        "blocks.attention.out.kernel": _kernel_view(
-            "self_attn.o_proj", "d_model (heads d_head) -> heads d_head d_model", d_model, heads * width, heads=heads
-        ),
-        "head.norm.scale": _scale_view("model.norm", d_model),
-    }
+    found: dict[str, WeightView | None] = {"embedding.table": WeightView(TABLE, table)}
+    found["head.norm.scale"] = _scale_view("model.norm", d_model)
     if not model.tied:
         found["head.table"] = WeightView(LM_HEAD, table)
     of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
-    return found | {f"blocks.attention.{name}": view for name, view in of_attention.items()}
+    layer = {
+        "attention_norm.scale": _scale_view(f"{LAYER}input_layernorm", d_model),
+        "mlp_norm.scale": _scale_view(f"{LAYER}post_attention_layernorm", d_model),
+        "attention.out.kernel": _kernel_view(
+            "self_attn.o_proj", "d_model (heads d_head) -> heads d_head d_model", d_model, heads * width, heads=heads
+        ),
+        **{f"attention.{name}": view for name, view in of_attention.items()},
+    }
+    for kind, stack in stack_names(model.kinds).items():
+        mlp = _mixture(model, MIXTURES.get(architecture, USUAL)) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
+        found |= {f"{stack}{name}": view for name, view in layer.items()}
+        found |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
+    return found
+
+
+def _mlp(at: str, d_model: int, d_ff: int) -> dict[str, WeightView]:
+    into, back = "d_ff d_model -> d_model d_ff", "d_model d_ff -> d_ff d_model"
+    return {
+        "gate.kernel": _kernel_view(f"{at}.gate_proj", into, d_ff, d_model),
+        "up.kernel": _kernel_view(f"{at}.up_proj", into, d_ff, d_model),
+        "down.kernel": _kernel_view(f"{at}.down_proj", back, d_model, d_ff),
+    }
+
+
+def _mixture(model: ModelConfig, names: MixtureNames) -> dict[str, WeightView | None]:
+    d_model, d_expert, count = model.d_model, model.d_expert, model.experts
+    into, back = "d_expert d_model -> d_model d_expert", "d_model d_expert -> d_expert d_model"
+    shared = _mlp(f"{names.at}.shared_experts", d_model, model.sizes["d_shared"]) if model.shared_experts else {}
+    bias = WeightView(f"{LAYER}{names.at}.gate.{names.bias}", (count,)) if names.bias else None
+    return {
+        "router.kernel": _kernel_view(f"{names.at}.gate", "experts d_model -> d_model experts", count, d_model),
+        "router.bias": bias,
+        "experts.gate": _kernel_view(names.expert(names.gate), into, d_expert, d_model)._replace(experts=count),
+        "experts.up": _kernel_view(names.expert(names.up), into, d_expert, d_model)._replace(experts=count),
+        "experts.down": _kernel_view(names.expert(names.down), back, d_model, d_expert)._replace(experts=count),
+        **{f"shared.{name}": view for name, view in shared.items()},
+    }
 
 
 def _scale_view(name: str, size: int) -> WeightView:

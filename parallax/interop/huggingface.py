@@ -69,8 +69,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
             f"{source / TOKENIZER_FILE} has {tokenizer.vocab} entries, but vocab_size={model.vocab}; "
             "put the model's own tokenizer there"
         )
-    views = hf_weights.weight_views(model, interleaved=config.interleaved)
-    tensors = _tensors_of_model(source, _hf_shapes(model, views), config)
+    views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
+    tensors = _tensors_of_model(source, _hf_shapes(settings, views), config)
     record = {
         # The config of the weights as they can be written again.
         "config": {
@@ -85,7 +85,7 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
         RECORD: json.dumps(record),
         **{name: source / name for name in copied},
     }
-    export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_rows(views[here.name], tensors, here))
+    export.make_run(workdir, settings, tokenizer, carried, lambda _, here: _our_parts(views[here.name], tensors, here))
     if model.padded_vocab == model.vocab:
         return config
     note = (
@@ -95,13 +95,24 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     return config._replace(notes=(*config.notes, note))
 
 
-def _our_rows(view: WeightView, tensors: Mapping[str, Weight], here: TensorSource) -> Iterator[np.ndarray]:
+def _our_parts(
+    view: WeightView | None, tensors: Mapping[str, Weight], here: TensorSource
+) -> Iterator[tuple[tuple[int, ...], Iterator[np.ndarray]]]:
+    """Where in its array each tensor is, and its rows in float32; expert by expert."""
+    if view is None:
+        yield here.index, iter([np.zeros(here.shape, np.float32)])
+        return
+    for index, name in view.tensors(here):
+        yield index, _our_rows(view, tensors[name], here.shape)
+
+
+def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Rows of an array in float32: from the file where they are the tensor's rows, else from the whole tensor."""
-    found, limit = tensors[view.name(here.index)], PIECE_BYTES // 2  # half: bfloat16 becomes float32
+    limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if view.view:
         pieces = in_pieces(view.ours(found.whole()), limit)
     else:
-        padding = np.broadcast_to(np.float32(0), (here.shape[0] - view.shape[0], *here.shape[1:]))  # of the vocab
+        padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
         pieces = itertools.chain(found.pieces(limit), in_pieces(padding, limit))
     return (np.ascontiguousarray(view.read(piece), np.float32) for piece in pieces)
 
@@ -113,9 +124,11 @@ def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) 
     return {name: plain if isinstance(found, ScaledTensor) else str(found.dtype) for name, found in tensors.items()}
 
 
-def _hf_shapes(model: ModelConfig, views: Mapping[str, WeightView]) -> dict[str, tuple[int, ...]]:
+def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor that `transformers` has of a model."""
-    return {view.name((layer,)): view.shape for view in views.values() for layer in range(model.layers)}
+    plain = export.plain_names(export.param_shapes(settings), settings.model.kinds).values()
+    of_view = ((view, here) for here in plain if (view := views[here.name]))
+    return {name: view.shape for view, here in of_view for _, name in view.tensors(here)}
 
 
 def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], config: HfConfig) -> dict[str, Weight]:
@@ -208,15 +221,18 @@ def to_hf(
     # The tokenizer config of a run that knows no import, but reads with somebody's tokenizer.
     own = {TOKENIZER_CONFIG: _read_text(source.folder / TOKENIZER_CONFIG)} if TOKENIZER_CONFIG in source.files else {}
     texts = _texts_beside(content, config.context, tokenizer, own | record["files"], trained=trained)
-    views = hf_weights.weight_views(model, interleaved=config.interleaved)
+    views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
     with export.new_folder(out) as unfinished:
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
-        for here in export.plain_names(params.stored).values():
+        for here in export.plain_names(params.stored, model.kinds).values():
             view = views[here.name]
-            name = view.name(here.index)
-            tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype or record["dtypes"][name]], []))
-            tensors[name].arrays.append((here.name, here.index, view))
+            if view is None:
+                _check_zeros(params, here, config.architecture)
+                continue
+            for index, name in view.tensors(here):
+                tensors.setdefault(name, HfTensor(view.shape, WEIGHT_DTYPES[dtype or record["dtypes"][name]], []))
+                tensors[name].arrays.append((here.name, index, view))
         write_model(unfinished, tensors, lambda name: _hf_pieces(params, tensors[name]), shard_bytes=shard_bytes)
         params.check()
         files.copy_file(source.folder / TOKENIZER_FILE, unfinished / TOKENIZER_FILE)
@@ -227,6 +243,16 @@ def to_hf(
     if "config" not in record and config.architecture == "Qwen2ForCausalLM" and not own:
         aside += f"; {NOT_QWENS}"
     return source.number, f"{config.architecture}, {kinds}{aside}"
+
+
+def _check_zeros(params: SavedParams, here: TensorSource, architecture: str) -> None:
+    """Raise ConfigError where an array is not zeros that the architecture has not."""
+    for piece in params.pieces(here.name, here.index):
+        if piece.any():
+            raise ConfigError(
+                f"{here.name} of layer {here.layer} reaches {np.abs(piece).max():g}, and a {architecture} has no such "
+                "bias; train without optimizer.balance_rate, or write the run with `export`"
+            )
 
 
 def _hf_pieces(params: SavedParams, tensor: HfTensor) -> Iterator[np.ndarray]:

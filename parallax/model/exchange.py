@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.experts import HeldExperts, collect, dispatch, sort_rows
-from parallax.model.kernels import for_cpus
+from parallax.model.kernels import platform_traced
 from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, as_varying, is_bound, reshard, varying_axes
 from parallax.sharding.layout import Layout
@@ -85,7 +85,7 @@ def _moved(x: Array, counts: Array, rows: tuple[int, int], fill: int) -> Array:
     output = as_varying(jnp.full((rows[1], *x.shape[1:]), fill, x.dtype), varying_axes(x))
     # Where what I send begins here, and where it begins on the rank that gets it.
     begins, arrives = before(counts[me], 0), before(counts, 0)[me]
-    exchange = ragged_all_to_all if for_cpus() else lax.ragged_all_to_all
+    exchange = ragged_all_to_all if platform_traced() == "cpu" else lax.ragged_all_to_all
     return exchange(x, output, begins, counts[me], arrives, counts[:, me], axis_name=EXPERT_AXIS)
 
 

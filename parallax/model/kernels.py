@@ -90,12 +90,12 @@ def widest_head(kind: str) -> int:
     return WIDEST_SINCE_HOPPER if not kind or any(name in kind for name in SINCE_HOPPER) else WIDEST_HEAD
 
 
-def for_cpus() -> bool:
-    """Whether what is traced now will run on CPUs; on a mesh of no devices, it is for accelerators."""
+def platform_traced() -> str:
+    """What will run what is traced now, as "cpu"; "" for a mesh of no devices, which is for accelerators."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is not None:
-        return mesh.abstract_device.platform == "cpu"
-    return mesh.empty and jax.default_backend() == "cpu"
+        return mesh.abstract_device.platform
+    return jax.default_backend() if mesh.empty else ""
 
 
 def devices_known() -> bool:

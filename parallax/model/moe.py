@@ -24,7 +24,8 @@ class MoE(nn.Module):
 
     Experts are gated MLPs, cut over ep by their number and over tp by their width, in both families. `exchange` is how
     tokens come to them: see parallax/model/exchange.py. With `chunk_tokens`, at most so many of a device's tokens (or
-    one position of each of its rows) are on their way at once, and the backward pass sends each chunk again.
+    one position of each of its rows) are on their way at once; the backward pass sends and computes each chunk again,
+    whatever `pipeline.remat` says, and its gradients of experts come with the input's: B makes them, not W.
     `row_weight` is 1 / rows of the global batch; None, in evaluation and decoding, leaves out what Router says of
     gradients. Besides what its router, its exchange and its shared experts send:
 

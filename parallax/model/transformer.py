@@ -39,6 +39,8 @@ class Block(nn.Module):
     kv: str  # how key-value heads are cut: "kv_heads/tp" | "kv_heads"
     kind: str = "dense"
     loss: LossConfig = LossConfig()
+    exchange: str = "gather"  # of a mixture's tokens
+    expert_chunk_tokens: int = 0
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
@@ -79,7 +81,8 @@ class Block(nn.Module):
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            return MoE(model, self.residual, self.family, self._out_scale, *auxiliary)
+            tokens = self.exchange, self.expert_chunk_tokens
+            return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale)
 
     def _attention(self) -> nn.Module:
@@ -109,12 +112,14 @@ class Parts(NamedTuple):
         kv: str,
         rows: str,
         loss: LossConfig | None = None,
+        exchange: str = "gather",
+        expert_chunk_tokens: int = 0,
     ) -> "Parts":
-        """`rows` says how the batch is cut where embedding and head work."""
+        """`rows` says how the batch is cut where embedding and head work; for the rest see Block."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
-        loss = loss or LossConfig()
-        blocks = {kind: Block(model, residual, family, kv, kind, loss) for kind in sorted(set(model.kinds))}
+        shared = dict(loss=loss or LossConfig(), exchange=exchange, expert_chunk_tokens=expert_chunk_tokens)
+        blocks = {kind: Block(model, residual, family, kv, kind, **shared) for kind in sorted(set(model.kinds))}
         return Parts(embedding, blocks, head)
 
     def by_kind(self, blocks: Any) -> list[Any]:

@@ -34,6 +34,7 @@ from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.rope import Rope
+from parallax.model.traffic import Load, even_load, exchange_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
 from parallax.pipeline.buffers import index
@@ -46,6 +47,7 @@ from parallax.sharding.activations import (
     BATCH,
     BATCH_AXES,
     CONTEXT_AXIS,
+    EXPERT_AXIS,
     ROWS,
     SHARED_ROWS,
     TOKENS,
@@ -228,7 +230,19 @@ class ShardedModel:
         family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
-        return Parts.build(self.model, residual_layout(self.layout), family, form, kv, rows, self.loss_config)
+        residual, chunk = residual_layout(self.layout), self.layout.expert_chunk_tokens
+        return Parts.build(self.model, residual, family, form, kv, rows, self.loss_config, self.exchange, chunk)
+
+    @property
+    def exchange(self) -> str:
+        """How tokens come to experts of other ranks: "gather" or "ragged"."""
+        ranks = self.axis_sizes.get(EXPERT_AXIS, 1)
+        return exchange_of(self.layout.exchange, self.model, ranks, on_cpus=self._simulated)
+
+    @property
+    def load(self) -> Load:
+        """How much is in use of what a mixture has room for, where its experts' load is even."""
+        return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
 
     @property
     def _simulated(self) -> bool:

@@ -93,7 +93,8 @@ class SilentCorruptionCheck:
 
 
 def _bits_of(metrics: dict[str, Array]) -> NamedBits:
-    return {f"metric {name}": np.asarray(value).view(np.uint32) for name, value in metrics.items()}
+    """Those of each metric, an array's together: no device is named for what all of them have."""
+    return {f"metric {name}": np.array(np.asarray(value).tobytes()) for name, value in metrics.items()}
 
 
 def _held_by_hosts(array: Array) -> Callable[[], Array]:

@@ -21,6 +21,7 @@ from parallax.runtime.multihost import job
 from parallax.runtime.progress import FIRST_SECS, waiting
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps, not_finite
+from parallax.training.load import COUNTS, load_values
 from parallax.training.logger import RunLogger
 from parallax.training.meter import Meter
 from parallax.training.optimizer import learning_rate
@@ -215,22 +216,30 @@ class TrainingLoop:
         """A step's numbers, waiting for it to end; DivergenceError if too many steps were not finite."""
         first = ended.step == self.first
         with waiting(f"taking step {ended.step}", patience_secs=FIRST_SECS if first else PATIENCE_SECS):
-            metrics = {name: float(value) for name, value in jax.device_get(ended.metrics).items()}
+            metrics = jax.device_get(ended.metrics)
+        counts = metrics.pop(COUNTS, None)
+        metrics = {name: float(value) for name, value in metrics.items()}
         updates = ended.step - 1 - int(metrics["skipped_steps"] - metrics["skipped"])  # before this step
         values = {f"train/{name}": metrics[name] for name in RECORDED if name in metrics}
         values["train/learning_rate"] = float(self.rates[updates])
         values |= self.skips.note(ended.step, metrics)
+        if counts is not None:
+            values |= load_values(counts, self.settings.model.kinds, table=self.is_logged(ended.step))
         if self.skips.too_many(metrics):
             self.logger.record(ended.step, values)
             self.skips.stop(ended.step, metrics, self.params)
         return values | self.meter.measure(ended.when.result(), ended.waited_secs, compiled=first)
 
+    def is_logged(self, step: int) -> bool:
+        """Whether a step has a line, however long the steps take."""
+        ends = step in (self.first, self.settings.train.steps)
+        return ends or step % self.settings.train.log_every_steps == 0
+
     def report(self, ended: DispatchedStep, values: dict[str, float]) -> None:
         """Record a step's numbers, and print its line where one is due."""
         self.logger.record(ended.step, values)
-        ends = ended.step in (self.first, self.settings.train.steps)
-        due = ended.step % self.settings.train.log_every_steps == 0 or time.monotonic() - self.said_at > SILENCE_SECS
-        if ends or due or "eval/loss" in values:
+        due = self.is_logged(ended.step) or time.monotonic() - self.said_at > SILENCE_SECS
+        if due or "eval/loss" in values:
             self.logger.say(self.meter.line(ended.step, values))
             self.said_at = time.monotonic()
         if "eval/loss" in values:

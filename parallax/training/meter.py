@@ -16,7 +16,7 @@ from parallax.runtime.units import count, duration, in_bytes, in_flops
 
 LINE_WIDTH = 91  # of a step's line: with the time of day before it, a line has 100 columns
 LEAST_WAIT = 0.01  # share of a step: shorter waits for data are not shown
-DISPENSABLE = ("memory", "lr", "wait", "gnorm")  # where a line is too long; metrics.jsonl has all of them
+DISPENSABLE = ("memory", "lr", "wait", "gnorm", "load")  # where a line is too long; metrics.jsonl has all of them
 
 
 @dataclass
@@ -86,6 +86,8 @@ class Meter:
             "gnorm": f"gnorm {norm_of(values['train/grad_norm'])}",
             "lr": f"lr {rate_of(values['train/learning_rate'])}",
         }
+        if "experts/load" in values:
+            parts["load"] = f"load {values['experts/load']:.1f}x"
         if secs > self._least_secs:
             done, total = self._measured
             parts["tok/s"] = f"{count(self.step_tokens / secs)} tok/s"

@@ -13,12 +13,12 @@ import numpy as np
 import optax
 
 from parallax.analysis.devices import check_fits, peak_flops
-from parallax.analysis.flops import flops_per_token, parameters_by_component
+from parallax.analysis.flops import active_parameters, flops_per_token, parameters_by_component
 from parallax.analysis.memory import Memory, memory
 from parallax.analysis.render import text_table
 from parallax.checkpoint.save import CheckpointWriter, check_space
 from parallax.checkpoint.steps import complete_steps, tidy
-from parallax.config.sections import AUTO
+from parallax.config.sections import AUTO, ModelConfig
 from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
@@ -302,7 +302,7 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         lines.append(f"the tokenizer is that of {settings.train.init_from}: {name}, {vocab:,} ids")
     lines += [
         "",
-        *size_tables(parameters_by_component(model.shapes), needs),
+        *size_tables(settings.model, parameters_by_component(model.shapes), needs),
         "",
         f"{jax.device_count()} x {jax.devices()[0].device_kind} as "
         + ", ".join(f"{axis}={size}" for axis, size in model.axis_sizes.items())
@@ -322,12 +322,16 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
     return Meter(settings.train.steps, batch * seq, flops * batch * seq, peak, jax.device_count())
 
 
-def size_tables(parameters: dict[str, int], needs: Memory) -> Iterator[str]:
-    """Two tables: parameters by component, and bytes on each device."""
+def size_tables(model: ModelConfig, parameters: dict[str, int], needs: Memory) -> Iterator[str]:
+    """Two tables: parameters by component, with those of a mixture that a token meets, and bytes on each device."""
     total = sum(parameters.values())
     counts = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parameters.items()]
+    counts.append(["total", f"{total:,}", ""])
+    if "moe" in model.kinds:
+        active = sum(active_parameters(model, parameters).values())
+        counts.append(["active for a token", f"{active:,}", f"{active / total:.1%}"])
     sizes = [[name.replace("_", " "), in_bytes(size)] for name, size in needs._asdict().items()]
-    yield from text_table(["", "parameters", "share"], [*counts, ["total", f"{total:,}", ""]], left=1)
+    yield from text_table(["", "parameters", "share"], counts, left=1)
     yield ""
     yield from text_table(["", "on each device"], [*sizes, ["total", in_bytes(needs.peak)]], left=1)
 

@@ -19,6 +19,7 @@ from parallax.sharding.compiler import compiler_options
 from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
 from parallax.training.guard import GuardState, init_guard, judge
+from parallax.training.load import counts_of
 from parallax.training.optimizer import global_norm, make_optimizer
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
@@ -78,8 +79,9 @@ class TrainStep:
     """`(state, batch) -> (state, metrics)`, jitted; the state is donated.
 
     Metrics are float32 scalars on device: loss, tokens, grad_norm; skipped, 1 if the guard let nothing change;
-    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite. A batch is as
-    parallax.model.batch has it, or a DataError; `take` does the same without a look at its values. `seed` is that of
+    skipped_steps, how many of all steps were; in_a_row, how many of the latest were not finite; of a model with experts
+    expert_counts, an array: see `counts_of`. A batch is as parallax.model.batch has it, or a DataError; `take` does the
+    same without a look at its values. `seed` is that of
     dropout, `guard` see `judge`. `batch_shape` is (global_batch, seq) of the batch that it was last traced for, None
     before.
     """
@@ -126,6 +128,7 @@ class TrainStep:
             )
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
+            metrics |= counts_of(self.model, grads)
         return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     def grad_norm(self, grads: Any) -> Array:

@@ -90,6 +90,8 @@ def test_a_layout_with_expert_ranks_is_applied_and_asked_for_by_flags():
     assert build_if_legal(other.applied(settings), FOUR) is not None
     flags = {flags for flags, _ in neighbours(settings, FOUR)}
     assert {"--config.mesh.dp=1 --config.mesh.ep=4", "--config.mesh.dp=4 --config.mesh.ep=1"} <= flags
+    of_mixture = {flags for flags, _ in neighbours(wide(**MIXTURE, mesh_dp=4, mesh_ep=1), FOUR)}
+    assert "--config.mesh.dp=2 --config.mesh.ep=2" in of_mixture
     assert not any(".ep=" in flag for flag, _ in neighbours(tiny_settings(), PAIR))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from sections import expected as numbers
 from sections import sections
 from tiny import HIDDEN_CUT, SEQ_CUT, model_config
@@ -19,8 +20,9 @@ from parallax.model.exchange import EXCHANGES, ragged_all_to_all
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
+from parallax.model.remat import REMAT_POLICIES
 from parallax.model.router import Router
-from parallax.pipeline.split_backward import split_backward
+from parallax.pipeline.split_backward import select, split_backward
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout, named_leaves
 from parallax.sharding.mesh import mesh_of
@@ -342,6 +344,35 @@ def test_the_backward_pass_keeps_no_weights():
     assert max(leaf.size for leaf in seen) == rows * max(widths)
     wide = [leaf.shape for leaf in seen if leaf.size >= rows * min(widths)]
     assert sorted(wide) == sorted([(rows, 8)] * 3 + [(rows, WIDTH), (ROWS, SEQ, WIDTH)]), wide
+
+
+def test_chunks_keep_what_comes_in():
+    """And nothing of what they compute: the rows of experts exist for one chunk."""
+    layer, x = mixture(chunk_tokens=8), arrays()[0]
+    _, params = declared(layer)
+    kept = jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: layer.apply({"params": p}, x, None), p, x)[1], params, x)
+    sizes = [leaf.size for leaf in jax.tree.leaves(kept)]
+    weights = [leaf.size for leaf in jax.tree.leaves(params)]
+    assert max(size for size in sizes if size not in weights) == x.size
+    outs = [
+        var.aval.shape for e in equations(lambda p: layer.apply({"params": p}, x, None), params) for var in e.outvars
+    ]
+    rows = {shape[0] for shape in outs if shape[1:] == (8,) and shape[0] > EXPERTS}
+    assert rows and max(rows) <= 8 * PLACES + 8  # of a chunk, filled up to a block
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_wide_products_are_kept_by_their_name(exchange):
+    layer, x = mixture(exchange=exchange, **AUXILIARY), arrays()[0]
+    _, params = declared(layer)
+
+    def forward(params, x):
+        y, pull = jax.vjp(lambda params, x: layer.apply({"params": params}, x, 1 / ROWS), params, x)
+        return [y, *jax.tree.leaves(pull)]
+
+    chosen = select(jax.make_jaxpr(forward)(params, x), now=[0], names=REMAT_POLICIES["attention"])
+    _, *kept = chosen.make(*jax.tree.leaves((params, x)))
+    assert [leaf.shape for leaf in kept] == 2 * [(ROWS * SEQ * PLACES, 8)]
 
 
 # ---- what is sent

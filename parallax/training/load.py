@@ -1,0 +1,69 @@
+"""The load of experts in a step: which share of its layer's choices each of them got.
+
+The gradient of a router's bias counts them, over the whole batch: see parallax/model/router.py.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from parallax.pipeline import ShardedModel
+from parallax.sharding.collectives import as_varying, offset, sum_over
+from parallax.sharding.layout import Layout
+from parallax.training.optimizer import is_load
+
+COUNTS = "expert_counts"  # of a step's metrics
+DIGITS = 5  # of a share in metrics.jsonl, behind the point
+
+
+def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
+    """Metrics of a model with experts, none of others: how often each was chosen, float32 [layers with experts,
+    experts], in the order of the model, whole on every device; tokens of padding choose, too."""
+    layouts = jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    pieces = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
+    return {COUNTS: _whole(model.mesh, *piece) for piece in pieces if is_load(piece[1])}
+
+
+def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:
+    """What a layout cuts, on every device, in the local view: the sum of pieces at their places.
+
+    Communication:
+        forward   all_reduce of the counts over the axes that cut them
+    """
+
+    def local(piece: Array) -> Array:
+        starts = [offset(layout, dim, size) for dim, size in zip(layout.names, piece.shape, strict=True)]
+        empty = as_varying(jnp.zeros(like.shape, piece.dtype), layout.used_axes())
+        return sum_over(jax.lax.dynamic_update_slice(empty, piece, starts), layout.used_axes())
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(layout.spec(mesh),), out_specs=P(), check_vma=True)(x)
+
+
+def load_values(counts: np.ndarray, kinds: tuple[str, ...], *, table: bool) -> dict[str, Any]:
+    """What metrics.jsonl has of counts [layers with experts, experts]; `kinds` are those of the model's layers.
+
+    "experts/load" is the largest share of an expert over an even share, 1 or more, and "experts/entropy" that of the
+    shares over that of even ones, 0 to 1: each the worst of all layers. The lists are by layer, of which
+    "experts/layers" has the numbers in the model; with `table`, "experts/shares" has the share of each expert.
+
+    >>> load_values(np.array([[6, 2], [4, 4]]), ("dense", "moe", "moe"), table=True)["experts/shares"]
+    [[0.75, 0.25], [0.5, 0.5]]
+    """
+    shares = counts.astype(float) / np.maximum(counts.sum(axis=-1, keepdims=True), 1)
+    experts = counts.shape[-1]
+    loads = experts * shares.max(axis=-1)
+    entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(axis=-1) / max(math.log(experts), 1e-9)
+    rounded = lambda values: np.round(values, DIGITS).tolist()  # noqa: E731
+    return {
+        "experts/load": float(loads.max()),
+        "experts/entropy": float(entropies.min()),
+        "experts/layers": [at for at, kind in enumerate(kinds) if kind == "moe"],
+        "experts/load_by_layer": rounded(loads),
+        "experts/entropy_by_layer": rounded(entropies),
+        **({"experts/shares": rounded(shares)} if table else {}),
+    }
