@@ -40,6 +40,7 @@ MODELS = {
     "late": dict(layers_of="dense*5 moe*2", layers=7, attention="mla", shared_experts=2, tied=False, **SIGMOID),
 }
 FACTORS = {"model": list(MODELS), "schedule": list(SCHEDULES), "context": ["all_gather", "ring", "ulysses"]}
+FACTORS |= {"exchange": ["gather", "ragged"], "expert_chunk_tokens": [0, 8]}
 FACTORS |= {key: CUTS[key] for key in ("residual", "tensor_parallel", "embedding")}
 FACTORS |= {key: values for key, values in COSTS.items() if key != "tied"}
 # pp dp tp replica cp ep: experts in a pipeline, and there beside each other axis.
