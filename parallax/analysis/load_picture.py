@@ -10,9 +10,9 @@ from parallax.runtime.svg import TIP, svg
 
 MAPS = 4  # steps that are drawn, the first and the last among them
 WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points
-# Blue, white and vermilion, of Okabe and Ito: no load, an even one, LARGEST or more.
+# Blue, white and vermilion, of Okabe and Ito: no load, an even one, STRONGEST or more.
 COLOURS = ("#0072b2", "#f4f4f4", "#d55e00")
-LARGEST = 3.0
+STRONGEST = 3.0
 MOST_NAMES, MOST_TIPS = 8, 1000  # layers that are named, and cells that are while the mouse is on them
 
 
@@ -56,7 +56,7 @@ def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:
     layers, shares = row["experts/layers"], row["experts/shares"]
     experts = len(shares[0])
     loads = [[share * experts for share in layer] for layer in shares]
-    how = {"cmap": LinearSegmentedColormap.from_list("load", COLOURS), "norm": TwoSlopeNorm(1, 0, LARGEST)}
+    how = {"cmap": LinearSegmentedColormap.from_list("load", COLOURS), "norm": TwoSlopeNorm(1, 0, STRONGEST)}
     few = experts * len(layers) <= MOST_TIPS
     axes.pcolormesh(loads, edgecolors="white", linewidth=0.6 if few else 0, rasterized=not few, **how)
     if few:
