@@ -201,7 +201,7 @@ def test_a_bias_moves_by_the_rate_towards_an_even_load():
 @pytest.mark.parametrize("name", ["alike", pytest.param("late", marks=pytest.mark.slow)])
 def test_initial_values_are_bitwise_the_same_on_every_mesh(name):
     whole = jax.tree.map(np.asarray, mixture((1, 1, 1), name).init(0))
-    for mesh in ([(2, 1, 2, 1, 1, 2)] if name == "alike" else MESHES):
+    for mesh in [(2, 1, 2, 1, 1, 2)] if name == "alike" else MESHES:
         jax.tree.map(np.testing.assert_array_equal, mixture(mesh, name).init(0), whole)
 
 
@@ -340,7 +340,9 @@ def test_activations_are_captured_of_each_kind_of_layer(name):
 def test_bfloat16_trains_with_the_same_number_of_tokens(exchange):
     """Which expert they go to may differ: inputs of routers are rounded to 8 bits."""
     how = dict(dtype="bfloat16", reduce="compute", exchange=exchange, microbatches=4)
-    losses, grads, _ = step_on(mixture((2, 1, 2, 1, 1, 2), "in turn", **how))(params_on_host("in turn"), batch_of("in turn"))
+    losses, grads, _ = step_on(mixture((2, 1, 2, 1, 1, 2), "in turn", **how))(
+        params_on_host("in turn"), batch_of("in turn")
+    )
     np.testing.assert_allclose(losses, reference("in turn")[0], rtol=2**-7)
     assert all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     np.testing.assert_array_equal(router(grads)["bias"].sum(axis=-1), ROWS * SEQ)
