@@ -20,7 +20,7 @@ from parallax.config.sections import POLICY_NAMES
 KINDS = {
     "collectives": r"all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all",
     "matmuls of layers": r"Block.*dot_general|^dot .*Block",
-    "logits' matmuls": r"CD,VD->CV|Head.*dot_general",
+    "logits' matmuls": r"/logits/|Head.*dot_general",
     "attention's softmax and masks": r"attention\._attend|_attend",
     "MLP's activation": r"mlp/(mul|jit\(silu\))",
     "norms": r"norm",

@@ -64,7 +64,7 @@ def measure(families: int | None, meshes: int | None) -> list[list[str]]:
     for name in [*theirs.FAMILIES][:families]:
         with tempfile.TemporaryDirectory() as folder:
             pair = theirs.make_pair(name, Path(folder))
-            for mesh in theirs.MESHES[:meshes]:
+            for mesh in theirs.meshes_of(name)[:meshes]:
                 model, params = theirs.ours_on(pair, mesh)
                 logits = theirs.logits_difference(pair, model, params)
                 losses = theirs.loss_difference(name, pair, model, params)

@@ -57,6 +57,10 @@ def scaled(kind, **more):
     return dict(rope_parameters=rope, max_position_embeddings=int(CONTEXT * FACTOR))
 
 
+EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=24)
+SOME_EXPERTS = LATENT | EXPERTS | dict(first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=2)
+GROUPS = dict(n_routed_experts=16, n_group=4, topk_group=2)
+QWEN3_MOE = GROUPED | EXPERTS | dict(head_dim=16, num_experts=8, norm_topk_prob=True)
 LLAMA3 = scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 FAMILIES = {
     "Llama 2": ("Llama", GROUPED | dict(num_key_value_heads=4, rms_norm_eps=1e-5)),
@@ -72,7 +76,30 @@ FAMILIES = {
     "DeepSeek-V3, yarn on what is rotated": ("DeepseekV3", LATENT | scaled("yarn")),
     "DeepSeek-V3, halves": ("DeepseekV3", LATENT | dict(rope_interleave=False)),
 }
-MESHES = [(1, 1, 1), (2, 2, 2)]
+MIXTURES = {
+    "Mixtral": ("Mixtral", GROUPED | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "Qwen3-MoE": ("Qwen3Moe", QWEN3_MOE),
+    "Qwen3-MoE, every other layer": ("Qwen3Moe", QWEN3_MOE | dict(decoder_sparse_step=2, norm_topk_prob=False)),
+    "DeepSeek-V2, experts": ("DeepseekV2", SOME_EXPERTS | dict(routed_scaling_factor=1.5)),
+    "DeepSeek-V2, groups of experts": (
+        "DeepseekV2",
+        SOME_EXPERTS
+        | GROUPS
+        | scaled("yarn", mscale=0.7, mscale_all_dim=0.7)
+        | dict(topk_method="group_limited_greedy"),
+    ),
+    "DeepSeek-V3, groups of experts": (
+        "DeepseekV3",
+        SOME_EXPERTS | GROUPS | scaled("yarn", mscale=1.0, mscale_all_dim=1.0) | dict(n_shared_experts=1),
+    ),
+    "DeepSeek-V3, one group": (
+        "DeepseekV3",
+        SOME_EXPERTS | dict(n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0),
+    ),
+}
+FAMILIES |= MIXTURES
+MESHES = [(1, 1, 1), (2, 2, 2)]  # pp, dp, tp
+EXPERT_MESH = (2, 1, 2, 2)  # and ep
 LENGTHS = [2, CONTEXT, 3 * CONTEXT]  # tokens of a window; tp cuts it, so that a document of one token is one of two
 ROWS = 4
 STEPS = 10
@@ -122,24 +149,31 @@ def filled(kind: str, config: transformers.PretrainedConfig) -> transformers.Pre
     """A model of random values."""
     model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
     draw = torch.Generator().manual_seed(0)
+    biases = [(which, buffer) for which, buffer in model.named_buffers() if which.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for which, parameter in model.named_parameters():
+        for which, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.ndim == 1:
                 parameter.copy_(0.2 * noise + (0.0 if which.endswith("bias") else 1.0))
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     return model.float().eval()
 
 
-def ours_on(pair: Pair, mesh: tuple[int, int, int], **changes):
+def meshes_of(name: str) -> list[tuple[int, ...]]:
+    """The meshes that a family is compared on."""
+    return [*MESHES, EXPERT_MESH] if name in MIXTURES else MESHES
+
+
+def ours_on(pair: Pair, mesh: tuple[int, ...], **changes):
     """(model, parameters) of the run on a mesh, with two microbatches where it has a pipeline; `changes` are keys of
     its model."""
     settings = load_settings(pair.run)
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
     schedule = dict(schedule="one_f_one_b", microbatches=2) if mesh[0] > 1 else {}
     settings = dataclasses.replace(settings, pipeline=dataclasses.replace(settings.pipeline, **schedule))
-    laid_out = make_mesh(MeshConfig(*mesh, simulate=0), jax.devices()[: int(np.prod(mesh))])
+    sizes = dict(zip(("pp", "dp", "tp", "ep"), mesh))
+    laid_out = make_mesh(MeshConfig(**sizes, simulate=0), jax.devices()[: int(np.prod(mesh))])
     model = model_of(settings, laid_out)
     _, params = restore_params(pair.run / "checkpoints", None, model)
     return model, params

@@ -34,6 +34,8 @@ LATENT = {
     "v_head_dim": 6,
     "first_k_dense_replace": 2,
     "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
 CONFIGS = {
@@ -43,6 +45,57 @@ CONFIGS = {
     "Qwen3ForCausalLM": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False},
     "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "num_key_value_heads": 4, **LATENT, "q_lora_rank": None},
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "num_key_value_heads": 4, **LATENT},
+    "MixtralForCausalLM": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        "router_jitter_noise": 0.0,
+    },
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    },
+}
+V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+GROUPS = {"n_group": 4, "topk_group": 2}
+MIXTURE_KEYS = (
+    "experts",
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "router_score",
+    "router_normalized",
+    "router_scale",
+    "router_groups",
+    "router_groups_chosen",
+)
+# Layers with experts: an architecture, and changes.
+MIXTURES = {
+    "Mixtral": ("MixtralForCausalLM", {}),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", {}),
+    "Qwen3-MoE, every other layer": (
+        "Qwen3MoeForCausalLM",
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
+    ),
+    "DeepSeek-V2": (V2, {"first_k_dense_replace": 1, "routed_scaling_factor": 16.0}),
+    "DeepSeek-V2, groups": (
+        V2,
+        {"first_k_dense_replace": 0, "topk_method": "group_limited_greedy", **GROUPS, "num_hidden_layers": 3},
+    ),
+    "DeepSeek-V3": (V3, {"first_k_dense_replace": 1, "num_hidden_layers": 3, **GROUPS, "n_shared_experts": 1}),
 }
 
 
@@ -63,12 +116,39 @@ def shapes_of(config):
     layers = {}
     for layer in range(c["num_hidden_layers"]):
         parts = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
-        parts |= {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d), "mlp.down_proj.weight": (d, f)}
+        parts |= mixture_shapes(c, d) if has_experts(c, layer) else mlp_shapes("mlp", d, f)
         attention = latent_shapes(c, d, h) if "kv_lora_rank" in c else grouped_shapes(c, d, h, architecture)
         parts |= {f"self_attn.{name}": shape for name, shape in attention.items()}
         layers |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     head = {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], d)}
     return {**table, **layers, "model.norm.weight": (d,), **head}
+
+
+def has_experts(c, layer):
+    if "first_k_dense_replace" in c:
+        return layer >= c["first_k_dense_replace"]
+    if "num_experts" in c:
+        return (layer + 1) % c["decoder_sparse_step"] == 0 and layer not in c["mlp_only_layers"]
+    return "num_local_experts" in c
+
+
+def mlp_shapes(at, d, f, names=("gate_proj", "up_proj", "down_proj")):
+    shapes = zip(names, ((f, d), (f, d), (d, f)))
+    return {f"{at}.{name}.weight": shape for name, shape in shapes}
+
+
+def mixture_shapes(c, d):
+    at, names, width = "mlp", ("gate_proj", "up_proj", "down_proj"), c.get("moe_intermediate_size")
+    if c["model_type"] == "mixtral":
+        at, names, width = "block_sparse_moe", ("w1", "w3", "w2"), c["intermediate_size"]
+    experts = c.get("n_routed_experts") or c.get("num_experts") or c["num_local_experts"]
+    shapes = {f"{at}.gate.weight": (experts, d)}
+    for expert in range(experts):
+        shapes |= mlp_shapes(f"{at}.experts.{expert}", d, width, names)
+    if c.get("n_shared_experts"):
+        shapes |= mlp_shapes(f"{at}.shared_experts", d, width * c["n_shared_experts"])
+    bias = {f"{at}.gate.e_score_correction_bias": (experts,)} if c["model_type"] == "deepseek_v3" else {}
+    return shapes | bias
 
 
 def grouped_shapes(c, d, h, architecture):

@@ -430,6 +430,63 @@ V3 = DEEPSEEK | {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+V2 = V2_LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "max_position_embeddings": 32768,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "vocab_size": 151936,
+}
+MIXTURES = {
+    "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL | sizes(*B8), 46_702_792_704),
+    "mistralai/Mixtral-8x22B-v0.1": (
+        MIXTRAL | sizes(6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536, "router_aux_loss_coef": 0.001},
+        140_620_634_112,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        QWEN3_MOE | sizes(2048, 6144, 48, 32, 4) | {"moe_intermediate_size": 768, "max_window_layers": 48},
+        30_532_122_624,
+    ),
+    "Qwen/Qwen3-235B-A22B": (
+        QWEN3_MOE | sizes(4096, 12288, 94, 64, 4) | {"moe_intermediate_size": 1536, "max_window_layers": 94},
+        235_093_634_560,
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite": (V2_LITE, 15_706_484_224),
+    "deepseek-ai/DeepSeek-V2": (V2, 235_741_434_880),
+    "deepseek-ai/DeepSeek-V3": (V3, 671_026_419_200),  # without its layer for multi-token prediction
+}
 AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
 GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "quant_method": "gptq", "sym": True}
 BITSANDBYTES = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -437,15 +494,9 @@ DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_
 
 # What is not computed here, and the field and value by which that is said.
 REFUSED = {
-    "deepseek-ai/DeepSeek-V2-Lite": (V2_LITE, "first_k_dense_replace=1 is not supported; supported: 27 or more"),
-    "deepseek-ai/DeepSeek-V3": (V3, "first_k_dense_replace=3 is not supported; supported: 61 or more"),
-    "Qwen/Qwen3-30B-A3B": (
-        QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]},
-        r"architectures=\['Qwen3MoeForCausalLM'\] is not supported",
-    ),
-    "mistralai/Mixtral-8x7B-v0.1": (
-        MISTRAL | {"architectures": ["MixtralForCausalLM"]},
-        r"architectures=\['MixtralForCausalLM'\] is not supported",
+    "Qwen/Qwen1.5-MoE-A2.7B": (
+        QWEN2 | {"architectures": ["Qwen2MoeForCausalLM"]},
+        r"architectures=\['Qwen2MoeForCausalLM'\] is not supported",
     ),
     "microsoft/Phi-3-mini-4k-instruct": (
         LLAMA | {"architectures": ["Phi3ForCausalLM"]},

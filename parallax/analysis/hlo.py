@@ -67,6 +67,11 @@ class Instruction(NamedTuple):
         return self._note(r'chain_id="(\d+)"')
 
     @property
+    def deduplicated_name(self) -> str:
+        """The instruction whose kernel it runs on a GPU, "" where that is its own."""
+        return self._note(r'deduplicated_name="([^"]*)"')
+
+    @property
     def target(self) -> str:
         """What a custom call calls."""
         return self._note(r'custom_call_target="([^"]*)"')

@@ -276,7 +276,7 @@ class Liveness:
         vocab = model.model.padded_vocab
         self.columns, self.state, self.inputs = {vocab, vocab // model.axis_sizes["tp"]}, state, inputs
         # Residuals that no tick leaves to another are in no loop's state.
-        of_a_tick = not model.schedule.keeps_across_ticks
+        of_a_tick = not model.carries_residuals
         self.residuals = {shape for shape, component in state if of_a_tick and component == "saved_activations"}
         weights = (value.shape for value, kind in inputs.items() if kind == WEIGHTS)
         self.weight_shapes = {shape for whole in weights for shape in (whole, whole[1:])}

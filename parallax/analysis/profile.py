@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
+from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, CommandBuffers, library_of
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
 from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
@@ -59,16 +60,22 @@ class Trace(NamedTuple):
     kind: str
 
 
-Names = dict[str, About | None]  # what the operations of a program do; None of what only runs others
+class Traced(NamedTuple):
+    """A compiled program: its name, as a trace calls it, what its operations do, by name, None of what only runs
+    others, and those in its command buffers."""
 
+    name: str
+    known: dict[str, About | None]
+    buffers: CommandBuffers
 
-def operations_in(text: str, mesh: dict[str, int]) -> tuple[str, Names]:
-    """The name of a compiled program, as a trace calls it, and what its operations do by their names; both are empty
-    where there is no text."""
-    computations = parse_hlo(text).computations.values() if text else ()
-    instructions = [one for home in computations for one in home.instructions]
-    head = re.match(r"HloModule ([^\s,]+)", text)
-    return head[1] if head else "", {one.name: _described(one, mesh) for one in instructions}
+    @staticmethod
+    def of(text: str, mesh: dict[str, int]) -> "Traced":
+        """Of its text; without one, of no operations."""
+        program = parse_hlo(text)
+        instructions = [one for home in program.computations.values() for one in home.instructions]
+        head = re.match(r"HloModule ([^\s,]+)", text)
+        known = {one.name: _described(one, mesh) for one in instructions}
+        return Traced(head[1] if head else "", known, CommandBuffers(program))
 
 
 def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
@@ -79,6 +86,7 @@ def _described(one: Instruction, mesh: dict[str, int]) -> About | None:
         return _guessed(one.name)
     if kind not in COLLECTIVES:
         product = one.op_name.endswith(PRODUCT) or one.kind in ("dot", "convolution")
+        product |= one.name.startswith("gemm_fusion") or one.target.startswith(LIBRARY_CALLS[CUBLAS])
         return About(module_of(one.op_name), False, product)
     shown = "permute" if kind == "collective-permute" else kind
     if mesh and not one.kind.endswith(("-done", "-update")):
@@ -132,9 +140,9 @@ def _read(file: Path) -> Trace:
         planes = list(data.planes)
     except Exception as error:  # the library raises its own
         raise DataError(f"{file} is not a trace: {str(error).splitlines()[0]}") from error
-    program, devices, local = operations_in(text, mesh), {}, about.get("local", [])
+    program, devices, local = Traced.of(text, mesh), {}, about.get("local", [])
     for plane in planes:
-        for number, ran in _ran(plane, *program):
+        for number, ran in _ran(plane, program):
             devices.setdefault(_global(number, local), []).append(ran)
     (begin, end), steps = _span(planes, devices)
     # Each process has a clock of its own: every device is measured against the span of its process.
@@ -164,7 +172,7 @@ def _about(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _ran(plane: Any, program: str, known: Names) -> Iterator[tuple[int, Operation]]:
+def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. CPUs write theirs by thread, each with its device; GPUs and TPUs have
     a plane each, GPUs with a line for each stream."""
     found = DEVICE.match(plane.name)
@@ -175,13 +183,14 @@ def _ran(plane: Any, program: str, known: Names) -> Iterator[tuple[int, Operatio
         streams = [line for line in lines if line.name.startswith("Stream")]
         lines = streams or [line for line in lines if line.name.endswith("XLA Ops")]
     for line in lines:
-        for event in line.events:
+        events = [(event, dict(event.stats)) for event in line.events]
+        in_buffers = _of_buffers(events, program)
+        for at, (event, stats) in enumerate(events):
             if found is None and event.name.startswith(("end: ", "ThreadpoolListener")):
                 continue
-            stats = dict(event.stats)
             if found is None and "hlo_op" not in stats:
                 continue
-            about = _of(event.name, stats, program, known)
+            about = in_buffers[at] if at in in_buffers else _of(event.name, stats, program)
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
@@ -193,13 +202,31 @@ def _global(number: int, local: list[int]) -> int:
     return number if number in local or number >= len(local) else local[number]
 
 
-def _of(name: str, stats: dict[str, Any], program: str, known: Names) -> About | None:
+def _of_buffers(events: list[tuple[Any, dict[str, Any]]], program: Traced) -> dict[int, About | None]:
+    """What the kernels of a stream's command buffers do, by the number of their event."""
+    kernels = [
+        at
+        for at, (_, stats) in enumerate(events)
+        if str(stats.get("hlo_op", "")).startswith(BUFFER) and program.name in str(stats.get("hlo_module", ""))
+    ]
+    kernels.sort(key=lambda at: events[at][0].start_ns)
+    names = [events[at][0].name for at in kernels]
+    found = zip(kernels, names, program.buffers.instructions(names), strict=True)
+    return {at: program.known[one.name] if one else _of_kernel(name) for at, name, one in found}
+
+
+def _of_kernel(name: str) -> About | None:
+    library = library_of(name)
+    return About(library, False, library == CUBLAS) if library else _guessed(name)
+
+
+def _of(name: str, stats: dict[str, Any], program: Traced) -> About | None:
     written = re.match(r"%([\w.\-]+) =", name)  # TPUs name an operation by its whole line
     op = str(stats.get("hlo_op") or (written[1] if written else name))
     module = str(stats.get("hlo_module", ""))
-    if program and module and program not in module:
+    if program.name and module and program.name not in module:
         return About(f"{OTHERS}: {module}", False, False)
-    return known[op] if op in known else _guessed(op)
+    return program.known[op] if op in program.known else _guessed(op)
 
 
 def _span(planes: list[Any], devices: dict[int, list[Operation]]) -> tuple[tuple[float, float], tuple[int, ...]]:
@@ -226,7 +253,7 @@ def _guessed(op: str) -> About | None:
     for name, kind in NAMED.items():
         if name in plain:
             return About(kind, True, False)
-    stem = re.sub(r"[.\d]+$", "", op)
+    stem = re.sub(r"[._\d]+$", "", op)
     if stem in CONTROL:
         return None
     return About(stem or op, False, "gemm" in plain or stem in ("dot", "convolution"))

@@ -626,7 +626,7 @@ def _plainest(model: ModelConfig) -> str:
         keys += ["layers_of", *PLAIN_ROUTER, "router_normalized"]
         why += (
             "; Mixtral and Qwen3-MoE have softmax alone, no scale, no groups and no shared experts, Mixtral normalised "
-            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from some layer on"
+            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from a layer on"
         )
     has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
     raise ConfigError(f"no architecture of transformers that is known here has {has} together: {why}")

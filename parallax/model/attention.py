@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.blockwise import WHOLE, blockwise_attention
-from parallax.model.context import Context, causal_mask
+from parallax.model.context import Context, causal_mask, segment_mask
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
 from parallax.model.kernels import causal_attention, cudnn_attention
@@ -31,20 +32,23 @@ def attend(
     meets; only RING sends something.
     """
     if context.mask_B1ST is not None:  # cached decoding: a prompt, or one query
-        return _padded(jax.nn.dot_product_attention, q_BSHJ, k_BTGJ, v_BTGK, context.mask_B1ST, scale)
+        kernel_of = partial(jax.nn.dot_product_attention, mask=context.mask_B1ST, scale=scale)
+        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
         return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
     if kernel == "cudnn":
-        mask = causal_mask(context.segments_BN, q_BSHJ.shape[1])
-        return checkpoint_name(_padded(cudnn_attention, q_BSHJ, k_BTGJ, v_BTGK, mask, scale), "attention")
+        queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # of whole rows: both are in order
+        mask = segment_mask(context.segments_BN) if is_causal else causal_mask(context.segments_BN, queries)
+        kernel_of = partial(cudnn_attention, mask_B1ST=mask, is_causal=is_causal, scale=scale)
+        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     return blockwise_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale, keys=keys)
 
 
-def _padded(kernel: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, mask: Array, scale: float) -> Array:
+def _padded(kernel_of: Callable, q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array) -> Array:
     """What a kernel gives that wants one width: a narrower value head is padded with zeros."""
     width = v_BTGK.shape[-1]
     v_BTGJ = jnp.pad(v_BTGK, ((0, 0),) * 3 + ((0, k_BTGJ.shape[-1] - width),))
-    return kernel(q_BSHJ, k_BTGJ, v_BTGJ, mask=mask, scale=scale)[..., :width]
+    return kernel_of(q_BSHJ, k_BTGJ, v_BTGJ)[..., :width]
 
 
 def attend_over_context(

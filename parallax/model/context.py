@@ -36,6 +36,11 @@ def causal_mask(segments_BN: Array, queries: int | None = None) -> Array:
     return (causal_SN[None] & same_BSN)[:, None]
 
 
+def segment_mask(segments_BN: Array) -> Array:
+    """A token sees those of its own segment, [B, 1, N, N]: what remains of `causal_mask` where a kernel is causal."""
+    return (segments_BN[:, :, None] == segments_BN[:, None, :])[:, None]
+
+
 def training_context(
     rope: Rope,
     positions_BS: Array,

@@ -87,10 +87,11 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, ids_BS: Array, rows_B: Array, key: Array | None) -> Array:
-        table = vocab_table(self, self.form, self.sizes, self.entries).astype(self.dtype)
+        table = vocab_table(self, self.form, self.sizes, self.entries)
         ids = cut(f"{self.rows} {SEQ} -> {self.form.ids(self.rows)}", ids_BS)
         first = offset(self.form.table, "vocab", table.shape[0])
-        found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        # Cast behind the lookup, whose gradient is a sum over all places of a token: see `embed_grads`.
+        found = table.at[ids - first].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
         # A factor: the backward pass needs it alone, and not the table again.
         found *= jnp.where((ids >= 0) & (ids < self.entries), 1, jnp.nan).astype(self.dtype)[..., None]
         partial = self.form.hidden(self.rows).with_partial(*self.form.vocab_axes)

@@ -48,6 +48,7 @@ ATTENTION_KERNELS = {
 # here could say, so by the names of those that have 9.0 or more.
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
+CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
 LANES = 128  # of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
@@ -65,20 +66,50 @@ def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BT: A
     return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
 
 
-def cudnn_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask: Array, *, scale: float) -> Array:
+def cudnn_attention(
+    q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, mask_B1ST: Array, *, is_causal: bool, scale: float
+) -> Array:
     """Softmax attention by cuDNN, of heads of one width, [B, S, H, J]. No communication.
 
-    cuDNN takes the mask as a bias, so it computes the scores that the mask hides, too. JAX looks for a GPU when it
-    traces the call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and
-    products takes its place, so that a step for GPUs is reported and planned on any machine.
+    With `is_causal`, of queries and keys in order, blocks after the diagonal are skipped. The mask is what else hides
+    keys: cuDNN takes it as a bias, and computes the scores that it hides, too. JAX looks for a GPU when it traces the
+    call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and products takes
+    its place, so that a step for GPUs is reported and planned on any machine.
     """
+    arrays = q_BSHJ, k_BTGJ, v_BTGJ, mask_B1ST
     if devices_known():
-        heads = q_BSHJ, k_BTGJ, v_BTGJ
-        return jax.nn.dot_product_attention(*heads, mask=mask, scale=scale, implementation="cudnn")
-    bias_B1ST = jnp.where(mask, 0, jnp.finfo(q_BSHJ.dtype).min / 2).astype(q_BSHJ.dtype)
-    arrays = q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST
+        how = dict(is_causal=is_causal, scale=scale, implementation="cudnn")
+        return _named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), *arrays)
     axes = frozenset().union(*map(varying_axes, arrays))
-    return described_attention(*(as_varying(x, axes) for x in arrays), scale)
+
+    def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
+        return described_attention(q, k, v, bias, scale)
+
+    return _named(described, *(as_varying(x, axes) for x in arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _named(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """`attention(q, k, v, mask)`, whose result and each row's logsumexp have a name for remat policies: JAX gives the
+    latter none, and without it the backward pass would make both again."""
+    return attention(q, k, v, mask)
+
+
+def _named_forward(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Callable]:
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
+    name = functools.partial(checkpoint_name, name="attention")
+    named = name(out)
+    # The logsumexp alone is float32.
+    keep = lambda leaf: named if leaf is out else name(leaf) if leaf.dtype == jnp.float32 else leaf  # noqa: E731
+    return named, jax.tree.map(keep, pull)
+
+
+def _named_backward(attention: Callable, pull: Callable, dy: Array) -> tuple[Array, Array, Array, None]:
+    return *pull(dy), None
+
+
+_named.defvjp(_named_forward, _named_backward)
 
 
 def widest_head(kind: str) -> int:
@@ -261,7 +292,8 @@ def unchecked(function: Callable, *arrays: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def described_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGJ: Array, bias_B1ST: Array, scale: float) -> Array:
-    """What cuDNN computes, in calls of which each is one of its own; for tracing, and interpreted on CPU for tests."""
+    """What cuDNN computes, in calls of which each is one of its own; for tracing, and interpreted on CPU for tests. As
+    many queries as keys are in order, and causal."""
     return _described_forward(q_BSHJ, k_BTGJ, v_BTGJ, bias_B1ST, scale)[0]
 
 
@@ -309,7 +341,9 @@ def _scores(q_BSHJ: Array, k_BTGJ: Array, bias_B1ST: Array, scale: float) -> Arr
     """In float32, [B, G, H / G, S, T]."""
     q_BSGHJ = _by_group(q_BSHJ, k_BTGJ.shape[2])
     scores = jnp.einsum("BSGHJ,BTGJ->BGHST", q_BSGHJ, k_BTGJ, preferred_element_type=jnp.float32)
-    return scale * scores + bias_B1ST[:, :, None]
+    queries, keys = scores.shape[-2:]
+    is_seen_ST = jnp.tri(queries, keys, dtype=bool) if queries == keys else jnp.full((queries, keys), True)
+    return jnp.where(is_seen_ST, scale * scores + bias_B1ST[:, :, None], -jnp.inf)
 
 
 # ---- what the kernels cost
@@ -333,9 +367,14 @@ def attention_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_
 
 
 def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
-    """The same of cuDNN's, which computes all scores, and makes them again once: `part` is "fwd" or "bwd"."""
+    """The same of cuDNN's, which makes the scores again once: `part` is "fwd" or "bwd".
+
+    Of whole rows it leaves out blocks behind the diagonal; where context ranks share the queries, none.
+    """
     widths = {"fwd": d_qk + d_v, "bwd": 3 * d_qk + 2 * d_v}  # scores, output; scores, dq, dk, dp, dv
-    return 2 * rows * heads * seq * seq // ranks * widths[part]
+    blocks = -(-seq // CUDNN_BLOCK)
+    scores = seq * seq * (blocks + 1) // (2 * blocks) if ranks == 1 else seq * seq // ranks
+    return 2 * rows * heads * scores * widths[part]
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:

@@ -13,6 +13,8 @@ from parallax.model.padding import without_padding
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 
+LOGITS = "logits"  # the scope of the head's products, for traces
+
 
 def cross_entropy(
     logits_CV: Array, labels_C: Array, table: Layout, z_coefficient: float, entries: int | None = None
@@ -77,13 +79,21 @@ def chunked_loss_and_grads(
     over every bound axis: its gradient is this device's share, for the caller to sum once.
     """
 
+    wide = dict(preferred_element_type=jnp.float32)
+
     def step(grad_VD, chunk):
         hidden_CD, labels_C = chunk
-        how = dict(layout=table, z_coefficient=config.z_coefficient, entries=entries)
-        loss_of = partial(_chunk_loss, labels_C=labels_C, **how)
-        loss, pull = jax.vjp(loss_of, table_VD, hidden_CD)
-        table_grad, hidden_grad = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
-        return grad_VD + table_grad.astype(jnp.float32), (loss, hidden_grad)
+        hidden_CD, pull_hidden = jax.vjp(lambda x: as_varying(x, varying_axes(table_VD)), hidden_CD)
+        how = dict(table=table, z_coefficient=config.z_coefficient, entries=entries)
+        loss_of = lambda logits_CV: cross_entropy(logits_CV, labels_C, **how).sum(axis=1)  # noqa: E731
+        loss, pull = jax.vjp(loss_of, _logits(hidden_CD, table_VD))
+        (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
+        # Rounded as what it is multiplied with is: a product of two dtypes would be one of the wider.
+        grad_CV = grad_CV.astype(table_VD.dtype)
+        with jax.named_scope(LOGITS):
+            hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
+            table_grad = jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
+        return grad_VD + table_grad, (loss, *pull_hidden(hidden_grad))
 
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
@@ -91,8 +101,12 @@ def chunked_loss_and_grads(
 
 
 def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float, entries: int | None) -> Array:
-    logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
-    return cross_entropy(logits_CV, labels_C, layout, z_coefficient, entries).sum(axis=1)
+    return cross_entropy(_logits(hidden_CD, table_VD), labels_C, layout, z_coefficient, entries).sum(axis=1)
+
+
+def _logits(hidden_CD: Array, table_VD: Array) -> Array:
+    with jax.named_scope(LOGITS):
+        return jnp.einsum("CD,VD->CV", hidden_CD, table_VD, preferred_element_type=jnp.float32)
 
 
 def _chunks(config: LossConfig, hidden_ND: Array, labels_N: Array) -> tuple[Array, Array]:

@@ -60,8 +60,9 @@ class EmbedAndHead:
         return self._embed(self._gathered("embedding"), ids_BS, rows_B)
 
     def embed_grads(self, ids_BS: Array, rows_B: Array, dx: Array) -> Any:
-        """The gradient of what is stored of the embedding."""
-        _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), self._gathered("embedding"))
+        """The gradient of what is stored of the embedding, added up over the places of a token in float32."""
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered("embedding"))  # its values are not needed
+        _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), wide)
         (grads,) = pull(dx)
         return {"embedding": self.plan.added_up("embedding", grads)}
 

@@ -50,7 +50,8 @@ class State(NamedTuple):
 class Executor(NamedTuple):
     """Runs a schedule on the stages that this rank holds.
 
-    With `messages_last` a tick's messages wait for all of its passes; simulated devices need that, see `after`.
+    With `messages_last` a tick's messages wait for all of its passes; simulated devices need that, see `after`. Without
+    `carries_residuals` each tick allocates room for its own; no schedule may keep some across ticks then.
     """
 
     schedule: Schedule
@@ -61,11 +62,12 @@ class Executor(NamedTuple):
     boundary: PipelineBoundary
     message: str  # layout of what stages send each other
     messages_last: bool
+    carries_residuals: bool
 
     def run(self, boundary_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
         state, room = self.start(boundary_state), None
-        if not self.schedule.keeps_across_ticks:
+        if not self.carries_residuals:
             room = jax.eval_shape(lambda: state.residuals)
             state = state._replace(residuals=None)
         for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks

@@ -55,7 +55,7 @@ from parallax.sharding.activations import (
     with_rows,
 )
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
-from parallax.sharding.compiler import first_group, relays_what_is_read
+from parallax.sharding.compiler import clears_what_is_overwritten, first_group, relays_what_is_read
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
 from parallax.sharding.plan import Policies, ShardingPlan
@@ -245,6 +245,11 @@ class ShardedModel:
         return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
 
     @property
+    def carries_residuals(self) -> bool:
+        """Whether slots of residuals go from tick to tick, and are not allocated in each."""
+        return self.schedule.keeps_across_ticks or clears_what_is_overwritten(self.mesh)
+
+    @property
     def _simulated(self) -> bool:
         return is_simulated(self.mesh)
 
@@ -323,6 +328,7 @@ class ShardedModel:
             boundary(work, tokens, weight, schedule.placement[-1]),
             residual_layout(self.layout),
             messages_last=self._simulated,
+            carries_residuals=self.carries_residuals,
         )
 
     def _tokens(self, batch: dict[str, Array], noise: Array | None, microbatches: int) -> Tokens:

@@ -114,6 +114,24 @@ def relays_what_is_read(mesh: Mesh) -> bool:
     return _is_tpu(mesh)
 
 
+def clears_what_is_overwritten(mesh: Mesh) -> bool:
+    """Whether the compiler writes zeros, and copies of them, into slots that a loop fills before anything is read.
+
+    It does for GPUs. What the step allocates once, and carries from one microbatch to the next, it clears once.
+    """
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+
+
+def swaps_in_place() -> bool:
+    """Whether what is traced now is for GPUs, where halves of a dim change places as fast as they are read.
+
+    Elsewhere a product with a permutation, which is exact, is faster: on TPU, whose matrix units move entries along the
+    last dim, where 128 of them lie side by side.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "gpu"
+
+
 def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
     """Among how many neighbouring ranks of some axes a gather begins, before it goes on among all; 1: at once among
     all.

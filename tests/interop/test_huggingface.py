@@ -10,7 +10,17 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_examples import flip
-from hf_folders import CONFIGS, config_of, random_tensors, read_folder, shapes_of, without, write_folder
+from hf_folders import (
+    CONFIGS,
+    MIXTURE_KEYS,
+    MIXTURES,
+    config_of,
+    random_tensors,
+    read_folder,
+    shapes_of,
+    without,
+    write_folder,
+)
 from own_runs import OWN, own_run, own_settings
 from run_examples import first_state, tiny_config
 from test_convert import params_of
@@ -21,8 +31,8 @@ from parallax.cli.command import load_config
 from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import load_settings, read_settings
-from parallax.data.tokenizer import train_bpe
-from parallax.interop.export import RECORD, SavedStep
+from parallax.data.tokenizer import Bytes, train_bpe
+from parallax.interop.export import RECORD, SavedStep, make_run
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
 from parallax.model.rope import Rope
@@ -64,6 +74,93 @@ def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, ar
     same_bytes(tensors, read_folder(tmp_path / "out"))
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_that_nothing_touched_goes_out_as_it_came(tmp_path, name, kind):
+    architecture, changes = MIXTURES[name]
+    config = config_of(architecture, **changes)
+    tensors = random_tensors(shapes_of(config), kind)
+    bias = "gate.e_score_correction_bias"
+    tensors |= {name: x.astype(np.float32) for name, x in tensors.items() if name.endswith(bias)}
+    folder, status = imported(tmp_path, config, tensors, shards=3)
+    assert status == 0 and main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    # Through our own names, too, layer by layer.
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == 0
+    assert main(["import", str(tmp_path / "plain"), str(tmp_path / "back")]) == 0
+    same_bytes(params_of(tmp_path / "run", 0), params_of(tmp_path / "back", 0))
+
+
+def test_experts_are_stacked_in_the_layers_that_have_them(tmp_path):
+    architecture, changes = MIXTURES["DeepSeek-V3"]
+    config = config_of(architecture, **changes)
+    tensors = random_tensors(shapes_of(config))
+    imported(tmp_path, config, tensors)
+    ours = params_of(tmp_path / "run", 0)
+    assert load_settings(tmp_path / "run").model.kinds == ("dense", "moe", "moe")
+    norm = "post_attention_layernorm.weight"
+    assert (ours["blocks.dense.mlp_norm.scale"][0] == tensors[f"model.layers.0.{norm}"]).all()
+    assert (ours["blocks.dense.mlp.up.kernel"][0] == tensors["model.layers.0.mlp.up_proj.weight"].T).all()
+    for at in range(2):
+        theirs = {name.removeprefix(f"model.layers.{at + 1}."): x for name, x in tensors.items()}
+        mine = {name.removeprefix("blocks.moe."): x[at] for name, x in ours.items() if name.startswith("blocks.moe.")}
+        assert (mine["mlp_norm.scale"] == theirs[norm]).all()
+        assert (mine["mlp.router.kernel"] == theirs["mlp.gate.weight"].T).all()
+        assert (mine["mlp.router.bias"] == theirs["mlp.gate.e_score_correction_bias"]).all()
+        for name in ("gate", "up", "down"):
+            shared = theirs[f"mlp.shared_experts.{name}_proj.weight"]
+            assert (mine[f"mlp.shared.{name}.kernel"] == shared.T).all()
+            for expert in range(8):
+                one = theirs[f"mlp.experts.{expert}.{name}_proj.weight"]
+                assert (mine[f"mlp.experts.{name}"][expert] == one.T).all()
+
+
+def test_mixtrals_first_and_third_kernel_are_gate_and_up(tmp_path):
+    config = config_of("MixtralForCausalLM")
+    tensors = random_tensors(shapes_of(config))
+    imported(tmp_path, config, tensors)
+    ours = params_of(tmp_path / "run", 0)
+    for name, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+        for layer, expert in np.ndindex(2, 4):
+            there = tensors[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}.weight"]
+            assert (ours[f"blocks.mlp.experts.{name}"][layer, expert] == there.T).all()
+    assert not ours["blocks.mlp.router.bias"].any()
+
+
+LAYERS_OF = {
+    "Mixtral": "moe*2",
+    "Qwen3-MoE": "moe*2",
+    "Qwen3-MoE, every other layer": "dense moe dense*3",
+    "DeepSeek-V2": "dense moe",
+    "DeepSeek-V2, groups": "moe*3",
+    "DeepSeek-V3": "dense moe*2",
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_a_mixture_computes_is_in_the_config(name):
+    architecture, changes = MIXTURES[name]
+    found = described(architecture, **changes)
+    assert found["layers_of"] == LAYERS_OF[name]
+    assert [found[key] for key in MIXTURE_KEYS] == {
+        "Mixtral": [4, 2, 24, 0, "softmax", True, 1.0, 1, 1],
+        "Qwen3-MoE": [8, 3, 8, 0, "softmax", True, 1.0, 1, 1],
+        "Qwen3-MoE, every other layer": [8, 3, 8, 0, "softmax", False, 1.0, 1, 1],
+        "DeepSeek-V2": [8, 2, 8, 2, "softmax", False, 16.0, 1, 1],
+        "DeepSeek-V2, groups": [8, 2, 8, 2, "softmax", False, 1.0, 4, 2],
+        "DeepSeek-V3": [8, 2, 8, 1, "sigmoid", True, 2.5, 4, 2],
+    }[name]
+
+
+def test_an_experts_number_has_either_of_its_names():
+    there = described("Qwen3MoeForCausalLM")
+    other = without(config_of("Qwen3MoeForCausalLM", num_local_experts=8), "num_experts")
+    assert read_config(other).model == there == described("Qwen3MoeForCausalLM", num_local_experts=8)
+    with pytest.raises(ConfigError, match="num_local_experts=4 is not supported; supported: null or 8"):
+        described("Qwen3MoeForCausalLM", num_local_experts=4)
 
 
 def test_tensors_of_several_dtypes_each_keep_their_own(tmp_path):
@@ -190,8 +287,10 @@ def test_a_run_starts_from_an_import_with_its_tokenizer(corpus, tmp_path):
 # ---- what is refused
 
 LLAMA, QWEN3, V3 = "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM"
+MIXTRAL, QWEN3_MOE, V2 = "MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"
+SOME = {"first_k_dense_replace": 1}
 REFUSED = {
-    "an architecture": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, r"\['MixtralForCausalLM'\] is not supported"),
+    "an architecture": (LLAMA, {"architectures": ["Phi3ForCausalLM"]}, r"\['Phi3ForCausalLM'\] is not supported"),
     "two architectures": (LLAMA, {"architectures": [LLAMA, QWEN3]}, "architectures=.* is not supported"),
     "a model type": (LLAMA, {"model_type": "phi"}, "model_type='phi' is not supported; supported: 'llama'"),
     "an activation": (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
@@ -232,7 +331,19 @@ REFUSED = {
     "untruncated": (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, "truncate=False is not supported"),
     "two ropes": (LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, "has rope_parameters and rope_scaling"),
     "a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-    "experts": (V3, {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported; supported: 2 or more"),
+    "some layers of experts": (V3, {**SOME, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
+    "V2's normalised weights": (V2, {**SOME, "norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+    "V2 with sigmoids": (V2, {**SOME, "scoring_func": "sigmoid"}, "scoring_func='sigmoid' .* supported: 'softmax'"),
+    "V3 with softmax": (V3, {**SOME, "scoring_func": "softmax"}, "scoring_func='softmax' .* supported: 'sigmoid'"),
+    "another choice": (V2, {**SOME, "topk_method": "noaux_tc"}, "'noaux_tc' .* 'greedy' or 'group_limited_greedy'"),
+    "another choice of V3": (V3, {**SOME, "topk_method": "greedy"}, "'greedy' is not supported; .* 'noaux_tc'"),
+    "no groups": (V2, {**SOME, "topk_method": "group_limited_greedy"}, "config.json has no n_group"),
+    "odd groups of experts": (V3, {**SOME, "n_group": 3, "topk_group": 1}, "model.experts=8 does not divide over"),
+    "too few groups": (V3, {**SOME, "n_group": 8, "topk_group": 1}, "experts_per_token=2 is more than the 1 experts"),
+    "no experts of a token": (V2, {**SOME, "num_experts_per_tok": None}, "config.json has no num_experts_per_tok"),
+    "noise": (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported; supported: 0"),
+    "layers by text": (QWEN3_MOE, {"mlp_only_layers": ["0"]}, "mlp_only_layers=.* supported: a list of layers"),
+    "absurd layers of experts": (MIXTRAL, {"num_hidden_layers": 10**9}, "model.layers=1000000000 is too large"),
     "other value heads": (V3, {"v_head_dim": 8}, "v_head_dim=8 is not supported; supported: 6"),
     "grouped latents": (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: 4"),
     "another epsilon": (V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported; supported: 1e-06"),
@@ -361,9 +472,19 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
     )
 
 
+MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
     "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Qwen2 biases and no norms"),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "DeepSeek no biases"),
+    "sigmoids of grouped heads": (dict(MOE, router_score="sigmoid"), "Mixtral and Qwen3-MoE have softmax alone"),
+    "shared experts of grouped heads": (dict(MOE, shared_experts=1), "no shared experts"),
+    "weights that are not normalised": (dict(MOE, router_normalized=False), "Mixtral normalised"),
+    "some layers without norms": (dict(MOE, layers_of="dense moe"), "Mixtral normalised and in every layer"),
+    "experts first": (
+        dict(MOE, attention="mla", layers_of="moe dense", router_score="sigmoid"),
+        "both from a layer on",
+    ),
+    "normalised softmax of latents": (dict(MOE, attention="mla"), "DeepSeek-V2 softmax that is not normalised"),
     "a temperature": (dict(attention="gqa", rope_temperature=1.5), "rope_temperature=1.5 .* no place"),
     "a blunt one": (
         dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=0.5),
@@ -377,6 +498,34 @@ def test_a_model_that_no_architecture_computes_is_not_written(corpus, what):
     changes, message = NOWHERE[what]
     with pytest.raises(ConfigError, match=message):
         write_config(own_settings(corpus, **changes).model, 32)
+
+
+def test_a_routers_bias_that_an_architecture_has_not_must_be_zero(corpus, tmp_path, capsys):
+    settings = own_settings(corpus, **OWN["mixture"][0])
+    made = own_run(tmp_path / "zeros", settings)
+    made["blocks.mlp.router.bias"][1, 2] = -0.25
+    carried = {name: (tmp_path / "zeros" / name).read_text() for name in ("config.json", "tokenizer.json")}
+    parts = lambda _, here: [(here.index, [made[here.name][here.index]])]  # noqa: E731
+    make_run(tmp_path / "mine", settings, Bytes(), carried, parts)
+    assert main(["to-hf", str(tmp_path / "mine"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "blocks.mlp.router.bias of layer 1 reaches 0.25, and a MixtralForCausalLM has no such bias" in error
+    assert error.count("\n") == 1 and not list(tmp_path.glob("out*"))
+
+
+def test_a_mixture_trained_from_an_import_goes_out_like_it_however_its_layers_are_written(tmp_path):
+    architecture, changes = MIXTURES["DeepSeek-V3"]
+    config = config_of(architecture, **changes)
+    imported(tmp_path, config, random_tensors(shapes_of(config), "BF16"))
+    settings = load_settings(tmp_path / "run").to_dict()
+    settings["model"]["layers_of"] = "dense*1 moe moe"
+    own_run(tmp_path / "tuned", read_settings(settings))
+    assert main(["to-hf", str(tmp_path / "tuned"), str(tmp_path / "out"), "--like", str(tmp_path / "run")]) == 0
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {**said, "max_position_embeddings": 64, "rope_scaling": 0} == {**config, "rope_scaling": 0}
+    settings["model"]["layers_of"] = "moe*3"
+    own_run(tmp_path / "other", read_settings(settings))
+    assert main(["to-hf", str(tmp_path / "other"), str(tmp_path / "no"), "--like", str(tmp_path / "run")]) == 2
 
 
 @pytest.fixture

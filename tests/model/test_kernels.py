@@ -3,6 +3,7 @@
 Pallas kernels are interpreted on CPUs. The shapes are the least that a kernel takes.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -20,15 +21,23 @@ from stand_ins import Chip, ChipMesh
 from tiny import build, make_batch, mesh_of, model_config, params_of, positions_of
 
 from parallax.analysis.flops import product_flops
+from parallax.analysis.trace import abstract_mesh
+from parallax.config.sections import AXES
 from parallax.model.attention import attend
 from parallax.model.blockwise import GATHERED, blockwise_attention
 from parallax.model.checks import check_context, check_kernel, check_kernel_on, check_kernel_seq
 from parallax.model.context import Context, causal_mask, training_context
-from parallax.model.kernels import attention_flops, causal_attention, described_attention, kernel_flops
+from parallax.model.kernels import (
+    attention_flops,
+    causal_attention,
+    cudnn_flops,
+    described_attention,
+    kernel_flops,
+)
 from parallax.model.rope import Rope
 from parallax.pipeline.executor import LayerStack
 from parallax.runtime.errors import ConfigError
-from parallax.sharding.zigzag import own_tokens
+from parallax.sharding.zigzag import order_of, own_tokens
 
 GQA = dict(attention="gqa", d_head=128, heads=4, kv_heads=2)
 MLA = dict(attention="mla", d_head=64, heads=4, d_rope=16)
@@ -120,6 +129,45 @@ def test_what_stands_for_cudnn_in_a_plan_computes_attention(shape):
     both = (jax.jit(functools.partial(value_and_pulled, f))(arrays) for f in (described, plain))
     for actual, expected in zip(*both, strict=True):
         assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cudnn_is_told_what_is_causal_and_a_mask_says_the_rest(ranks, monkeypatch):
+    """Of whole rows the mask knows documents alone: cuDNN then skips what is behind the diagonal."""
+    arrays, segments = heads(seq=256)
+    expected = with_scores(*arrays, segments, 0.1)
+    calls, by_xla = [], jax.nn.dot_product_attention
+
+    def told(*heads, **how):
+        calls.append(how)
+        return by_xla(*heads, **how | {"implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", told)
+
+    def own(q, k, v, segments):
+        context = Context(None, None, None, segments)
+        return attend(own_tokens(q, axis=1), k, v, context, scale=0.1, kernel="cudnn")
+
+    mesh = mesh_of(1, 1, 1, cp=ranks)
+    mapped = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(None, "cp" if ranks > 1 else None))
+    actual = own_order(jax.jit(mapped)(*arrays, segments), ranks)
+    assert error(actual, expected) < 1e-5
+    assert {(how["implementation"], how["is_causal"]) for how in calls} == {("cudnn", ranks == 1)}
+
+
+@pytest.mark.parametrize("remat, calls", [("elementwise", 1), ("none", 1), ("attention", 2)])
+def test_cudnns_forward_pass_is_made_again_only_where_its_result_is(remat, calls):
+    """A remat policy that keeps attention keeps each row's logsumexp, too."""
+    devices = dict.fromkeys(AXES, 1)
+    model = build((1, 1, 1), kernel="xla", dtype="bfloat16", remat=remat, **GQA)
+    model = model.replace(mesh=abstract_mesh(devices), model=dataclasses.replace(model.model, kernel="cudnn"))
+    names = [e.params["name"] for e in equations(model.loss_and_grad, model.shapes, make_batch()) if is_kernel(e)]
+    assert names == ["cudnn_fwd"] * calls + ["cudnn_bwd"]
+
+
+def own_order(x, ranks):
+    """In the order of the text, of rows as context ranks hold them."""
+    return x if ranks == 1 else x[:, np.argsort(order_of(ranks, x.shape[1]).reshape(-1))]
 
 
 def test_in_bfloat16_it_is_as_near_as_attention_with_scores():
@@ -394,11 +442,12 @@ def test_flops_of_cudnn_are_those_of_the_products_in_what_stands_for_it(ranks):
         assert kernel_flops(equation.params["name"], shapes) == a_call
 
 
-def test_blocks_behind_the_diagonal_cost_nothing():
+@pytest.mark.parametrize("flops_of, block", [(attention_flops, 512), (cudnn_flops, 128)])
+def test_blocks_behind_the_diagonal_cost_nothing(flops_of, block):
     whole = lambda seq: 2 * seq**2 * 256  # noqa: E731
-    cost = lambda seq: attention_flops("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
-    assert cost(512) == whole(512)
-    assert cost(4096) == whole(4096) * 36 // 64
+    cost = lambda seq: flops_of("fwd", rows=1, heads=1, seq=seq, d_qk=128, d_v=128)  # noqa: E731
+    assert cost(block) == whole(block)
+    assert cost(8 * block) == whole(8 * block) * 36 // 64
 
 
 def refused(check, *args):

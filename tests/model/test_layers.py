@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 from cut_layers import ROWS, SEQ, SIZES, YARN, attention_layer, call, declared, residual_layers, windows
+from jaxprs import equations
 from tiny import HIDDEN_CUT, model_config
 
 from parallax.model.context import causal_mask
@@ -59,6 +60,32 @@ def test_rope_turns_pairs_by_position_times_frequency():
     x, positions = rng.normal(size=(2, 5, 3, 8)).astype(np.float32), rng.integers(0, 50, (2, 5))
     expected = oracles.rotated(x, positions, oracles.frequencies(8, 100.0))
     np.testing.assert_allclose(rotate(x, rope().tables(jnp.asarray(positions))), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_halves_change_places_in_a_product_as_they_do_on_gpus(dtype, monkeypatch):
+    """To the last bit, gradients too; in a product of operands of the model's dtype."""
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), dtype) for _ in range(2))
+    tables = rope().tables(jnp.arange(10).reshape(2, 5))
+
+    def traced():
+        """The dtypes of products, and the value with the gradient."""
+
+        def pulled(x, dy):
+            y, pull = jax.vjp(lambda x: rotate(x, tables), x)
+            return y, *pull(dy)
+
+        products = [e for e in equations(pulled, x, dy) if e.primitive.name == "dot_general"]
+        return {var.aval.dtype.name for e in products for var in e.invars}, pulled(x, dy)
+
+    dtypes, by_product = traced()
+    assert dtypes == {dtype}
+    monkeypatch.setattr("parallax.model.rope.swaps_in_place", lambda: True)
+    dtypes, in_place = traced()
+    assert dtypes == set()
+    for actual, expected in zip(in_place, by_product, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_linear_scaling_divides_positions():

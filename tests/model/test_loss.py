@@ -114,6 +114,28 @@ def test_bfloat16_activations_have_a_float32_loss():
     np.testing.assert_allclose(loss[0], oracles.cross_entropy(logits, labels, 0.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_products_of_the_head_are_of_operands_in_the_models_dtype_and_add_up_in_float32(dtype):
+    """A product of two dtypes is one of the wider: on GPUs several times slower."""
+    table, hidden, labels = arrays()
+    operands = jnp.asarray(table, dtype), jnp.asarray(hidden, dtype), jnp.asarray(labels), jnp.float32(1)
+    run = functools.partial(chunked_loss_and_grads, LossConfig(0.0, 7), Layout.parse("vocab d_model"))
+    found = [e for e in equations(run, *operands) if e.primitive.name == "dot_general"]
+    assert [{var.aval.dtype.name for var in e.invars} for e in found] == [{dtype}] * 3
+    assert {e.outvars[0].aval.dtype.name for e in found} == {"float32"}
+
+
+def test_gradients_of_a_bfloat16_head_are_as_near_as_its_operands():
+    table, hidden, labels = arrays()
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (table, hidden)]
+    run = functools.partial(chunked_loss_and_grads, LossConfig(0.0, 7), Layout.parse("vocab d_model"))
+    rest = jnp.asarray(labels), jnp.float32(1)
+    exact = run(*(x.astype(jnp.float32) for x in narrow), *rest)[1:]
+    for actual, expected in zip(run(*narrow, *rest)[1:], exact, strict=True):
+        difference = np.linalg.norm(np.asarray(actual, np.float32) - expected)
+        assert difference < 2.0**-8 * np.linalg.norm(expected)  # half the last bit of bfloat16, of most
+
+
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
 def test_the_loss_is_the_mean_over_real_tokens_of_the_whole_batch(embedding):
     """Rows have few labels or many, so a mean of the means of rows, microbatches or devices would differ."""

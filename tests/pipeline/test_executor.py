@@ -49,6 +49,26 @@ def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenl
     assert max(ranks) <= 1.02 * min(ranks)
 
 
+@pytest.mark.parametrize("remat", ["none", "elementwise"])
+def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
+    run = lambda: tuple(map(np.asarray, jax.tree.leaves(of(build((1, 1, 1), remat=remat)))))  # noqa: E731
+    of = lambda model: jax.jit(model.loss_and_grad)(params_of(model), make_batch())  # noqa: E731
+    expected = run()
+    monkeypatch.setattr("parallax.pipeline.sharded_model.clears_what_is_overwritten", lambda mesh: True)
+    model = build((1, 1, 1), remat=remat)
+    assert model.carries_residuals and not model.schedule.keeps_across_ticks
+    for carried, fresh in zip(run(), expected, strict=True):
+        np.testing.assert_array_equal(carried, fresh)
+
+
+@pytest.mark.parametrize("policy", ["ddp", "zero3"])
+def test_gradients_of_an_embedding_add_up_over_the_places_of_a_token_in_float32(policy):
+    model = build((1, 1, 1), dtype="bfloat16", policy=policy, vocab=64)
+    found = equations(model.loss_and_grad, model.shapes, make_batch())
+    tables = [e.outvars[0].aval for e in found if e.primitive.name == "scatter-add"]
+    assert {x.dtype.name for x in tables if x.shape == (64, model.model.d_model)} == {"float32"}
+
+
 def layer_alone():
     """A layer of the tiny model on one device: its vjp, the weights, saved arrays, context, and a gradient."""
     model = model_config(attention="mla")

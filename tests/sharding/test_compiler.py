@@ -5,12 +5,13 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from stand_ins import AXES, Chip, ChipMesh
 from tiny import build, mesh_of
 
 from parallax.analysis.collectives import step_collectives
 from parallax.sharding import compiler
-from parallax.sharding.compiler import compiler_options, first_group
+from parallax.sharding.compiler import clears_what_is_overwritten, compiler_options, first_group
 
 
 def mesh_on(shape, torus, kind="TPU v5p"):
@@ -40,6 +41,12 @@ def test_each_chip_is_told_what_was_measured_on_it(kind, said, refusing):
     refusing(lambda options: "")
     options = compiler_options(mesh_on((1, 16, 1), (4, 4, 1), kind))
     assert said <= {name for name, on in options.items() if on} and bool(said) == bool(options)
+
+
+def test_slots_are_carried_from_tick_to_tick_where_each_tick_would_clear_them():
+    assert clears_what_is_overwritten(ChipMesh(np.array([Chip("gpu", "NVIDIA H100")], object)))
+    assert not clears_what_is_overwritten(mesh_on((1, 1, 1), (1,)))
+    assert not clears_what_is_overwritten(AbstractMesh((1,), ("dp",)))  # of no devices, as a plan's
 
 
 def test_other_devices_are_told_nothing():

@@ -1,0 +1,110 @@
+"""Which instructions the kernels of a GPU's command buffers ran.
+
+XLA launches many kernels of a program at once, as a CUDA graph that it calls a command buffer. A trace then names each
+kernel's function, and in place of its instruction the command buffer. XLA's own functions are called as instructions;
+those that are alike share one. A library's are known by their place: kernels run in the order of the scheduled program,
+so a product of cuBLAS is the call of cuBLAS that stands there between the instructions of its neighbours.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallax.analysis.hlo import Instruction, Module
+
+BUFFER = "command_buffer"  # an operation's name begins so
+CUBLAS, CUDNN, COPIES = "cuBLAS", "cuDNN", "copies"
+# By a function's name; the first that matches.
+LIBRARY_KERNELS = {
+    COPIES: re.compile(r"memcpy|memset", re.IGNORECASE),
+    CUDNN: re.compile(r"cudnn", re.IGNORECASE),
+    CUBLAS: re.compile(r"nvjet|xmma|cublas|cutlass|splitk|gemv", re.IGNORECASE),
+}
+LIBRARY_CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # how the targets of their custom calls begin
+
+
+class Place(NamedTuple):
+    """An instruction of a program: its computation's name, and its number there."""
+
+    computation: str
+    number: int
+
+
+def library_of(kernel: str) -> str:
+    """The library that a kernel's function is of, or `COPIES`; "" for XLA's own.
+
+    >>> library_of("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"), library_of("loop_add_fusion_12")
+    ('cuBLAS', '')
+    """
+    return next((name for name, pattern in LIBRARY_KERNELS.items() if pattern.search(kernel)), "")
+
+
+class CommandBuffers:
+    """The instructions of a program, by the kernels that run them."""
+
+    def __init__(self, program: Module):
+        self.program = program
+        self.named: dict[str, list[Place]] = {}  # by a kernel's function, which is called as one of these instructions
+        groups: dict[str, list[Place]] = {}
+        for name, home in program.computations.items():
+            for number, one in enumerate(home.instructions):
+                alike = groups.setdefault(one.deduplicated_name or one.name, [])
+                alike.append(Place(name, number))
+                self.named[re.sub(r"[.\-]", "_", one.name)] = alike
+
+    def instructions(self, kernels: Sequence[str]) -> list[Instruction | None]:
+        """Of each kernel in the order in which they ran; None for copies, and where it is not known."""
+        places: list[Place | None] = [None] * len(kernels)
+        last, unnamed = None, []
+        for at, kernel in enumerate(kernels):
+            if kernel not in self.named or library_of(kernel) == COPIES:
+                unnamed.append(at)
+                continue
+            places[at] = here = self._next(kernel, last)
+            self._place_between(kernels, places, unnamed, last, here)
+            last, unnamed = here, []
+        self._place_between(kernels, places, unnamed, last, None)
+        return [place and self.program.computations[place.computation].instructions[place.number] for place in places]
+
+    def _next(self, kernel: str, last: Place | None) -> Place:
+        """Of instructions that share a kernel the next one in the computation that runs, else its first."""
+        found = self.named[kernel]
+        near = [place for place in found if last and place.computation == last.computation]
+        return next((place for place in near if place > last), (near or found)[0])
+
+    def _place_between(
+        self,
+        kernels: Sequence[str],
+        places: list[Place | None],
+        unnamed: list[int],
+        before: Place | None,
+        after: Place | None,
+    ) -> None:
+        """Places for kernels that ran between two instructions: before the later one, as far as its computation has
+        calls of their libraries there, the others behind the earlier one."""
+        rest = [at for at in unnamed if library_of(kernels[at]) in LIBRARY_CALLS]
+        if after is not None:
+            first = before.number + 1 if before and before.computation == after.computation and before < after else 0
+            rest = self._matched(kernels, places, rest[::-1], after.computation, range(after.number - 1, first - 1, -1))
+        if before is not None and rest:
+            end = len(self.program.computations[before.computation].instructions)
+            self._matched(kernels, places, rest[::-1], before.computation, range(before.number + 1, end))
+
+    def _matched(
+        self, kernels: Sequence[str], places: list[Place | None], rest: list[int], name: str, numbers: range
+    ) -> list[int]:
+        """Give these kernels the calls at `numbers` of a computation, one after the other; returns those without.
+
+        A call of cuBLAS is one kernel, one of cuDNN may be several.
+        """
+        instructions, numbers = self.program.computations[name].instructions, list(numbers)
+        for done, at in enumerate(rest):
+            library = library_of(kernels[at])
+            match = next(
+                (i for i, n in enumerate(numbers) if instructions[n].target.startswith(LIBRARY_CALLS[library])), None
+            )
+            if match is None:
+                return rest[done:]
+            places[at] = Place(name, numbers[match])
+            numbers = numbers[match + (library == CUBLAS) :]
+        return []
