@@ -16,6 +16,9 @@ class Load(NamedTuple):
     sent: float = 1.0
 
 
+FULL = Load()
+
+
 def even_load(model: ModelConfig, ep: int) -> Load:
     """The load of so many expert ranks where every choice of experts is as likely.
 
@@ -23,7 +26,7 @@ def even_load(model: ModelConfig, ep: int) -> Load:
     Load(grouped=0.25, sent=0.8571428571428571)
     """
     if "moe" not in model.kinds:
-        return Load()
+        return FULL
     here = model.experts // ep
     most = min(model.experts_per_token, here)
     return Load(
