@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.model.traffic import Load
+from parallax.model.traffic import FULL, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
 
 def collectives(
-    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = Load()
+    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL
 ) -> list[Sent]:
     """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
 
@@ -117,7 +117,7 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
 
 
 def program_collectives(
-    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = Load()
+    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL
 ) -> list[Sent]:
     """`collectives` of a traced program."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes, load=load))

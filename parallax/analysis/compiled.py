@@ -28,7 +28,7 @@ from parallax.analysis.hlo import (
 )
 from parallax.config.sections import ModelConfig
 from parallax.model.kernels import kernel_flops
-from parallax.model.traffic import Load
+from parallax.model.traffic import FULL, Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
@@ -116,7 +116,8 @@ def name_of(op_name: str) -> str:
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-GROUPED_KERNEL = "ragged-dot"  # how the names of those begin that the TPU compiler makes of grouped products
+# How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients of weights.
+GROUPED_KERNELS = ("ragged-dot", "tgmm")
 KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED: "all-to-all"}
 
 
@@ -179,19 +180,20 @@ class BranchEvent(NamedTuple):
 
 class Kernel(NamedTuple):
     """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project, and
-    not of the compiler's own for grouped products. Of these, those of rows that are in use."""
+    no grouped product. Of these, those of rows that are in use."""
 
     name: str
     source: str
     operand_bytes: int
     result_bytes: int
     flops: int
+    grouped: bool = False
 
 
 class TimelineReader:
     """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = Load()):
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = FULL):
         self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
@@ -356,7 +358,7 @@ class TimelineReader:
             used = lambda shape: shape_bytes(shape) * (1 if _is_of_matrices(shape) else self.load.grouped)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
             flops = round(self.load.grouped * flops)
-        return Kernel(one.name, one.op_name, operands, result, flops)
+        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
@@ -450,7 +452,7 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
 
 
 def read_compiled(
-    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = Load()
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL
 ) -> Compiled:
     """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
 
@@ -468,7 +470,7 @@ def read_compiled(
     )
 
 
-def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = Load()) -> Compiled:
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL) -> Compiled:
     """The same from the program's text alone, without sizes."""
     reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
     timeline = reader.entry()
@@ -587,7 +589,7 @@ def _windows(rest: str) -> Iterator[dict[str, str]]:
 
 
 def _is_grouped(one: Instruction) -> bool:
-    return one.name.startswith(GROUPED_KERNEL)
+    return one.name.startswith(GROUPED_KERNELS)
 
 
 def _is_of_matrices(shape: str) -> bool:

@@ -15,8 +15,9 @@ from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
 from parallax.config.sections import AXES, LAYER_KINDS, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
+from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.model.traffic import Load
+from parallax.model.traffic import FULL, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
@@ -123,7 +124,7 @@ GROUPED = ("ragged_dot", "ragged_dot_general")
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = Load()) -> int:
+def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = FULL) -> int:
     """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add; of
     grouped products those of the rows that are in use, by the load.
 
@@ -136,11 +137,11 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Lo
     return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at, load=load).values())
 
 
-def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = Load()) -> dict[str, int]:
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = FULL) -> dict[str, int]:
     """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
-        flops = product_flops(equation, load)
+        flops = product_flops(equation, load, origin.stack)
         if flops is None:
             name = equation.primitive.name
             raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
@@ -149,21 +150,30 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Loa
     return dict(walk(program, at=at, count=count))
 
 
-def product_flops(equation: JaxprEqn, load: Load = Load()) -> int | None:
-    """FLOPs of one equation's matrix products; None where they cannot be counted."""
+def product_flops(equation: JaxprEqn, load: Load = FULL, stack: str = "") -> int | None:
+    """FLOPs of one equation's matrix products, whose names are those of Origin; None where they cannot be counted."""
     name = equation.primitive.name
-    if name in GROUPED:
-        rows, other, result = (var.aval.shape for var in (*equation.invars[:2], equation.outvars[0]))
-        return round(load.grouped * grouped_flops(rows, other, result))
+    if is_grouped(equation, stack):
+        rows, other = (var.aval.shape for var in equation.invars if _is_float(var))
+        return round(load.grouped * grouped_flops(rows, other, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
     if name == "pallas_call":
-        arrays = (var.aval for var in equation.invars)
-        floats = [x.shape for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+        floats = [var.aval.shape for var in equation.invars if _is_float(var)]
         return kernel_flops(equation.params["name"] or "", floats)
     return None if name in UNCOUNTED else 0
+
+
+def is_grouped(equation: JaxprEqn, stack: str) -> bool:
+    """Whether an equation multiplies rows by groups."""
+    name = equation.primitive.name
+    return name in GROUPED or (name == "pallas_call" and GROUPED_SCOPE in stack)
+
+
+def _is_float(var: Any) -> bool:
+    return jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating)
 
 
 def grouped_flops(rows: Sequence[int], other: Sequence[int], result: Sequence[int]) -> int:
@@ -181,10 +191,10 @@ class Flops(NamedTuple):
     """FLOPs of matrix products in a step, of an average device.
 
     `model` is 6 for each parameter in a matmul and token, and causal attention's; the next four are executed beside it.
-    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, rows of
-    experts in blocks, and whatever else layers multiply. `repeated`: what several devices do alike, or do in vain. `recomputed`: forward
-    passes run again in the backward pass. `waiting` is not executed, but could have been while a tick lasts as long as
-    its dearest rank.
+    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, rows that
+    fill blocks of an expert's, and whatever else layers multiply. `repeated`: what several devices do alike, or do in
+    vain. `recomputed`: forward passes run again in the backward pass. `waiting` is not executed, but could have been
+    while a tick lasts as long as its dearest rank.
     """
 
     model: float

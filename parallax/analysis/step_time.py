@@ -38,7 +38,7 @@ from parallax.analysis.compiled import (
     costs_of,
     read_step,
 )
-from parallax.analysis.flops import GROUPED, flops_per_token, mfu, product_flops
+from parallax.analysis.flops import GROUPED, flops_per_token, is_grouped, mfu, product_flops
 from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
@@ -58,6 +58,8 @@ REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED)
 TABLE_MODULES = ("embedding", "head")
+GROUPED_PRODUCTS = "grouped"
+KERNELS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
@@ -251,17 +253,18 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
         return Counter()
     size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
     # Of a grouped product's rows those that are in use; the last operand says how many are whose.
-    rows = [var for var in arrays if name in GROUPED and var.aval.ndim == 2]
+    rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
     moved = sum(map(size, arrays)) - round((1 - load.grouped) * sum(map(size, rows)))
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    return Counter({OpCost(product_flops(equation, load) or 0, moved, origin.direction, 0): 1})
+    return Counter({OpCost(product_flops(equation, load, origin.stack) or 0, moved, origin.direction, 0): 1})
 
 
 class StepTime(NamedTuple):
     """Seconds of a step on the rank that the others wait for.
 
     `exposed_secs` are those in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
-    are priced apart and can be left out: see `step_time`. `bubble` is the share of the time in which an average rank
+    are priced apart and can be left out: see `step_time`; `grouped_secs` are those of them that multiply by experts.
+    `bubble` is the share of the time in which an average rank
     waits for others. `mfu` is model FLOPs over what the chip could do in `total_secs`.
     """
 
@@ -271,6 +274,7 @@ class StepTime(NamedTuple):
     total_secs: float
     bubble: float
     mfu: float
+    grouped_secs: float = 0.0
 
 
 def step_time(
@@ -295,16 +299,17 @@ def step_time(
     mesh, events = compiled.mesh, compiled.timeline
     critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
     total = sum(critical.values())
-    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", "pallas")}
+    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNELS)}
     used = mfu(model_flops, total, chip.peak(dtype))
     assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     return StepTime(
         critical["compute"],
         exposed,
-        critical["pallas"],
+        sum(critical[name] for name in KERNELS),
         total,
         1 - sum(own.values()) / total,
         used,
+        critical[GROUPED_PRODUCTS],
     )
 
 
@@ -317,7 +322,7 @@ class Clock:
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds by "compute", "pallas" and axes waited for; all links are free at the start."""
+        """Seconds by "compute", KERNELS and axes waited for; all links are free at the start."""
         spent: Counter = Counter()
         free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
@@ -338,7 +343,7 @@ class Clock:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
-            return {"pallas": self._kernel_secs(event)}
+            return {KERNELS[event.grouped]: self._kernel_secs(event)}
         if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
         if isinstance(event, BranchEvent):
@@ -400,4 +405,7 @@ def compile_and_read(settings: Settings, topology: Topology, devices: list[Any])
 def compiled_parts(time: StepTime) -> dict[str, float]:
     """Seconds of a compiled step, with their names."""
     exposed = {f"exposed over {axes}": secs for axes, secs in time.exposed_secs.items()}
-    return {"compute": time.compute_secs, "attention kernel": time.pallas_secs} | exposed
+    kernels = {"attention kernel": time.pallas_secs - time.grouped_secs}
+    if time.grouped_secs:
+        kernels["grouped products"] = time.grouped_secs
+    return {"compute": time.compute_secs} | kernels | exposed

@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
 from parallax.model.kernels import LANES, platform_traced, unchecked
 
-NAME = "weights_by_group"  # the scope by which the kernel is known in traced and compiled programs
+GROUPED_SCOPE = "weights_by_group"  # by which the kernel is known in traced programs
 ROWS = (512, 256, LANES)  # of a block
 WIDEST = 1024  # entries of a block of either factor
 
@@ -50,7 +50,7 @@ def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: boo
     def run(x: Array, y: Array, sizes: Array) -> Array:
         return tgmm(x.T, y, sizes, preferred_element_type=x.dtype, tiling=tiling, interpret=interpret)
 
-    with jax.named_scope(NAME):
+    with jax.named_scope(GROUPED_SCOPE):
         return unchecked(run, x_NI, y_NO, sizes_E)
 
 

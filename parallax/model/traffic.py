@@ -16,14 +16,17 @@ class Load(NamedTuple):
     sent: float = 1.0
 
 
+FULL = Load()
+
+
 def even_load(model: ModelConfig, ep: int) -> Load:
     """The load of so many expert ranks where every choice of experts is as likely.
 
     >>> even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
-    Load(grouped=0.25, sent=0.8571428571428571)
+    Load(grouped=0.25, sent=0.928571428571428...)
     """
     if "moe" not in model.kinds:
-        return Load()
+        return FULL
     here = model.experts // ep
     most = min(model.experts_per_token, here)
     return Load(
@@ -36,7 +39,7 @@ def ranks_of_a_token(model: ModelConfig, ep: int) -> float:
     """On how many expert ranks a token's experts are, on average.
 
     >>> ranks_of_a_token(ModelConfig(experts=64, experts_per_token=6), 8)
-    4.537...
+    4.535...
     """
     elsewhere = math.comb(model.experts - model.experts // ep, model.experts_per_token)
     return ep * (1 - elsewhere / math.comb(model.experts, model.experts_per_token))
@@ -46,7 +49,7 @@ def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
     """By exchange, how often a rank sends a token or the sum of its results forward, for each token that it has.
 
     >>> exchanged_rows(ModelConfig(experts=8, experts_per_token=2), 4)
-    {'gather': 6, 'ragged': 2.571...}
+    {'gather': 6, 'ragged': 2.785...}
     """
     return {"gather": 2 * (ep - 1), "ragged": 2 * ranks_of_a_token(model, ep) * (ep - 1) / ep}
 

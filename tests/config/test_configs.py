@@ -31,6 +31,8 @@ AT_SCALE = {
     "llama_1b_128k": (16, 1.2),
     "llama2_7b_64": (64, 6.74),
     "deepseek_v2_lite_mla": (16, 2.6),
+    "deepseek_v2_lite_16": (16, 15.7),
+    "mixtral_8x7b_128": (128, 46.7),
 }
 
 

@@ -1,0 +1,253 @@
+"""What FLOPs, plans, sweeps and reports say of mixtures of experts."""
+
+import dataclasses
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hlo_examples import HEADER
+from test_plan import tiny as tiny_settings
+
+from parallax.analysis.collectives import step_collectives
+from parallax.analysis.compiled import costs_of, read_hlo_text
+from parallax.analysis.flops import (
+    active_parameters,
+    flops_breakdown,
+    flops_per_token,
+    grouped_flops,
+    layers_of_stages,
+    matmul_parameters_by_stack,
+    parameters_by_component,
+)
+from parallax.analysis.layouts import Choice, build_if_legal
+from parallax.analysis.memory import Memory
+from parallax.analysis.plan import neighbours, plan, plan_heading
+from parallax.analysis.step_time import CompiledStep, StepTime, compiled_parts, predict
+from parallax.analysis.sweep import LeastWork
+from parallax.analysis.topology import read_topology
+from parallax.analysis.trace import abstract_mesh
+from parallax.config.sections import ModelConfig
+from parallax.model.grouped_kernel import weights_by_group
+from parallax.model.traffic import even_load, exchange_of, exchanged_rows, ranks_of_a_token
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.mesh import mesh_of
+from parallax.training.run import size_tables
+
+ROWS, SEQ = 16, 64
+FOUR = read_topology("v5e:2x2")
+MIXTURE = dict(layers=8, layers_of="dense*2 moe*6", experts=8, experts_per_token=2, d_expert=24, shared_experts=1)
+
+
+def on(sizes, **changes):
+    """The tiny mixture for accelerators, on a mesh of no devices."""
+    model = tiny.build((1, 1, 1), **MIXTURE | dict(microbatches=1, chunk_tokens=64) | changes)
+    return model.replace(mesh=abstract_mesh(dict(pp=1, dp=1, tp=1) | sizes))
+
+
+def settings(**changes):
+    moe = {f"model_{name}": value for name, value in MIXTURE.items()}
+    few = dict(data_global_batch=8, mesh_dp=1, mesh_ep=4, pipeline_microbatches=1, model_layers=8)
+    return tiny_settings(**moe | few | changes)
+
+
+# ---- parameters and FLOPs
+
+
+def test_a_token_meets_its_experts_alone():
+    """By hand: mla's kernels as of dense layers, three matrices an expert, of which two of eight count."""
+    model = on({})
+    moe, counts = 6 * 3 * 32 * 24, parameters_by_component(model.shapes)
+    router = 6 * (32 * 8 + 8)  # its bias as well
+    assert (counts["experts"], counts["shared"], counts["router"]) == (8 * moe, moe, router)
+    assert counts["mlp"] == 2 * 3 * 32 * 64
+    active = active_parameters(model.model, counts)
+    assert active == counts | {"experts": 2 * moe}
+    dense = tiny.build((1, 1, 1), microbatches=1)
+    other = flops_per_token(dense.model, dense.shapes, seq=SEQ)
+    found = flops_per_token(model.model, model.shapes, seq=SEQ)
+    assert found - other == 6 * (3 * moe + 6 * 32 * 8 - 6 * 3 * 32 * 64)
+    assert set(matmul_parameters_by_stack(model.model, model.shapes)) == {"blocks/dense", "blocks/moe"}
+
+
+def test_all_parameters_and_active_ones_are_said_when_a_run_begins():
+    model = on({})
+    nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
+    lines = list(size_tables(model.model, parameters_by_component(model.shapes), nothing_held))
+    (active,) = (line for line in lines if line.startswith("active for a token"))
+    total = sum(active_parameters(model.model, parameters_by_component(model.shapes)).values())
+    assert f"{total:,}" in active and any(line.startswith("experts") for line in lines)
+
+
+def test_flops_of_experts_are_those_of_rows_in_use_on_every_mesh():
+    """With an even load."""
+    one = flops_breakdown(on({}), ROWS, SEQ)
+    assert one.repeated == 0
+    for sizes, exchange in (({"ep": 4}, "gather"), ({"ep": 4}, "ragged"), ({"dp": 2, "ep": 2}, "ragged")):
+        found = flops_breakdown(on(sizes, exchange=exchange), ROWS, SEQ)
+        assert found.model * 4 == pytest.approx(one.model)
+        assert found.executed * 4 == pytest.approx(one.executed, rel=1e-6)
+
+
+def test_rows_that_fill_blocks_are_padding_and_not_the_model_s():
+    model = on({})
+    on_cpu = model.replace(mesh=abstract_mesh(model.axis_sizes, simulated=True))
+    ragged, blocks = (flops_breakdown(one, ROWS, SEQ) for one in (model, on_cpu))
+    assert blocks.model == ragged.model and blocks.padding > ragged.padding and blocks.repeated == 0
+    on_ranks = model.replace(mesh=abstract_mesh(dict(pp=1, dp=1, ep=4, tp=1), simulated=True))
+    assert flops_breakdown(on_ranks, ROWS, SEQ).repeated > 0  # room for tokens that do not come
+
+
+def test_stages_count_layers_by_what_they_compute():
+    model = on({"pp": 2}, layers_of="dense*4 moe*4", microbatches=4, d_expert=64, shared_experts=0)
+    dense, moe = layers_of_stages(model, SEQ)
+    assert dense < 4 < moe and dense + moe == pytest.approx(8)
+    alone = on({"pp": 2}, layers_of="moe*8", microbatches=4)
+    assert layers_of_stages(alone, SEQ) == [4, 4]
+    assert costs_of(model.model, model.shapes, "attention").backward > 2
+
+
+def test_a_grouped_product_multiplies_each_row_once():
+    x, w, y = jnp.ones((40, 8)), jnp.ones((4, 8, 6)), jnp.ones((40, 6))
+    assert grouped_flops(x.shape, w.shape, y.shape) == grouped_flops(x.shape, y.shape, w.shape) == 2 * 40 * 8 * 6
+
+
+# ---- how many rows are in use
+
+
+@pytest.mark.parametrize(("experts", "chosen", "ranks"), [(8, 2, 4), (8, 2, 8), (16, 6, 4), (16, 6, 2), (8, 3, 1)])
+def test_an_even_load_is_the_mean_over_all_choices(experts, chosen, ranks):
+    model = ModelConfig(layers=1, layers_of="moe", experts=experts, experts_per_token=chosen)
+    sets = list(itertools.combinations(range(experts), chosen))
+    here = experts // ranks
+    on_ranks = np.mean([len({expert // here for expert in one}) for one in sets])
+    assert ranks_of_a_token(model, ranks) == pytest.approx(on_ranks)
+    own = np.mean([sum(expert < here for expert in one) for one in sets])
+    load = even_load(model, ranks)
+    assert load.grouped * min(chosen, here) == pytest.approx(own)
+    assert load.sent * min(chosen, ranks) == pytest.approx(on_ranks)
+
+
+def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have():
+    model = ModelConfig(layers=1, layers_of="moe", experts=64, experts_per_token=6)
+    assert exchange_of("auto", model, 8, on_cpus=False) == "ragged"
+    assert exchange_of("auto", model, 8, on_cpus=True) == exchange_of("auto", model, 1, on_cpus=False) == "gather"
+    assert exchange_of("ragged", model, 8, on_cpus=True) == "ragged"
+    assert exchange_of("gather", model, 8, on_cpus=False) == "gather"
+    assert on({"ep": 4}).exchange == "ragged" and tiny.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
+def test_the_bytes_of_tokens_are_those_of_the_closed_form(exchange):
+    model = on({"ep": 4}, exchange=exchange, layers_of="moe*8", remat="none")
+    sent = [one for one in step_collectives(model, ROWS, SEQ) if one.axes == ("ep",)]
+    tokens = [one for one in sent if one.direction == "forward" and one.module.startswith("mlp")]
+    wide = sum(one.total_bytes for one in tokens if one.bytes >= ROWS // 4 * SEQ * 32)
+    rows = exchanged_rows(model.model, 4)[exchange]
+    assert wide == pytest.approx(rows * 8 * (ROWS // 4 * SEQ) * 32 * 4, rel=1e-3)
+
+
+# ---- plans
+
+
+def test_a_plan_says_how_tokens_come_to_experts():
+    heading = plan_heading("wide", settings(), FOUR)
+    assert "a token goes to 2 of 8 experts, over ep by ragged: 46.4 % of the bytes of gather" in heading
+    chunks = plan_heading("wide", settings(layout_expert_chunk_tokens=64), FOUR)
+    assert chunks.splitlines()[-1].endswith("64 tokens at once")
+    assert "experts" not in plan_heading("wide", tiny_settings(mesh_dp=4), FOUR)
+    flags = {flags for flags, _ in neighbours(settings(), FOUR)}
+    assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
+
+
+def test_a_plan_prices_the_exchange():
+    over_ep = [plan(settings(layout_exchange=name), FOUR).estimate.exposed_secs["ep"] for name in ("ragged", "gather")]
+    assert 0 < over_ep[0] < over_ep[1]
+
+
+def test_bounds_are_never_above_what_is_found():
+    own = settings()
+    least, choice = LeastWork(own, FOUR, build_if_legal(own, FOUR)), Choice.of(own)
+    tried = [choice._replace(exchange="gather", remat="none"), choice._replace(dp=4, ep=1, policy="zero1")]
+    tried += [choice._replace(ep=2, tp=2, remat="attention"), choice._replace(ep=2, dp=2, remat="elementwise")]
+    for one in tried:
+        assert least.bound(one) <= predict(one.applied(own), FOUR).secs * (1 + 1e-9), one
+
+
+def test_a_layout_with_an_exchange_is_asked_for_by_a_flag():
+    own = Choice.of(settings())
+    other = own._replace(exchange="gather")
+    assert own.flags_to(other) == ["--config.layout.exchange=gather"] and other.mesh == "1·1·1 ep=4 gather"
+    assert Choice.of(other.applied(settings())) == other
+
+
+def test_expert_ranks_must_divide_the_experts():
+    with pytest.raises(ConfigError, match=r"model.experts=8 does not divide over mesh.ep=3") as error:
+        on({"ep": 3}, heads=6, d_model=48)
+    assert "\n" not in str(error.value)
+
+
+# ---- compiled programs
+
+COMPILED = """ENTRY %main (x.1: bf16[64,32], w.1: bf16[2,32,16]) -> bf16[2,32,16] {
+  %x.1 = bf16[64,32]{1,0} parameter(0)
+  %w.1 = bf16[2,32,16]{2,1,0} parameter(1)
+  %zeros.1 = bf16[256,32]{1,0} parameter(2)
+  %sizes.1 = s32[4]{0} parameter(3)
+  %ragged.1 = bf16[256,32]{1,0} ragged-all-to-all(%x.1, %zeros.1, %sizes.1, %sizes.1, %sizes.1, %sizes.1), \
+channel_id=1, replica_groups={{0,1,2,3}}, metadata={op_name="jit(f)/mlp/ragged_all_to_all"}
+  %ragged-dot-metadata = (s32[3]{0}, s32[9]{0}) custom-call(%sizes.1), custom_call_target="tpu_custom_call"
+  %ragged-dot-none.1 = bf16[256,16]{1,0} custom-call(%sizes.1, %ragged.1, %w.1), custom_call_target="tpu_custom_call"
+  ROOT %tgmm.1 = bf16[2,32,16]{2,1,0} custom-call(%sizes.1, %ragged.1, %ragged-dot-none.1), \
+custom_call_target="tpu_custom_call"
+}
+"""
+
+
+def test_kernels_and_ragged_exchanges_are_priced_by_the_rows_in_use():
+    mesh = mesh_of(ep=4, dp=1)
+    load = even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
+    full, read = (read_hlo_text(HEADER + COMPILED, mesh, None, *given) for given in ((), (load,)))
+    (sent,) = read.collectives
+    assert (sent.kind, sent.axes) == ("all-to-all", ("ep",))
+    assert sent.bytes == pytest.approx(load.sent * 64 * 32 * 2 * 3 / 4, rel=1e-3)
+    metadata, product, gradient = read.pallas_calls
+    assert metadata.flops == 0
+    assert product.flops == gradient.flops == load.grouped * 2 * 256 * 32 * 16
+    assert product.operand_bytes == 4 * 4 + load.grouped * 256 * 32 * 2 + 2 * 32 * 16 * 2
+    assert gradient.result_bytes == 2 * 32 * 16 * 2 and all(one.grouped for one in (product, gradient))
+    assert full.pallas_calls[1].flops == 2 * 256 * 32 * 16
+
+
+def test_grouped_products_are_a_part_of_the_time_by_themselves():
+    time = StepTime(1.0, {"ep": 0.5}, 0.75, 2.25, 0.0, 0.5, 0.5)
+    assert compiled_parts(time) == {
+        "compute": 1.0, "attention kernel": 0.25, "grouped products": 0.5, "exposed over ep": 0.5
+    }  # fmt: skip
+    assert "grouped products" not in compiled_parts(time._replace(grouped_secs=0.0))
+    assert CompiledStep("", time=time).time.grouped_secs == 0.5
+
+
+# ---- the kernel of weights' gradients
+
+
+def test_the_kernel_sums_over_the_rows_of_each_group():
+    rng, sizes = random.Random(0), []
+    while sum(sizes) < 300:
+        sizes.append(rng.choice([0, 1, 40, 128, 130]))
+    x, y = (np.random.default_rng(0).normal(size=(512, width)).astype(np.float32) for width in (48, 24))
+    found = weights_by_group(jnp.asarray(x), jnp.asarray(y), jnp.asarray(sizes, jnp.int32), interpret=True)
+    ends = np.cumsum([0, *sizes])
+    wanted = np.stack([x[a:b].T @ y[a:b] for a, b in itertools.pairwise(ends)])
+    assert found.shape == (len(sizes), 48, 24)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_model_of_one_kind_has_one_stack():
+    model = on({}, layers_of="moe*8")
+    assert set(matmul_parameters_by_stack(model.model, model.shapes)) == {"blocks"}
+    assert parameters_by_component(model.shapes)["mlp"] == 0
+    assert dataclasses.replace(model.layout, exchange="ragged").exchange == "ragged" and jax.device_count() >= 4
