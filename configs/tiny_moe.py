@@ -1,4 +1,4 @@
-"""The quickstart as a mixture of experts: the same text and FLOPs a token, eight experts in three of four layers.
+"""The quickstart as a mixture of experts: the same text and FLOPs a token, eight experts in each layer.
 
 For:      seeing experts work on a laptop: a pipeline of two stages, experts over two ranks, two-way tensor cuts.
 Numbers:  ours; a token's two experts and the shared one are together as wide as the quickstart's MLP. Choices by sigmoid,
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.mesh.dp = 1
     config.mesh.ep = 2
 
-    config.model.layers_of = "dense moe*3"
+    config.model.layers_of = "moe*4"
     config.model.experts = 8
     config.model.experts_per_token = 2
     config.model.d_expert = 128
