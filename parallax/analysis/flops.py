@@ -297,5 +297,7 @@ def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     stacks = matmul_parameters_by_stack(model.model, model.shapes)
     flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
     average = sum(flops.values()) / model.model.layers
-    of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
+    of_kind = [
+        np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()
+    ]
     return sum(of_kind).tolist()
