@@ -1,8 +1,8 @@
 """The quickstart as a mixture of experts: the same text and FLOPs a token, eight experts in each layer.
 
 For:      seeing experts work on a laptop: a pipeline of two stages, experts over two ranks, two-way tensor cuts.
-Numbers:  ours; a token's two experts and the shared one are together as wide as the quickstart's MLP. Choices by sigmoid,
-          load kept even by the routers' biases, as in DeepSeek-V3.
+Numbers:  ours; a token's two experts and the shared one are together as wide as the quickstart's MLP. Choices by
+          sigmoid, load kept even by the routers' biases, as in DeepSeek-V3.
 Command:  python train.py --config=configs/tiny_moe.py
 Hardware: any CPU, 2 cores or more.
 Time:     not yet run

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_examples import tiny_config
 from tiny import build, make_batch, model_config, optimizer_config, params_of
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore
 from parallax.checkpoint.save import CheckpointWriter
 from parallax.config.sections import CheckpointConfig, GuardConfig
+from parallax.inference.run import load
 from parallax.model.router import Router
 from parallax.training.guard import init_guard
 from parallax.training.load import COUNTS, load_values
@@ -178,3 +180,24 @@ def test_the_balance_loss_evens_a_load_that_one_expert_has():
     assert largest_load(0.0)[-1] > 3
     evened = largest_load(1.0)
     assert evened[0] > 3 and evened[-1] < 1.5
+
+
+@pytest.mark.slow
+def test_weights_that_a_run_begins_from_an_evaluation_and_a_text_have_the_biases(corpus, tmp_path):
+    """Those of the first run are large, and the second moves none."""
+    experts = {"layers_of": "moe*2", "experts": EXPERTS, "d_expert": 16, "router_score": "sigmoid"}
+    changes = {f"model.{key}": value for key, value in experts.items()} | {"mesh.ep": 2, "mesh.tp": 2}
+    for name, more in {"first": {}, "second": {"train.init_from": str(tmp_path / "first"), "train.steps": 4}}.items():
+        rate = {"optimizer.balance_rate": 0.5 if name == "first" else 0.0}
+        train(tiny_config(corpus, **changes, **rate, **more), tmp_path / name)
+    first, cut = load(tmp_path / "first"), load(tmp_path / "first", ep=2, tp=2)
+    bias = first.params["blocks"]["mlp"]["router"]["bias"]
+    assert np.abs(bias).max() >= 0.5
+    np.testing.assert_array_equal(load(tmp_path / "second").params["blocks"]["mlp"]["router"]["bias"], bias)
+    loss = lambda run: float(jax.jit(run.model.loss)(run.params, run.batch())["loss"])  # noqa: E731
+    with_biases = loss(first)
+    assert loss(cut) == pytest.approx(with_biases, rel=1e-5)
+    how = {"tokens": 12, "temperature": 0.0}
+    assert first.generate("It is", **how) == cut.generate("It is", **how)
+    first.params["blocks"]["mlp"]["router"]["bias"] = jnp.zeros_like(bias)
+    assert abs(loss(first) - with_biases) > 1e-4
