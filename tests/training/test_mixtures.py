@@ -20,6 +20,7 @@ from parallax.training.guard import init_guard
 from parallax.training.load import COUNTS, load_values
 from parallax.training.loop import checkpoint_parts, state_from
 from parallax.training.optimizer import make_optimizer
+from parallax.training.run import train
 from parallax.training.step import TrainState, abstract_state, make_eval_step, make_train_step, state_shardings
 
 STEPS, RATE, EXPERTS, ROWS, SEQ = 20, 2e-3, 4, 16, 16
