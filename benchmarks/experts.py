@@ -2,10 +2,10 @@
 
     python benchmarks/experts.py [--mesh 2,2,2] [--rows 32] [--rounds 5]
 
-The work is configs/tiny_moe.py with --rows rows of 256 tokens on simulated devices, --mesh of PP,EP,TP; *dense* is the same
-with all layers dense, whose MLP is as wide as a token's experts and the shared ones together. Both take their steps in
-one process and in turns. CPU seconds, over all threads, and ratios are medians over rounds. FLOPs are the model's, of a
-token; the router's are the mixture's own.
+The work is configs/tiny_moe.py with --rows rows of 256 tokens on simulated devices, --mesh of PP,EP,TP; *dense* is the
+same with all layers dense, whose MLP is as wide as a token's experts and the shared ones together. Both take their
+steps in one process and in turns. CPU seconds, over all threads, and ratios are medians over rounds. FLOPs are the
+model's, of a token; the router's are the mixture's own.
 """
 
 import math
