@@ -28,6 +28,7 @@ from test_parity import (
 from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.inference.capture import capture_activations
+from parallax.runtime.errors import ConfigError
 from parallax.training.optimizer import make_optimizer
 
 # Losses that are large enough to be seen.
@@ -346,3 +347,22 @@ def test_bfloat16_trains_with_the_same_number_of_tokens(exchange):
     np.testing.assert_allclose(losses, reference("in turn")[0], rtol=2**-7)
     assert all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     np.testing.assert_array_equal(router(grads)["bias"].sum(axis=-1), ROWS * SEQ)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how", "message"),
+    [
+        ((1, 1, 1, 1, 1, 3), {}, "model.experts=8 does not divide over mesh.ep=3; use ep in {1, 2, 4, 8} or experts=9"),
+        (
+            (1, 1, 4, 1, 1, 2),
+            dict(d_expert=6),
+            "model.d_expert=6 does not divide over mesh.tp=4; use tp in {1, 2, 3, 6}",
+        ),
+        ((1, 2, 1, 1, 1, 2), dict(layers_of="dense moe*7", prefetch=1), "fsdp.prefetch=1 gathers a layer ahead, but"),
+    ],
+    ids=str,
+)
+def test_experts_that_a_mesh_does_not_divide_are_refused(mesh, how, message):
+    with pytest.raises(ConfigError) as error:
+        mixture(mesh, "alike", **how)
+    assert message in str(error.value) and len(str(error.value).splitlines()) == 1
