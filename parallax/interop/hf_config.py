@@ -226,7 +226,7 @@ MIXTRAL = Mixture(
     {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
     {"num_local_experts": 8, "num_experts_per_tok": 2},
     PLAIN_ROUTER | {"router_normalized": True},
-    {"router_jitter_noise": 0},
+    {"router_jitter_noise": 0.0},
     other_name="num_experts",
 )
 QWEN3_MOE = Mixture(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from parallax.model.grouped_kernel import ragged_dot
 from parallax.model.kernels import platform_traced
 from parallax.sharding.collectives import as_varying, varying_axes
 
@@ -66,7 +67,7 @@ def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Arra
 
 _in_blocks.defvjp(_forward, _backward)
 
-FORMS = {"blocks": _in_blocks, "ragged_dot": lax.ragged_dot}
+FORMS = {"blocks": _in_blocks, "ragged_dot": ragged_dot}
 
 
 def _rows_times(product: str, x_NA: Array, w_EIO: Array, sizes_E: Array) -> Array:

@@ -675,11 +675,19 @@ print("grew", peak() - before)
 """
 
 
+LARGE = {
+    "LlamaForCausalLM": dict(intermediate_size=4096, num_hidden_layers=12),
+    "MixtralForCausalLM": dict(intermediate_size=3584, num_hidden_layers=2, num_local_experts=8),  # 168 MiB a layer
+}
+
+
 @pytest.mark.slow
-def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path):
-    """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer, a few pieces of at most 64 MiB."""
-    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
-    config = config_of("LlamaForCausalLM", vocab_size=4096, **sizes)
+@pytest.mark.parametrize("architecture", LARGE)
+def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path, architecture):
+    """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer or of an expert, a few pieces of at most
+    64 MiB."""
+    sizes = dict(hidden_size=1024, num_attention_heads=16, **LARGE[architecture])
+    config = config_of(architecture, vocab_size=4096, **sizes)
     tensors = random_tensors(shapes_of(config), "BF16")
     assert sum(x.nbytes for x in tensors.values()) > 350 << 20
     write_folder(tmp_path / "theirs", config, tensors, shards=4)
