@@ -28,6 +28,7 @@ from test_parity import (
 from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, optimizer_config, params_of
 
 from parallax.inference.capture import capture_activations
+from parallax.runtime.errors import ConfigError
 from parallax.training.optimizer import make_optimizer
 
 # Losses that are large enough to be seen.
@@ -178,7 +179,16 @@ def check_case(case, record_property):
     check(step_on(model)(params_of(model), batch_of(name)), reference(name), record_property)
 
 
-@pytest.mark.parametrize("case", few_cases(), ids=name_of)
+def with_the_first_of_each_model(cases):
+    """The fast tests have one case of each model with layers of several kinds: a case takes some ten seconds."""
+    firsts = {case["model"]: at for at, case in reversed([*enumerate(cases)]) if case["model"] != "alike"}
+    return [
+        pytest.param(case, marks=[] if at in firsts.values() else pytest.mark.slow, id=name_of(case))
+        for at, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("case", with_the_first_of_each_model(few_cases()))
 def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check_case(case, record_property)
 
@@ -336,7 +346,8 @@ def test_activations_are_captured_of_each_kind_of_layer(name):
     np.testing.assert_allclose(found.loss, losses[0], rtol=GRADIENT_ERROR)
 
 
-@pytest.mark.parametrize("exchange", ["gather", pytest.param("ragged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
 def test_bfloat16_trains_with_the_same_number_of_tokens(exchange):
     """Which expert they go to may differ: inputs of routers are rounded to 8 bits."""
     how = dict(dtype="bfloat16", reduce="compute", exchange=exchange, microbatches=4)
@@ -346,3 +357,22 @@ def test_bfloat16_trains_with_the_same_number_of_tokens(exchange):
     np.testing.assert_allclose(losses, reference("in turn")[0], rtol=2**-7)
     assert all(leaf.dtype == np.float32 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     np.testing.assert_array_equal(router(grads)["bias"].sum(axis=-1), ROWS * SEQ)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how", "message"),
+    [
+        ((1, 1, 1, 1, 1, 3), {}, "model.experts=8 does not divide over mesh.ep=3; use ep in {1, 2, 4, 8} or experts=9"),
+        (
+            (1, 1, 4, 1, 1, 2),
+            dict(d_expert=6),
+            "model.d_expert=6 does not divide over mesh.tp=4; use tp in {1, 2, 3, 6}",
+        ),
+        ((1, 2, 1, 1, 1, 2), dict(layers_of="dense moe*7", prefetch=1), "fsdp.prefetch=1 gathers a layer ahead, but"),
+    ],
+    ids=str,
+)
+def test_experts_that_a_mesh_does_not_divide_are_refused(mesh, how, message):
+    with pytest.raises(ConfigError) as error:
+        mixture(mesh, "alike", **how)
+    assert message in str(error.value) and len(str(error.value).splitlines()) == 1
