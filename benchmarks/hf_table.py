@@ -4,10 +4,10 @@
     python benchmarks/hf_table.py --write
 
 Each row is a tiny random model that `transformers` makes on the CPU, in float32, its norms and biases random too; it is
-saved, imported by `parallax.convert from-hf`, and run on one device and on eight simulated ones, pp·dp·tp 2·2·2 with
-1F1B. Printed are the largest difference of logits, over windows of one document and of several, of documents of one
-token up to three times the original context; of the losses of ten steps of AdamW; and how many tokens of greedy
-generation are equal. --write puts the table into docs/convert.md.
+saved, imported by `parallax.convert from-hf`, and run on one device and on eight simulated ones with 1F1B, pp·dp·tp
+2·2·2, and pp·dp·tp·ep 2·1·2·2 where it has experts. Printed are the largest difference of logits, over windows of one
+document and of several, of documents of one token up to three times the original context; of the losses of ten steps of
+AdamW; and how many tokens of greedy generation are equal. --write puts the table into docs/convert.md.
 """
 
 import importlib

@@ -1,12 +1,14 @@
-"""The quickstart as a mixture of experts: the same text and FLOPs a token, eight experts in three of four layers.
+"""The quickstart as a mixture of experts: the same text and FLOPs a token, eight experts in each layer.
 
 For:      seeing experts work on a laptop: a pipeline of two stages, experts over two ranks, two-way tensor cuts.
-Numbers:  ours; a token's two experts and the shared one are together as wide as the quickstart's MLP. Choices by sigmoid,
-          load kept even by the routers' biases, as in DeepSeek-V3.
+Numbers:  ours; a token's two experts and the shared one are together as wide as the quickstart's MLP. Choices by
+          sigmoid, load kept even by the routers' biases, as in DeepSeek-V3.
 Command:  python train.py --config=configs/tiny_moe.py
 Hardware: any CPU, 2 cores or more.
-Time:     not yet run
-Loss:     not yet run
+Time:     about 5 minutes on 2 cores, by its CPU seconds: 2.1 a step, 60 of set-up.
+Loss:     not yet run to its end. With model.layers_of="dense moe*3", eval 3.95 nats a token, 1.45 a byte, after 240
+          steps; unigram entropy 5.97 a token, 3.15 a byte; all of the library of Python 3.11, each version has another
+          one. The quickstart's is 3.97.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +22,7 @@ def get_config() -> ConfigDict:
     config.mesh.dp = 1
     config.mesh.ep = 2
 
-    config.model.layers_of = "dense moe*3"
+    config.model.layers_of = "moe*4"
     config.model.experts = 8
     config.model.experts_per_token = 2
     config.model.d_expert = 128

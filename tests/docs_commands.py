@@ -207,7 +207,10 @@ write_folder(pathlib.Path("models/theirs"), config, random_tensors(shapes_of(con
 BEFORE = {
     "docs/reliability.md": [f"{FIRST} --workdir=runs/mine"],
     "docs/convert.md": [THEIRS],
-    "docs/watching.md": [f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")],
+    "docs/watching.md": [
+        *(f"{FIRST} --workdir=runs/{name}" for name in ("first", "second")),
+        f"{FIRST} --workdir=runs/mixture --config.model.layers_of=moe*2 --config.model.d_expert=16",
+    ],
 }
 # Commands that show an error, with their status.
 STATUS = {"python -m parallax.schedules mine.csv": 2}

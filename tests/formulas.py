@@ -9,10 +9,21 @@ import math
 from collections import Counter
 from functools import cached_property
 from types import SimpleNamespace
+from typing import NamedTuple
 
 TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
 FLOAT32 = 4
 PER_USE = ("lean", "zero3")  # policies whose weights are gathered at each use
+
+
+class Kernel(NamedTuple):
+    """Entries of a layer's kernel on an expert rank, whether they are cut over tp, how many layers of a rank of the
+    pipeline have it, and the axes that cut it at rest."""
+
+    entries: int
+    over_tp: bool
+    layers: int
+    fsdp: str
 
 
 @dataclasses.dataclass
@@ -37,6 +48,9 @@ class Step:
     cp: int = 1
     ep: int = 1
     context: str = "all_gather"
+    exchange: str = "gather"
+    expert_chunk_tokens: int = 0
+    balances: bool = False  # whether there is a balance loss
 
     def __post_init__(self):
         self.pp, self.dp, self.tp = self.mesh
@@ -45,6 +59,8 @@ class Step:
         # Axes that cut parameters at rest.
         self.fsdp = " ".join(["dp", *(axis for axis in ("cp", "ep") if getattr(self, axis) > 1)])
         self.data = f"replica {self.fsdp}" if self.replica > 1 else self.fsdp
+        # Layers of a rank; all ranks have as many of a kind.
+        self.moe, self.dense = (self.model.kinds.count(kind) // self.pp for kind in ("moe", "dense"))
 
     # ---- sizes
 
@@ -75,28 +91,39 @@ class Step:
     def layer_passes(self) -> int:
         return self.microbatches * self.model.layers // self.pp
 
+    @property
+    def mlp_passes(self) -> int:
+        """Of gated MLPs that all tokens go to: those of dense layers, and the shared ones of mixtures."""
+        return self.microbatches * (self.dense + (self.moe if self.model.shared_experts else 0))
+
     @cached_property
-    def kernels(self) -> list[tuple[int, bool]]:
-        """Of a layer: entries, and whether they are cut over tp; all are cut over dp."""
+    def kernels(self) -> list[Kernel]:
+        """Those of attention, of dense layers' MLPs, and of mixtures' experts and of those that all tokens go to."""
         m, column = self.model, self.family == "column_row"
-        mlp = [(m.d_model * m.d_ff, True)] * 3
+        cut, rest = True, (self.dense + self.moe, self.fsdp)
+        kernels = [Kernel(m.d_model * m.d_ff, cut, self.dense, self.fsdp)] * 3
+        kernels += [Kernel(m.d_model * m.d_expert * m.shared_experts, cut, self.moe, self.fsdp)] * 3
+        beside_ep = " ".join(axis for axis in self.fsdp.split() if axis != "ep")
+        kernels += [Kernel(m.d_model * m.d_expert * m.experts // self.ep, cut, self.moe, beside_ep)] * 3
         heads = m.heads * m.d_head
         if m.attention == "gqa":
-            kv = (m.d_model * m.kv_heads * m.d_head, not (column and self.whole_kv))
-            return [*mlp, (m.d_model * heads, True), kv, kv, (heads * m.d_model, True)]
+            kv = Kernel(m.d_model * m.kv_heads * m.d_head, not (column and self.whole_kv), *rest)
+            return [*kernels, Kernel(m.d_model * heads, cut, *rest), kv, kv, Kernel(heads * m.d_model, cut, *rest)]
         queries = [(m.d_model, m.heads * (m.d_head + m.d_rope))]
         if m.d_latent_q:
             queries = [(m.d_model, m.d_latent_q), (m.d_latent_q, m.heads * (m.d_head + m.d_rope))]
         others = [(m.d_model, m.d_latent), (m.d_latent, heads), (m.d_latent, heads), (heads, m.d_model)]
-        rope = (m.d_model * m.d_rope, not column)
-        return [*mlp, *((rows * columns, True) for rows, columns in queries + others), rope]
+        kernels += [Kernel(rows * columns, cut, *rest) for rows, columns in queries + others]
+        return [*kernels, Kernel(m.d_model * m.d_rope, not column, *rest)]
 
     @cached_property
-    def scales(self) -> list[tuple[int, bool]]:
-        """Of a layer's norms: entries, and whether they are cut over tp; none is cut over dp."""
+    def scales(self) -> list[Kernel]:
+        """Of a layer's norms, and a mixture's router and its bias, which no data axis cuts and which stay float32."""
         m, mla = self.model, self.model.attention == "mla"
-        latents = [m.d_latent, m.d_latent_q] if mla else []
-        return [(m.d_model, self.residual == "hidden")] * 2 + [(width, True) for width in latents if width]
+        latents, layers = [m.d_latent, m.d_latent_q] if mla else [], self.dense + self.moe
+        scales = [Kernel(m.d_model, self.residual == "hidden", layers, "")] * 2
+        scales += [Kernel(width, True, layers, "") for width in latents if width]
+        return scales + [Kernel((m.d_model + 1) * m.experts, False, self.moe, "")]
 
     @property
     def table(self) -> int:
@@ -145,8 +172,8 @@ class Step:
     def column_row(self) -> None:
         """Attention and MLP each gather the residual and scatter it back; mla gathers its latents, too."""
         m, row, times = self.model, self.tokens * self.bytes, self.layer_passes
-        self.there_and_back("tp", "all-gather", row * m.d_model, 2 * times)
-        self.there_and_back("tp", "reduce-scatter", row * m.d_model, 2 * times)
+        self.there_and_back("tp", "all-gather", row * m.d_model, times + self.mlp_passes)
+        self.there_and_back("tp", "reduce-scatter", row * m.d_model, times + self.mlp_passes)
         for width in [m.d_latent, m.d_latent_q] if m.attention == "mla" else []:
             if width:
                 self.there_and_back("tp", "all-gather", row * width, times)
@@ -156,8 +183,11 @@ class Step:
         """Every projection scatters what it makes; what all ranks need whole is all-reduced, and so is its gradient."""
         m, row, times = self.model, self.tokens * self.bytes, self.layer_passes
         if self.residual == "seq":
-            self.there_and_back("tp", "all-to-all", row * m.d_model // self.tp, 2 * times)
-        wide, whole = [m.d_ff, m.d_ff, m.d_model, m.d_model], []
+            self.there_and_back("tp", "all-to-all", row * m.d_model // self.tp, times + self.mlp_passes)
+        for width, mlps in ((m.d_ff, self.dense), (m.shared_experts * m.d_expert, self.moe if m.shared_experts else 0)):
+            for each in (width, width, m.d_model):
+                self.there_and_back("tp", "reduce-scatter", row * each, self.microbatches * mlps)
+        wide, whole = [m.d_model], []
         expanded = self.cp if self.gathers_latent else 1  # shares of the tokens of which heads are expanded
         if m.attention == "gqa":
             wide.append(m.heads * m.d_head)
@@ -171,6 +201,52 @@ class Step:
         for width in whole:
             for direction in ("forward", "backward"):
                 self.add("tp", "all-reduce", direction, row * width, times)
+
+    # ---- mixtures
+
+    def mixtures(self) -> None:
+        """The residual is gathered over tp before the router, and a token's results are scattered over it. A balance
+        loss sums the load of each row over cp. With T tokens of a microbatch on each of n expert ranks and K experts a
+        token, where rows of d_model have r bytes and a token's weights and ids 4 K each:
+
+        gather  (n-1) T (r + 8 K) of tokens and (n-1) T r / tp of results forward; backward the same, without the ids
+        ragged  as many rows as a token's experts are on different ranks, on average: rho = n (1 - C(E-E/n, K)/C(E, K));
+                (n-1)/n rho T (2 r + 8 K) forward, and backward the same, without the ids
+        """
+        m, n, times = self.model, self.ep, self.microbatches * self.moe
+        places, row = m.experts_per_token * FLOAT32, m.d_model * self.bytes
+        self.there_and_back("tp", "all-gather", self.tokens * row, times)
+        if self.balances:
+            rows = self.tokens * self.cp // self.seq
+            self.add("cp", "all-reduce", "forward", rows * m.experts * FLOAT32, times)
+        # The backward pass of chunks sends tokens again, and no results.
+        chunks, again = self.chunks, ["recompute"] if self.chunks > 1 else []
+        times, tokens = times * chunks, self.tokens // chunks
+        if self.exchange == "ragged" and n > 1:
+            self.there_and_back("tp", "reduce-scatter", tokens * row, times)
+            elsewhere = math.comb(m.experts - m.experts // n, m.experts_per_token)
+            rho = n * (1 - elsewhere / math.comb(m.experts, m.experts_per_token))
+            there, back = ["forward", *again], ["forward", "backward"]
+            for width, directions in ((row, there), (places, there), (places, there), (row, back)):
+                for direction in directions:
+                    self.add("ep", "all-to-all", direction, round(rho * tokens * width), times)
+            for width in (row, places):
+                self.add("ep", "all-to-all", "backward", round(rho * tokens * width), times)
+            for direction in there:
+                self.add("ep", "all-gather", direction, n * n * FLOAT32, times)
+            return
+        for width in (row, places, places):
+            for direction in ("forward", *again):
+                self.add("ep", "all-gather", direction, n * tokens * width, times)
+        for width in (row, places):
+            self.add("ep", "reduce-scatter", "backward", n * tokens * width, times)
+        self.there_and_back("tp", "reduce-scatter", n * tokens * row, times)
+        self.there_and_back("ep", "reduce-scatter", n * tokens * row // self.tp, times)
+
+    @property
+    def chunks(self) -> int:
+        most = self.expert_chunk_tokens
+        return -(-self.tokens // most) if most else 1
 
     # ---- context parallelism
 
@@ -247,12 +323,12 @@ class Step:
         of the parameters' bytes in float32. Of other policies weights are gathered once a step, or gradients scattered
         once, or both; of "ddp" neither. The gradient of an embedding reads no table. Where gradients are exchanged in
         the compute dtype, pieces go to each rank that adds them: as many entries."""
-        stage = self.model.layers // self.pp
-        for entries, over_tp in self.kernels:
-            kernel, gathers, sums = self.cut(entries, over_tp), *self.times(self.policy, self.layer_passes, stage)
-            self.add(self.fsdp, "all-gather", "forward", kernel * self.bytes, gathers)
-            self.add(self.fsdp, "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
-            self.add(self.fsdp, *self.sum_of_gradients(kernel), sums)
+        for entries, over_tp, layers, fsdp in self.kernels:
+            kernel, passes = self.cut(entries, over_tp), self.microbatches * layers
+            gathers, sums = self.times(self.policy, passes, layers)
+            self.add(fsdp, "all-gather", "forward", kernel * self.bytes, gathers)
+            self.add(fsdp, "all-gather", "recompute", kernel * self.bytes, gathers * (self.policy in PER_USE))
+            self.add(fsdp, *self.sum_of_gradients(kernel), sums)
         uses = 2 if self.heads_between else 2 * self.microbatches  # by the embedding and by the head
         gathers, sums = self.times(self.tables, uses, 1 if self.model.tied else 2)
         axes = {True: f"pp {self.fsdp}", False: self.fsdp}
@@ -265,18 +341,18 @@ class Step:
             return 0, 0
         return uses if policy in PER_USE else once, uses if policy in ("zero2", "zero3") else once
 
-    def cut_at_rest(self, entries: int, policy: str) -> int:
-        return entries if policy == "ddp" else entries // (self.dp * self.cp * self.ep)
+    def cut_at_rest(self, entries: int, policy: str, fsdp: str) -> int:
+        return entries if policy == "ddp" else entries // math.prod(getattr(self, axis) for axis in fsdp.split())
 
-    def sum_at_rest(self, entries: int, policy: str, over_tp: bool, over_pp: bool = True) -> None:
+    def sum_at_rest(self, entries: int, policy: str, over_tp: bool, fsdp: str, over_pp: bool = True) -> None:
         """The gradient of a parameter at rest, summed once over the axes that do not cut it."""
         axes = (
             ["pp"] * (not over_pp)
             + ["replica"] * (self.replica > 1)
-            + [self.fsdp] * (policy == "ddp")
+            + [fsdp] * (policy == "ddp")
             + ["tp"] * (not over_tp)
         )
-        self.add(" ".join(axes), "all-reduce", "backward", self.cut_at_rest(entries, policy) * FLOAT32)
+        self.add(" ".join(axes), "all-reduce", "backward", self.cut_at_rest(entries, policy, fsdp) * FLOAT32)
 
     def sum_of_gradients(self, entries: int) -> tuple[str, str, int]:
         exchanged = self.reduce == "compute"
@@ -285,18 +361,18 @@ class Step:
 
     def replicated(self) -> None:
         """Gradients of what several ranks hold are summed once a step, and so are the metrics."""
-        m, stage = self.model, self.model.layers // self.pp
-        for entries, over_tp in self.kernels:
-            self.sum_at_rest(stage * self.cut(entries, over_tp), self.policy, over_tp)
-        for entries, over_tp in self.scales:
+        m = self.model
+        for entries, over_tp, layers, fsdp in self.kernels:
+            self.sum_at_rest(layers * self.cut(entries, over_tp), self.policy, over_tp, fsdp)
+        for entries, over_tp, layers, _ in self.scales:
             axes = self.data if over_tp else f"{self.data} tp"
-            self.add(axes, "all-reduce", "backward", stage * self.cut(entries, over_tp) * FLOAT32)
+            self.add(axes, "all-reduce", "backward", layers * self.cut(entries, over_tp) * FLOAT32)
         for _ in range(1 if m.tied else 2):
-            table = self.cut_at_rest(self.table, self.tables)
+            table = self.cut_at_rest(self.table, self.tables, self.fsdp)
             self.add("pp", "all-gather", "forward", table * self.bytes, not self.tables_at_once)
             self.add("pp", "reduce-scatter", "backward", table * FLOAT32, not self.sums_at_once)
             over_tp = self.embedding == "vocab_parallel"
-            self.sum_at_rest(self.table // self.pp, self.tables, over_tp, over_pp=self.pp > 1)
+            self.sum_at_rest(self.table // self.pp, self.tables, over_tp, self.fsdp, over_pp=self.pp > 1)
         hidden = self.residual == "hidden"
         axes = f"pp {self.data}" if hidden else f"pp {self.data} tp"
         self.add(axes, "all-reduce", "backward", self.cut(m.d_model, hidden) * FLOAT32)
@@ -337,14 +413,12 @@ class Step:
     def layers_to_their_ranks(self) -> None:
         """Stored in another order than they run in, weights change ranks before the ticks, gradients after them."""
         pieces = {"kernels": 0, "scales": 0}
-        for entries, over_tp in self.kernels:
-            pieces["kernels"] += self.cut_at_rest(self.cut(entries, over_tp), self.policy)
-        for entries, over_tp in self.scales:
-            pieces["scales"] += self.cut(entries, over_tp)
-        own = self.model.layers // self.pp
-        forward = pieces["kernels"] * self.bytes + pieces["scales"] * FLOAT32
-        self.add("pp", "all-to-all", "forward", own * forward)
-        self.add("pp", "all-to-all", "backward", own * FLOAT32 * (pieces["kernels"] + pieces["scales"]))
+        for entries, over_tp, layers, fsdp in self.kernels:
+            pieces["kernels"] += layers * self.cut_at_rest(self.cut(entries, over_tp), self.policy, fsdp)
+        for entries, over_tp, layers, _ in self.scales:
+            pieces["scales"] += layers * self.cut(entries, over_tp)
+        self.add("pp", "all-to-all", "forward", pieces["kernels"] * self.bytes + pieces["scales"] * FLOAT32)
+        self.add("pp", "all-to-all", "backward", FLOAT32 * (pieces["kernels"] + pieces["scales"]))
 
     # ---- all of it
 
@@ -352,6 +426,7 @@ class Step:
         self.sent = Counter()
         parts = (
             self.layers,
+            self.mixtures,
             self.attention_over_context,
             self.batch_in_context_order,
             self.embed_and_head,

@@ -83,7 +83,10 @@ MIXTURES = {
     "DeepSeek-V2, experts": ("DeepseekV2", SOME_EXPERTS | dict(routed_scaling_factor=1.5)),
     "DeepSeek-V2, groups of experts": (
         "DeepseekV2",
-        SOME_EXPERTS | GROUPS | scaled("yarn", mscale=0.7, mscale_all_dim=0.7) | dict(topk_method="group_limited_greedy"),
+        SOME_EXPERTS
+        | GROUPS
+        | scaled("yarn", mscale=0.7, mscale_all_dim=0.7)
+        | dict(topk_method="group_limited_greedy"),
     ),
     "DeepSeek-V3, groups of experts": (
         "DeepseekV3",

@@ -71,6 +71,17 @@ CONFIGS = {
 }
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 GROUPS = {"n_group": 4, "topk_group": 2}
+MIXTURE_KEYS = (
+    "experts",
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "router_score",
+    "router_normalized",
+    "router_scale",
+    "router_groups",
+    "router_groups_chosen",
+)
 # Layers with experts: an architecture, and changes.
 MIXTURES = {
     "Mixtral": ("MixtralForCausalLM", {}),

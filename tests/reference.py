@@ -1,46 +1,141 @@
-"""What the model's loss is, written plainly: no mesh, no executor, no chunks; and its gradient by jax.grad."""
+"""What the model's loss is, written plainly: no mesh, no executor, no chunks, no sorted tokens; and its gradient by
+jax.grad."""
 
+import contextlib
 import copy
+from typing import NamedTuple
 from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallax.config.sections import LossConfig, ModelConfig
 from parallax.model.batch import IGNORED
 from parallax.model.context import Context, causal_mask
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import FAMILIES
 from parallax.model.rope import Rope
-from parallax.model.transformer import Parts
+from parallax.model.transformer import Block, Parts
 from parallax.pipeline import Arrangement
 from parallax.sharding.activations import ROWS, activation
 
 
-def plain_parts(model):
+class Notes(NamedTuple):
+    """What a layer has besides its output; of a dense one nothing."""
+
+    losses: jax.Array | float  # of a mixture, with their coefficients
+    load_E: jax.Array  # how many tokens each expert got
+    margin: jax.Array | float  # between the worst score that was chosen and the best that was not
+
+
+class PlainMixture(nn.Module):
+    """Every expert computes all tokens, and most results count nothing. A token that may not choose a group's experts
+    has -inf for their scores."""
+
+    model: ModelConfig
+    loss: LossConfig
+
+    def __call__(self, x, row_weight):
+        del row_weight
+        m, params = self.model, self.variables["params"]
+        logits_BSE = x @ params["router"]["kernel"]
+        scores_BSE = jax.nn.sigmoid(logits_BSE) if m.router_score == "sigmoid" else jax.nn.softmax(logits_BSE)
+        chosen_BSE, margin = plain_choice(m, scores_BSE + params["router"]["bias"].reshape(1, 1, -1))
+        weights_BSE = scores_BSE * chosen_BSE
+        if m.router_normalized:
+            weights_BSE /= weights_BSE.sum(axis=-1, keepdims=True)
+        kernels = (params["experts"][name] for name in ("gate", "up", "down"))
+        y = m.router_scale * sum(
+            weights_BSE[..., expert, None] * plain_mlp(x, *own) for expert, own in enumerate(zip(*kernels, strict=True))
+        )
+        if m.shared_experts:
+            y += plain_mlp(x, *(params["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+        share_BE = chosen_BSE.mean(axis=1) / m.experts_per_token
+        mean_BE = (scores_BSE / scores_BSE.sum(axis=-1, keepdims=True)).mean(axis=1)
+        balance = (m.experts * share_BE * mean_BE).sum(axis=-1).mean()
+        z = (jax.nn.logsumexp(logits_BSE, axis=-1) ** 2).mean()
+        losses = self.loss.balance_coefficient * balance + self.loss.router_z_coefficient * z
+        self.sow("notes", "mixture", Notes(losses, chosen_BSE.sum(axis=(0, 1)), margin))
+        return y
+
+
+def plain_choice(model, scores_BSE):
+    """Which experts a token goes to, 1 or 0 for each, and by how much the closest choice was made."""
+    margins, size = [jnp.inf], model.experts // model.router_groups
+    if model.router_groups > 1:
+        groups_BSGE = scores_BSE.reshape(*scores_BSE.shape[:2], -1, size)
+        counting = 2 if model.router_score == "sigmoid" else 1
+        worth_BSG = jnp.sort(groups_BSGE, axis=-1)[..., -counting:].sum(axis=-1)
+        is_chosen_BSG, margin = best(worth_BSG, model.router_groups_chosen)
+        scores_BSE = jnp.where(jnp.repeat(is_chosen_BSG, size, axis=-1) > 0, scores_BSE, -jnp.inf)
+        margins.append(margin)
+    chosen_BSE, margin = best(scores_BSE, model.experts_per_token)
+    return chosen_BSE, jnp.stack([*margins, margin]).min()
+
+
+def best(scores, count):
+    """1 for the `count` best of the last dim, of equal ones the first; and their margin to the others."""
+    order = jnp.argsort(-scores, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1)
+    best_first = jnp.take_along_axis(scores, order, axis=-1)
+    margins = best_first[..., count - 1 : count] - best_first[..., count : count + 1]
+    return (rank < count) * jnp.float32(1), margins.min(initial=jnp.inf)
+
+
+def plain_mlp(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+class PlainBlock(Block):
+    """A layer whose mixture is the plain one."""
+
+    def _mlp(self):
+        return PlainMixture(self.model, self.loss) if self.kind == "moe" else super()._mlp()
+
+
+def plain_parts(model, loss=None):
     """The model's modules for one device; with no axis bound, the strings cut nothing."""
-    return Parts.build(
-        model, activation("d_model/tp"), FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"], "kv_heads", ROWS
-    )
+    family, form = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
+    parts = Parts.build(model, activation("d_model/tp"), family, form, "kv_heads", ROWS, loss)
+    plain = {
+        kind: PlainBlock(model, block.residual, block.family, block.kv, kind, block.loss)
+        for kind, block in parts.blocks.items()
+    }
+    return parts._replace(blocks=plain)
 
 
 def plain_logits(model, params, batch):
     """Logits of a batch [B, S] in float32."""
-    parts, rows = plain_parts(model), jnp.arange(len(batch["tokens"]))
+    return plain_forward(model, params, batch)[0]
+
+
+def plain_forward(model, params, batch, loss=None):
+    """(logits, the Notes of all layers)."""
+    parts, rows = plain_parts(model, loss), jnp.arange(len(batch["tokens"]))
     # With a mask attention is jax.nn.dot_product_attention, which knows no blocks.
     mask = causal_mask(batch["segments"])
     context = Context(Rope(model).tables(batch["positions"]), rows, None, mask_B1ST=mask)
     x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
-    layer = lambda block, weights, x, _: (block.apply({"params": weights}, x, context), None)  # noqa: E731
-    x, _ = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
+
+    def layer(block, weights, x, _):
+        x, notes = block.apply({"params": weights}, x, context, mutable="notes")
+        none = Notes(jnp.float32(0), jnp.zeros(model.experts, jnp.float32), jnp.float32(jnp.inf))
+        return x, notes["notes"]["mlp"]["mixture"][0] if block.kind == "moe" else none
+
+    x, notes = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
     hidden = parts.head.apply({"params": params["head"]}, x)
     table = params["embedding" if model.tied else "head"]["table"]
-    return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32)
+    return jnp.einsum("BSD,VD->BSV", hidden, table, preferred_element_type=jnp.float32), notes
 
 
 def plain_losses(model, params, batch, z_coefficient):
     """(cross-entropy, z-loss), each the mean over the labels that are not ignored."""
-    logits, labels = plain_logits(model, params, batch), batch["labels"]
+    return losses_of(plain_logits(model, params, batch), batch["labels"], z_coefficient)
+
+
+def losses_of(logits, labels, z_coefficient):
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     label_logits = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     real = labels != IGNORED
@@ -48,23 +143,52 @@ def plain_losses(model, params, batch, z_coefficient):
     return mean(logsumexp - label_logits), mean(z_coefficient * logsumexp**2)
 
 
-def plain_losses_and_grad(model, params, batch, z_coefficient=0.0):
-    """Both losses, and the gradient of their sum, in float64.
+def plain_losses_and_grad(model, params, batch, z_coefficient=0.0, loss=None):
+    """Both losses, and the gradient of their sum and of the mixtures' losses, which `loss`, a LossConfig, weighs, in
+    float64. As the gradient of a router's bias, the load of its experts.
 
     So that a tolerance holds one rounding, the tested one. With two rows a microbatch XLA multiplies in small loops
     that add in order, on one device as on eight: the gradient of MLA's `up_k`, what is left of a softmax's
     cancellation, is then 7e-6 from these, the plain model's in float32 4e-6, and the two up to 1.07e-5 apart.
     """
 
-    def total(params):
-        losses = plain_losses(exact, params, batch, z_coefficient)
-        return sum(losses), losses
+    def total(params, batch):
+        logits, notes = plain_forward(exact, params, batch, loss)
+        losses = losses_of(logits, batch["labels"], z_coefficient)
+        return sum(losses) + notes.losses.sum(), (losses, notes.load_E)
 
-    exact = copy.copy(model)
-    object.__setattr__(exact, "dtype", "float64")  # which a config refuses
-    params, batch = jax.tree.map(np.asarray, (params, batch))
-    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):  # layers and softmax name float32
+    exact, params, batch = in_float64(model), *jax.tree.map(np.asarray, (params, batch))
+    with float64():
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
-        (_, losses), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+        (_, (losses, load)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves((losses, grads))} == {np.dtype("float64")}
-        return jax.tree.map(np.asarray, (losses, grads))
+        losses, load, grads = jax.tree.map(np.asarray, (losses, load, grads))
+    is_moe = np.equal(model.kinds, "moe")
+    if is_moe.any():
+        mixtures = grads["blocks"] if is_moe.all() else grads["blocks"]["moe"]
+        assert not mixtures["mlp"]["router"]["bias"].any()
+        mixtures["mlp"]["router"]["bias"] = load[is_moe]
+    return losses, grads
+
+
+def closest_choices(model, params, batches):
+    """Of each batch the least of its notes' margins, in float64: by how much the closest choice of experts was made."""
+    exact, params = in_float64(model), jax.tree.map(np.asarray, params)
+    with float64():
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
+        closest = jax.jit(lambda params, batch: plain_forward(exact, params, batch)[1].margin.min())
+        for batch in batches:
+            yield float(closest(params, batch))
+
+
+def in_float64(model):
+    """A model's config with a dtype that a config refuses."""
+    exact = copy.copy(model)
+    object.__setattr__(exact, "dtype", "float64")
+    return exact
+
+
+@contextlib.contextmanager
+def float64():
+    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):  # layers and softmax name float32
+        yield

@@ -23,6 +23,7 @@ RUNS = {
     "bare.py": r"ours/bare \d+\.\d{3}",
     "checkpoints.py": r"load and check +\d+ MB/s = \d+\.\d\d of the disk's writing",
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
+    "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
     "compile_time.py": r" +1 +\d+\.\d",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
@@ -44,7 +45,15 @@ RUNS = {
 NEED_LIBTPU = ("overlap.py", "predictions.py --tpu", "tpu_compile.py")
 PROCESSES = ("soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
-SECONDS = ("compile_time.py", "meshes.py", "plan.py", "schedules.py time", "schedules.py flops", "schedules.py compile")
+SECONDS = (
+    "compile_time.py",
+    "experts.py",
+    "meshes.py",
+    "plan.py",
+    "schedules.py time",
+    "schedules.py flops",
+    "schedules.py compile",
+)
 
 
 def run_here(line, monkeypatch):

@@ -89,10 +89,13 @@ def _is_whole(folder: Path, name: str, about: Mapping[str, Any]) -> bool:
 
 
 class ArrayWriter:
-    """One array of a part that is written piece by piece, as orbax would have written it."""
+    """One array of a part that is written piece by piece, as orbax would have written it.
 
-    def __init__(self, folder: Path, name: str, about: Any):
-        metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about)), "order": "C"}
+    What is in one place of the first `stacked` dims is in chunks of its own, and is best written at once.
+    """
+
+    def __init__(self, folder: Path, name: str, about: Any, *, stacked: int = 1):
+        metadata = {"compressor": {"id": "zstd", "level": 1}, "chunks": list(_chunk(about, stacked)), "order": "C"}
         spec = _zarr(folder, name) | {"metadata": metadata}
         self._array = tensorstore.open(spec, create=True, dtype=about.dtype.name, shape=about.shape).result()
         self._running, self._about = RunningFingerprint(), about
@@ -117,9 +120,10 @@ def _zarr(folder: Path, name: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": kvstore}
 
 
-def _chunk(about: Any) -> tuple[int, ...]:
-    """A row, cut further while it is larger than a piece."""
-    chunk = [min(size, 1) if dim == 0 and len(about.shape) > 1 else size for dim, size in enumerate(about.shape)]
+def _chunk(about: Any, stacked: int) -> tuple[int, ...]:
+    """A place of the first `stacked` dims, cut further while it is larger than a piece."""
+    stacked = min(stacked, len(about.shape) - 1)
+    chunk = [min(size, 1) if dim < stacked else size for dim, size in enumerate(about.shape)]
     for dim, size in enumerate(chunk):
         if int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize > PIECE_BYTES:
             chunk[dim] = max(size * PIECE_BYTES // (int(np.prod(chunk, dtype=np.int64)) * about.dtype.itemsize), 1)

@@ -185,7 +185,8 @@ class ModelConfig(Section, most=2**24):
         if self.experts_per_token > self.router_groups_chosen * size:
             raise ConfigError(
                 f"model.experts_per_token={self.experts_per_token} is more than the {self.router_groups_chosen * size} "
-                f"experts of {self.router_groups_chosen} of {groups} groups; use at most that, or more experts."
+                f"experts that model.router_groups_chosen={self.router_groups_chosen} of model.router_groups={groups} "
+                "leave; use at most that, or more experts."
             )
 
     @property

@@ -31,6 +31,7 @@ from parallax.sharding.mesh import make_mesh
 from parallax.training.step import model_of
 
 STACKED = "blocks."  # how names of arrays begin that have a dim for layers; then their kind, where there are several
+OF_EXPERTS = ".mlp.experts."  # in names of arrays that have a dim for experts, too
 CARRIED = ("config.json", TOKENIZER_FILE)
 CARRIED_IF_THERE = (TOKENIZER_CONFIG,)
 
@@ -229,7 +230,10 @@ def make_run(
     with new_folder(workdir) as unfinished:
         step = unfinished / "checkpoints" / "0"
         files.make_folder(step / "params")
-        arrays = {name: ArrayWriter(step / "params", name, about) for name, about in param_shapes(settings).items()}
+        arrays = {
+            name: ArrayWriter(step / "params", name, about, stacked=2 if OF_EXPERTS in name else 1)
+            for name, about in param_shapes(settings).items()
+        }
         for name, here in plain_names(arrays, settings.model.kinds).items():
             for index, pieces in parts(name, here):
                 arrays[here.name].write(index, pieces)

@@ -226,7 +226,7 @@ MIXTRAL = Mixture(
     {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
     {"num_local_experts": 8, "num_experts_per_tok": 2},
     PLAIN_ROUTER | {"router_normalized": True},
-    {"router_jitter_noise": 0},
+    {"router_jitter_noise": 0.0},
     other_name="num_experts",
 )
 QWEN3_MOE = Mixture(
@@ -626,7 +626,7 @@ def _plainest(model: ModelConfig) -> str:
         keys += ["layers_of", *PLAIN_ROUTER, "router_normalized"]
         why += (
             "; Mixtral and Qwen3-MoE have softmax alone, no scale, no groups and no shared experts, Mixtral normalised "
-            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from some layer on"
+            "and in every layer, DeepSeek-V2 softmax that is not normalised, DeepSeek-V3 sigmoid, both from a layer on"
         )
     has = ", ".join(f"model.{key}={getattr(model, key)!r}" for key in keys)
     raise ConfigError(f"no architecture of transformers that is known here has {has} together: {why}")

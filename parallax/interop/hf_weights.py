@@ -76,10 +76,10 @@ class MixtureNames(NamedTuple):
         return f"{self.at}.experts.{EXPERT}.{name}"
 
 
-USUAL = MixtureNames("mlp", "gate_proj", "up_proj", "down_proj")
+USUAL_NAMES = MixtureNames("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTURES = {
     "MixtralForCausalLM": MixtureNames("block_sparse_moe", "w1", "w3", "w2"),
-    "DeepseekV3ForCausalLM": USUAL._replace(bias="e_score_correction_bias"),
+    "DeepseekV3ForCausalLM": USUAL_NAMES._replace(bias="e_score_correction_bias"),
 }
 
 
@@ -108,7 +108,11 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
         **{f"attention.{name}": view for name, view in of_attention.items()},
     }
     for kind, stack in stack_names(model.kinds).items():
-        mlp = _mixture(model, MIXTURES.get(architecture, USUAL)) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
+        mlp = (
+            _mixture(model, MIXTURES.get(architecture, USUAL_NAMES))
+            if kind == "moe"
+            else _mlp("mlp", d_model, model.d_ff)
+        )
         found |= {f"{stack}{name}": view for name, view in layer.items()}
         found |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
     return found

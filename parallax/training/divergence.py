@@ -21,8 +21,9 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
+from parallax.sharding.layout import Layout
 from parallax.training.logger import RunLogger
-from parallax.training.optimizer import global_norm
+from parallax.training.optimizer import global_norm, is_load
 
 SHOWN_RANGES = 8
 
@@ -35,7 +36,8 @@ class DivergenceError(ParallaxError):
 
 class Diagnosis(NamedTuple):
     """Of one step. Arrays are [..., 2]: entries that are not finite, and the largest of the others or, of gradients,
-    the norm. Those of blocks have a leading dim of layers."""
+    the norm. Those of blocks have a leading dim of the model's layers, zeros where one has no such array; the load of
+    experts, which is no gradient, is left out."""
 
     loss: float
     grad_norm: float
@@ -90,8 +92,18 @@ def make_diagnosis(model: ShardedModel) -> Callable[[Any, dict[str, Array], Arra
 
     def diagnose(params: Any, batch: dict[str, Array], noise: Array) -> Diagnosis:
         activations = np.asarray(observe(params, batch, noise))
-        loss, grad_norm, gradients, parameters = jax.device_get(measure(params, batch, noise))
+        loss, grad_norm, *measured = jax.device_get(measure(params, batch, noise))
+        gradients, parameters = ({name: of_model(name, value) for name, value in of.items()} for of in measured)
         return Diagnosis(float(loss), float(grad_norm), parameters, activations, gradients)
+
+    def of_model(name: str, value: np.ndarray) -> np.ndarray:
+        """What was measured of a stack of layers, where these are in the model."""
+        stack = next((key for key in model.orders if name.startswith(f"{key.replace('/', '.')}.")), None)
+        if stack is None:
+            return value
+        found = np.zeros((model.model.layers, *value.shape[1:]), value.dtype)
+        found[model.orders[stack].members] = value
+        return found
 
     return diagnose
 
@@ -108,7 +120,10 @@ def _any_not_finite(params: Any) -> dict[str, Array]:
 
 def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
-    gradients = {name: _measure(name, grad, norm=True) for name, grad in flatten(grads).items()}
+    layouts = jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    trained = [name for name, layout in zip(flatten(grads), layouts, strict=True) if not is_load(layout)]
+    grads = {name: grad for name, grad in flatten(grads).items() if name in trained}
+    gradients = {name: _measure(name, grad, norm=True) for name, grad in grads.items()}
     parameters = {name: _measure(name, leaf, norm=False) for name, leaf in flatten(params).items()}
     return metrics["loss"], global_norm(grads), gradients, parameters
 

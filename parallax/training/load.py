@@ -25,8 +25,9 @@ def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
     """Metrics of a model with experts, none of others: how often each was chosen, float32 [layers with experts,
     experts], in the order of the model, whole on every device; tokens of padding choose, too."""
     layouts = jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
-    pieces = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
-    return {COUNTS: _whole(model.mesh, *piece) for piece in pieces if is_load(piece[1])}
+    leaves = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
+    found = [_whole(model.mesh, grad, layout, like) for grad, layout, like in leaves if is_load(layout)]
+    return {COUNTS: found[0]} if found else {}  # one stack of layers has experts
 
 
 def _whole(mesh: Any, x: Array, layout: Layout, like: Any) -> Array:

@@ -256,3 +256,27 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c_and_jax_is_not_imported(tmp_path)
             break
     assert process.wait(timeout=30) == 0 and process.stderr.read() == b""
     assert "╯" in seen.rstrip()[-20:]  # the last picture stays
+
+
+def mixture_row(step, shares):
+    """A row of a run with experts in the last of two layers."""
+    load = {"experts/load": 4 * max(shares), "experts/entropy": 0.5, "experts/layers": [1]}
+    return row(step) | load | {"experts/load_by_layer": [4 * max(shares)], "experts/shares": [shares]}
+
+
+def test_the_load_of_experts_is_shown_and_drawn(tmp_path, capsys):
+    rows = [mixture_row(1, [0.7, 0.1, 0.1, 0.1]), mixture_row(2, [0.3, 0.2, 0.25, 0.25])]
+    rows.insert(1, row(2) | {"experts/shares": [[None, "many"]], "experts/layers": [1]})  # a file may hold anything
+    folder, drawn = write_run(tmp_path / "run", rows, owner=os.getpid()), tmp_path / "load.svg"
+    assert main([str(folder), "--once", f"--load={drawn}"]) == 0
+    assert "largest load 1.20 x even, entropy 0.500 of even" in capsys.readouterr().out
+    picture = drawn.read_text()
+    assert "<title>layer 1, expert 0: 2.80</title>" in picture and "<title>layer 1, expert 1: 0.80</title>" in picture
+    assert picture.count("<title>") == 8 and "step 1<" in picture and "step 2<" in picture
+
+
+def test_a_run_without_experts_has_no_load_to_draw(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [row(1)], owner=os.getpid())
+    assert "largest load" not in shown_of(WatchedRun(folder))
+    assert main([str(folder), "--once", f"--load={tmp_path / 'load.svg'}"]) == 2
+    assert "no line of metrics.jsonl has experts/shares" in capsys.readouterr().err

@@ -106,6 +106,58 @@ def test_a_refusal_quotes_what_was_written_and_says_what_would_be_right(key, val
     assert message in refusal(key, read_settings, BASE, **{section: {name: value}})
 
 
+MIXTURE = {"layers": 4, "layers_of": "dense moe*3", "experts": 8, "experts_per_token": 3, "shared_experts": 1}
+MIXTURE = {"model": BASE["model"] | MIXTURE | {"router_groups": 4, "router_groups_chosen": 2}}
+OF_MIXTURES = [f"model.{name}" for name in MIXTURE["model"] if name.split("_")[0] in ("layers", "router", "experts")]
+OF_MIXTURES += ["model.d_expert", "model.shared_experts", "layout.exchange", "layout.expert_chunk_tokens"]
+OF_MIXTURES += ["loss.balance_coefficient", "loss.router_z_coefficient", "optimizer.balance_rate"]
+KINDS = [
+    "moe*",
+    "*4",
+    "(moe",
+    "moe)*4",
+    "(dense moe)*2*2",
+    "moe*-1",
+    "moe*0",
+    "moe*4 x",
+    "dense moe*99999999999",
+    "mo*4",
+]
+KINDS += ["(moe*99999999999)*4", "(dense moe)*" + "9" * 400, "moe*٣", "moe*" + "9" * 5000, "(" * 2000, "moe " * 2000]
+
+
+@pytest.mark.parametrize("key", OF_MIXTURES)
+def test_any_value_of_a_mixtures_key_is_taken_or_refused_in_one_line_that_names_it(key):
+    section, name = key.split(".")
+    for value in [*NUMBERS, *TEXTS, *OTHERS, *KINDS]:
+        refusal(key, read_settings, BASE | MIXTURE, **{section: {name: value}})
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=range(len(KINDS)))
+def test_what_is_no_sequence_of_kinds_is_refused(kinds):
+    assert refusal("model.layers_of", read_settings, BASE | MIXTURE, model={"layers_of": kinds})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"experts": 6},
+            "model.experts=6 does not divide over model.router_groups=4; use router_groups in {1, 2, 3, 6}",
+        ),
+        ({"router_groups_chosen": 5}, "model.router_groups_chosen=5 is more than model.router_groups=4; use at most 4"),
+        ({"experts_per_token": 5}, "=5 is more than the 4 experts that model.router_groups_chosen=2 of"),
+        ({"layers": 5}, "model.layers_of='dense moe*3' has 4 layers, not model.layers=5; \"moe*5\" has as many"),
+        ({"layers": 3}, "model.layers_of='dense moe*3' has more than model.layers=3;"),
+        ({"layers_of": "dense mow*3"}, "is no sequence of kinds: did you mean 'moe'?"),
+    ],
+    ids=range(6),
+)
+def test_a_refusal_of_a_mixture_says_what_would_be_right(changes, message):
+    found = refusal(f"model.{next(iter(changes))}", read_settings, BASE | MIXTURE, model=changes)
+    assert message in found, found
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("odd", [None, 5, LONG, [1] * 10_000, {LONG: 1}, {5: 1}, {None: 1}, {"a\nb": 1}], ids=range(8))
 def test_what_is_no_section_is_refused_in_one_line(section, odd):

@@ -42,6 +42,13 @@ MODELS = {
     "mla": {"attention": "mla", "qkv_bias": True, "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_seq": 8},
     "mla_q": {"attention": "mla", "d_latent_q": 16, "tied": False},
 }
+EXPERTS = {"experts": 8, "d_expert": 16, "shared_experts": 1, "tied": False}
+MODELS |= {
+    "moe": EXPERTS | {"attention": "gqa", "kv_heads": 2, "layers_of": "moe*4", "experts_per_token": 2},
+    "mixed": EXPERTS
+    | {"attention": "mla", "layers_of": "dense moe*2 dense", "experts_per_token": 3, "router_score": "sigmoid"}
+    | {"router_groups": 4, "router_groups_chosen": 2},
+}
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8), (4, 1, 2), (1, 8, 1)]
 RESIDUALS = {"hidden": "batch/dp seq d_model/tp", "seq": "batch/dp seq/tp d_model"}
 LAYOUTS = {
@@ -58,6 +65,7 @@ FAST = [
     ("mla", (2, 2, 2), PLAIN),
     ("gqa", (2, 1, 2, 1, 2), OTHER),
     ("mqa", (2, 2, 1, 1, 1, 2), PLAIN),
+    ("mixed", (2, 1, 2, 1, 1, 2), OTHER),
 ]
 ALL = {
     *itertools.product(MODELS, MESHES, (PLAIN, OTHER)),
@@ -65,6 +73,9 @@ ALL = {
     ("mqa", (1, 1, 8), "hidden-column_row-all_to_all"),
     ("mqa", (4, 1, 2), "seq-column_row-vocab_parallel"),
     ("mla", (1, 8, 1), "hidden-scatter-vocab_parallel"),
+    ("moe", (1, 1, 1, 1, 1, 8), PLAIN),
+    ("moe", (1, 1, 2, 1, 2, 2), OTHER),
+    ("mixed", (2, 1, 1, 1, 1, 4), PLAIN),
 } - {*FAST}
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(ALL))]
 GREEDY = SampleConfig(prompt="", tokens=10, temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -126,7 +137,12 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, l
 
 @pytest.mark.parametrize(
     "name, mesh, schedule, virtual",
-    [("gqa", (2, 2, 2), "interleaved", 2), ("mla", (3, 1, 2), "one_f_one_b", 1)],  # 4 layers on 3 ranks: uneven
+    [
+        ("gqa", (2, 2, 2), "interleaved", 2),
+        ("mla", (3, 1, 2), "one_f_one_b", 1),  # 4 layers on 3 ranks: uneven
+        pytest.param("moe", (3, 1, 1, 1, 1, 2), "one_f_one_b", 1, marks=pytest.mark.slow),
+        pytest.param("mixed", (2, 1, 1, 1, 1, 2), "interleaved", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_stored_for_another_order_of_layers_decodes_the_same(name, mesh, schedule, virtual):
     check_decoding(name, model_on(name, mesh, PLAIN, schedule, virtual))
@@ -167,7 +183,9 @@ def test_a_prompt_goes_on_beside_others_as_it_does_alone():
     assert together[0].tolist() != together[1].tolist()
 
 
-@pytest.mark.parametrize("name, layout", [("gqa", PLAIN), pytest.param("mla", OTHER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, layout", [("gqa", PLAIN), *(pytest.param(name, OTHER, marks=pytest.mark.slow) for name in ("mla", "mixed"))]
+)
 def test_a_seed_writes_the_same_on_every_mesh(name, layout):
     written = []
     for mesh in [(1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 2, 1, 1, 2, 2)]:

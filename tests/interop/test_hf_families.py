@@ -35,7 +35,7 @@ from hf_families import (
     random_model,
 )
 from hf_folders import in_blocks, write_folder
-from published import TAKEN, V3
+from published import MIXTURES, TAKEN, V3
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 # Sums over up to 96 float32 terms in other orders, on logits of size 1 to 10.
@@ -90,6 +90,9 @@ def test_a_run_of_our_own_computes_there_what_it_computes_here(corpus, tmp_path,
 # Published config.jsons with all their flags, at sizes that keep how many query heads share a key head. A vocab of 321
 # is padded; 96 tokens, the longest window of the comparison, are all that a sliding window may hide nothing of.
 SMALL = dict(num_hidden_layers=2, intermediate_size=48, vocab_size=321)
+LATENTS = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16)
+LATENTS |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=4 * CONTEXT)
+LATENTS |= dict(moe_intermediate_size=24)
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
     "codellama/CodeLlama-7b-hf": dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4),
@@ -100,14 +103,22 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": dict(
         hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, max_position_embeddings=4 * CONTEXT
     ),
+    "mistralai/Mixtral-8x7B-v0.1": dict(hidden_size=32, num_attention_heads=8, num_key_value_heads=2),
+    "Qwen/Qwen3-30B-A3B": dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=1, head_dim=16, moe_intermediate_size=24
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite": LATENTS | dict(q_lora_rank=None),
+    "deepseek-ai/DeepSeek-V2": LATENTS,
+    "deepseek-ai/DeepSeek-V3": LATENTS | dict(first_k_dense_replace=1, quantization_config=None),
 }
 
 
 def small(name):
-    config = TAKEN[name][0] | SMALL | PUBLISHED[name]
+    config = (TAKEN | MIXTURES)[name][0] | SMALL | PUBLISHED[name]
     rope = config.get("rope_scaling") or {}
     if "original_max_position_embeddings" in rope:
-        config["rope_scaling"] = rope | {"original_max_position_embeddings": CONTEXT}
+        factor = min(rope["factor"], config["max_position_embeddings"] / CONTEXT)
+        config["rope_scaling"] = rope | {"original_max_position_embeddings": CONTEXT, "factor": factor}
     return config
 
 
@@ -131,9 +142,7 @@ def test_a_window_hides_nothing_of_as_many_tokens_and_something_of_one_more(tmp_
 
 def test_float8_weights_compute_what_their_values_do_in_transformers(tmp_path):
     """DeepSeek-V3's config.json with all layers dense; transformers has the values, and we the blocks."""
-    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16)
-    sizes |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=4 * CONTEXT)
-    config = V3 | SMALL | sizes | {"first_k_dense_replace": 2}
+    config = V3 | SMALL | LATENTS | {"first_k_dense_replace": 2}
     config["rope_scaling"] = V3["rope_scaling"] | {"factor": 4, "original_max_position_embeddings": CONTEXT}
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     first = published_pair(plain, tmp_path / "first")
@@ -156,6 +165,12 @@ MATTERS = [
     ("DeepSeek-V2, yarn", dict(rope_temperature=1.0)),
     ("DeepSeek-V3, yarn", dict(rope_slow_turns=0.5)),
     ("DeepSeek-V3, yarn on what is rotated", dict(rope_magnitude=1.0)),
+    ("Mixtral", dict(router_normalized=False)),
+    ("Qwen3-MoE", dict(experts_per_token=2)),
+    ("DeepSeek-V2, experts", dict(router_scale=1.0)),
+    ("DeepSeek-V2, groups of experts", dict(router_groups=1, router_groups_chosen=1)),
+    ("DeepSeek-V3, groups of experts", dict(router_groups_chosen=3)),
+    ("DeepSeek-V3, one group", dict(router_score="softmax")),
 ]
 
 

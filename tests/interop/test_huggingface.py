@@ -10,7 +10,17 @@ import sys
 import numpy as np
 import pytest
 from checkpoint_examples import flip
-from hf_folders import CONFIGS, MIXTURES, config_of, random_tensors, read_folder, shapes_of, without, write_folder
+from hf_folders import (
+    CONFIGS,
+    MIXTURE_KEYS,
+    MIXTURES,
+    config_of,
+    random_tensors,
+    read_folder,
+    shapes_of,
+    without,
+    write_folder,
+)
 from own_runs import OWN, own_run, own_settings
 from run_examples import first_state, tiny_config
 from test_convert import params_of
@@ -21,8 +31,8 @@ from parallax.cli.command import load_config
 from parallax.cli.convert import main, parse, settings_of_import
 from parallax.cli.generate import main as generate
 from parallax.config.settings import load_settings, read_settings
-from parallax.data.tokenizer import train_bpe
-from parallax.interop.export import RECORD, SavedStep
+from parallax.data.tokenizer import Bytes, train_bpe
+from parallax.interop.export import RECORD, SavedStep, make_run
 from parallax.interop.hf_config import read_config, write_config
 from parallax.interop.huggingface import read_record
 from parallax.model.rope import Rope
@@ -135,8 +145,7 @@ def test_what_a_mixture_computes_is_in_the_config(name):
     architecture, changes = MIXTURES[name]
     found = described(architecture, **changes)
     assert found["layers_of"] == LAYERS_OF[name]
-    keys = "experts experts_per_token d_expert shared_experts router_score router_normalized router_scale".split()
-    assert [found[key] for key in (*keys, "router_groups", "router_groups_chosen")] == {
+    assert [found[key] for key in MIXTURE_KEYS] == {
         "Mixtral": [4, 2, 24, 0, "softmax", True, 1.0, 1, 1],
         "Qwen3-MoE": [8, 3, 8, 0, "softmax", True, 1.0, 1, 1],
         "Qwen3-MoE, every other layer": [8, 3, 8, 0, "softmax", False, 1.0, 1, 1],
@@ -463,9 +472,19 @@ def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(c
     )
 
 
+MOE = dict(attention="gqa", layers_of="moe*2")
 NOWHERE = {
     "biases and norms": (dict(attention="gqa", qkv_bias=True, qk_norm=True), "Qwen2 biases and no norms"),
     "latents with biases": (dict(attention="mla", qkv_bias=True), "DeepSeek no biases"),
+    "sigmoids of grouped heads": (dict(MOE, router_score="sigmoid"), "Mixtral and Qwen3-MoE have softmax alone"),
+    "shared experts of grouped heads": (dict(MOE, shared_experts=1), "no shared experts"),
+    "weights that are not normalised": (dict(MOE, router_normalized=False), "Mixtral normalised"),
+    "some layers without norms": (dict(MOE, layers_of="dense moe"), "Mixtral normalised and in every layer"),
+    "experts first": (
+        dict(MOE, attention="mla", layers_of="moe dense", router_score="sigmoid"),
+        "both from a layer on",
+    ),
+    "normalised softmax of latents": (dict(MOE, attention="mla"), "DeepSeek-V2 softmax that is not normalised"),
     "a temperature": (dict(attention="gqa", rope_temperature=1.5), "rope_temperature=1.5 .* no place"),
     "a blunt one": (
         dict(attention="mla", rope_scaling="yarn", rope_factor=4.0, rope_temperature=0.5),
@@ -479,6 +498,34 @@ def test_a_model_that_no_architecture_computes_is_not_written(corpus, what):
     changes, message = NOWHERE[what]
     with pytest.raises(ConfigError, match=message):
         write_config(own_settings(corpus, **changes).model, 32)
+
+
+def test_a_routers_bias_that_an_architecture_has_not_must_be_zero(corpus, tmp_path, capsys):
+    settings = own_settings(corpus, **OWN["mixture"][0])
+    made = own_run(tmp_path / "zeros", settings)
+    made["blocks.mlp.router.bias"][1, 2] = -0.25
+    carried = {name: (tmp_path / "zeros" / name).read_text() for name in ("config.json", "tokenizer.json")}
+    parts = lambda _, here: [(here.index, [made[here.name][here.index]])]  # noqa: E731
+    make_run(tmp_path / "mine", settings, Bytes(), carried, parts)
+    assert main(["to-hf", str(tmp_path / "mine"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "blocks.mlp.router.bias of layer 1 reaches 0.25, and a MixtralForCausalLM has no such bias" in error
+    assert error.count("\n") == 1 and not list(tmp_path.glob("out*"))
+
+
+def test_a_mixture_trained_from_an_import_goes_out_like_it_however_its_layers_are_written(tmp_path):
+    architecture, changes = MIXTURES["DeepSeek-V3"]
+    config = config_of(architecture, **changes)
+    imported(tmp_path, config, random_tensors(shapes_of(config), "BF16"))
+    settings = load_settings(tmp_path / "run").to_dict()
+    settings["model"]["layers_of"] = "dense*1 moe moe"
+    own_run(tmp_path / "tuned", read_settings(settings))
+    assert main(["to-hf", str(tmp_path / "tuned"), str(tmp_path / "out"), "--like", str(tmp_path / "run")]) == 0
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {**said, "max_position_embeddings": 64, "rope_scaling": 0} == {**config, "rope_scaling": 0}
+    settings["model"]["layers_of"] = "moe*3"
+    own_run(tmp_path / "other", read_settings(settings))
+    assert main(["to-hf", str(tmp_path / "other"), str(tmp_path / "no"), "--like", str(tmp_path / "run")]) == 2
 
 
 @pytest.fixture
@@ -628,11 +675,19 @@ print("grew", peak() - before)
 """
 
 
+LARGE = {
+    "LlamaForCausalLM": dict(intermediate_size=4096, num_hidden_layers=12),
+    "MixtralForCausalLM": dict(intermediate_size=3584, num_hidden_layers=2, num_local_experts=8),  # 168 MiB a layer
+}
+
+
 @pytest.mark.slow
-def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path):
-    """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer, a few pieces of at most 64 MiB."""
-    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
-    config = config_of("LlamaForCausalLM", vocab_size=4096, **sizes)
+@pytest.mark.parametrize("architecture", LARGE)
+def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path, architecture):
+    """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer or of an expert, a few pieces of at most
+    64 MiB."""
+    sizes = dict(hidden_size=1024, num_attention_heads=16, **LARGE[architecture])
+    config = config_of(architecture, vocab_size=4096, **sizes)
     tensors = random_tensors(shapes_of(config), "BF16")
     assert sum(x.nbytes for x in tensors.values()) > 350 << 20
     write_folder(tmp_path / "theirs", config, tensors, shards=4)

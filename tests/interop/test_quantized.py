@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hf_folders import KINDS, config_of, in_blocks, random_tensors, read_folder, shapes_of, write_folder
+from hf_folders import KINDS, MIXTURES, config_of, in_blocks, random_tensors, read_folder, shapes_of, write_folder
 from test_convert import params_of
 from test_huggingface import CONVERT, ENVIRONMENT
 
@@ -52,6 +52,25 @@ def test_float8_weights_come_in_as_the_values_that_they_stand_for(tmp_path, caps
         np.testing.assert_array_equal(small[name], wide[name], err_msg=name)
 
 
+def test_experts_in_float8_come_in_as_the_values_that_they_stand_for(tmp_path):
+    """Beside a layer for multi-token prediction, which has experts, too."""
+    architecture, changes = MIXTURES["DeepSeek-V3"]
+    changes = changes | {"num_hidden_layers": 2}
+    config, stored, meant = quantized(architecture, (7, 5), num_nextn_predict_layers=1, **changes)
+    experts = [name for name in stored if ".mlp.experts." in name and name.endswith("_scale_inv")]
+    assert len(experts) == 3 * 8
+    assert imported(tmp_path / "small", config, stored | further_layer(config, (7, 5)), shards=2) == 0
+    assert imported(tmp_path / "wide", config_of(architecture, **changes), meant) == 0
+    small, wide = (params_of(tmp_path / which / "run", 0) for which in ("small", "wide"))
+    assert small.keys() == wide.keys() and "blocks.moe.mlp.experts.up" in small
+    for name in wide:
+        np.testing.assert_array_equal(small[name], wide[name], err_msg=name)
+    assert main(["to-hf", str(tmp_path / "small" / "run"), str(tmp_path / "out")]) == 0
+    found = read_folder(tmp_path / "out")
+    assert found.keys() == meant.keys()
+    assert all((found[name] == x.astype(KINDS["BF16"])).all() for name, x in meant.items())
+
+
 def test_they_go_out_in_the_dtype_of_the_rest_and_say_nothing_of_blocks(tmp_path):
     config, stored, meant = quantized(V3, (7, 5), num_nextn_predict_layers=1)
     assert imported(tmp_path, config, stored) == 0
@@ -68,9 +87,9 @@ def test_they_go_out_in_the_dtype_of_the_rest_and_say_nothing_of_blocks(tmp_path
 def further_layer(config, block):
     """Tensors of a layer for multi-token prediction: a block of its own, and what stands around it."""
     d, names = config["hidden_size"], {}
-    for name, shape in shapes_of(config | {"num_hidden_layers": 1}).items():
-        if ".layers.0." in name:
-            names[name.replace(".layers.0.", ".layers.2.")] = shape
+    for name, shape in shapes_of(config | {"num_hidden_layers": 3}).items():
+        if FURTHER in name:
+            names[name] = shape
     around = {"enorm.weight": (d,), "hnorm.weight": (d,), "eh_proj.weight": (d, 2 * d), "shared_head.norm.weight": (d,)}
     around |= {"embed_tokens.weight": (config["vocab_size"], d), "shared_head.head.weight": (config["vocab_size"], d)}
     names |= {FURTHER + name: shape for name, shape in around.items()}

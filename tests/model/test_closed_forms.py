@@ -8,6 +8,7 @@ from formulas import Step
 from tiny import HIDDEN_CUT, MESHES, ROWS, SCHEDULES, SEQ, SEQ_CUT, build, section
 
 from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import POLICY_NAMES
 from parallax.model.families import CONTEXTS
 from parallax.sharding.layout import Layout
@@ -19,6 +20,8 @@ def both(mesh, **changes):
     """(measured, formula) of a step: bytes by (axes, kind, direction)."""
     given = dict(tensor_parallel="column_row", residual="hidden", remat="none", microbatches=4) | changes
     model = build(mesh, **given | {"residual": RESIDUALS[given["residual"]]})
+    if given.get("exchange") == "ragged":  # on simulated devices it is made of gathers
+        model = model.replace(mesh=abstract_mesh(model.axis_sizes))
     layout, pipeline = section("layout", **given), model.pipeline
     step = Step(
         mesh[:3],
@@ -34,6 +37,9 @@ def both(mesh, **changes):
         cp=model.axis_sizes.get("cp", 1),
         ep=model.axis_sizes.get("ep", 1),
         context=layout["context"],
+        exchange=layout["exchange"],
+        expert_chunk_tokens=layout["expert_chunk_tokens"],
+        balances=model.loss_config.balance_coefficient > 0,
         chunk_tokens=model.loss_config.chunk_tokens,
         rows=ROWS,
         seq=SEQ,
@@ -156,6 +162,54 @@ def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
     together = tuple(axis for axis, size in zip(("dp", "cp", "ep"), (mesh[1], *mesh[4:])) if axis == "dp" or size > 1)
     over_ep = {axes for axes, kind, _ in measured if "ep" in axes and kind != "all-reduce"}
     assert over_ep == ({together} if policy != "ddp" else set())
+
+
+MIXTURE = dict(layers_of="moe*8", experts=8, experts_per_token=3, d_expert=16, balance_coefficient=0.1)
+MIXTURE_MESHES = [
+    (1, 1, 1, 1, 1, 8), (1, 1, 2, 1, 1, 4), (2, 2, 1, 1, 1, 2), (2, 1, 2, 1, 1, 2), (1, 1, 2, 1, 2, 2),
+    (1, 2, 1, 2, 1, 2), (2, 2, 2), (1, 2, 1, 1, 4),
+]  # fmt: skip
+
+
+@meshes(MIXTURE_MESHES, (1, 1, 2, 1, 2, 2))
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("family", ["column_row", "scatter"])
+@pytest.mark.parametrize("shared_experts", [0, 2])
+def test_a_mixture_sends_what_its_formula_says(shared_experts, family, residual, mesh):
+    changes = MIXTURE | dict(shared_experts=shared_experts, attention="mla" if shared_experts else "gqa")
+    measured, formula = both(mesh, tensor_parallel=family, residual=residual, dtype="bfloat16", **changes)
+    assert measured == formula
+
+
+@meshes([(1, 1, 1, 1, 1, 8), (1, 1, 2, 1, 1, 4), (1, 2, 2, 1, 1, 2), (1, 1, 2, 1, 2, 2)], (1, 1, 2, 1, 2, 2))
+@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_each_exchange_sends_what_its_formula_says(residual, exchange, chunk, mesh):
+    """With chunks, the backward pass sends tokens again."""
+    how = dict(exchange=exchange, expert_chunk_tokens=chunk, residual=residual, attention="gqa")
+    measured, formula = both(mesh, **MIXTURE | how)
+    assert measured == formula
+    over_ep = {(kind, direction) for axes, kind, direction in measured if axes == ("ep",)}
+    assert (("all-to-all", "backward") in over_ep) == (exchange == "ragged")
+    assert any(direction == "recompute" for _, direction in over_ep) == (chunk > 0)
+
+
+@meshes(MIXTURE_MESHES, (1, 2, 1, 2, 1, 2))
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_experts_are_cut_over_the_other_data_axes_as_their_formula_says(policy, mesh):
+    measured, formula = both(mesh, policy=policy, tied=False, reduce="compute", dtype="bfloat16", **MIXTURE)
+    assert measured == formula
+
+
+@meshes([(2, 1, 1, 1, 1, 4), (2, 2, 1, 1, 1, 2), (2, 1, 2, 1, 1, 2)], (2, 1, 2, 1, 1, 2))
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "interleaved" else pytest.mark.slow) for name in SCHEDULES]
+)
+def test_layers_in_turn_send_what_their_formula_says(schedule, mesh):
+    kinds = MIXTURE | dict(layers_of="(dense moe)*8", layers=16, shared_experts=1)
+    measured, formula = both(mesh, schedule=schedule, microbatches=8, **SCHEDULES[schedule], **kinds)
+    assert measured == formula
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

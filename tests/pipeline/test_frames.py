@@ -21,6 +21,7 @@ TRACED = {
     "layer": {"plan", "forward", "backward"},
     "stage": {"plan", "forward", "backward"},
 }
+MIXTURE = dict(experts=8, experts_per_token=2, d_expert=16)
 CASES = {
     f"{schedule} {case}": dict(schedule=schedule, remat="layer", layers=8) | SCHEDULES[schedule] | changes
     for schedule in SCHEDULES
@@ -32,6 +33,9 @@ CASES = {
         "uneven": dict(layers=7),
         "prefetch": dict(prefetch=1),
         "uneven prefetch": dict(layers=7, prefetch=1),
+        "mixtures": MIXTURE | dict(layers_of="moe*8"),
+        "mixtures in turn": MIXTURE | dict(layers_of="(dense moe)*4"),
+        "mixtures at the end": MIXTURE | dict(layers=7, layers_of="dense*5 moe*2"),
     }.items()
 }
 
