@@ -11,8 +11,8 @@ Numbers:  DeepSeek-AI 2024, "DeepSeek-V2", appendix B, and the published configu
 Command:  python train.py --config=configs/deepseek_v2_lite_16.py --config.data.path=FILES \\
               --config.data.tokenizer=FILE
 Hardware: 16 TPU v5p chips (95 GB each).
-Memory:   TBD
-Time:     TBD
+Memory:   20.4 GiB a chip, predicted (python -m parallax.plan); not yet compiled.
+Time:     9.1 s a step by the plan (MFU 51.6 %, analytic, products at their full rate); not yet compiled, not yet run.
 Loss:     not yet run.
 """
 

@@ -14,7 +14,7 @@ from parallax.analysis.collectives import sent_bytes
 from parallax.analysis.flops import active_parameters, grouped_flops, layer_parameters, parameters_by_component
 from parallax.analysis.hlo import (
     COLLECTIVES,
-    RAGGED,
+    RAGGED_EXCHANGE,
     Computation,
     Instruction,
     Module,
@@ -28,7 +28,7 @@ from parallax.analysis.hlo import (
 )
 from parallax.config.sections import ModelConfig
 from parallax.model.kernels import kernel_flops
-from parallax.model.traffic import FULL, Load
+from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
@@ -118,7 +118,7 @@ def name_of(op_name: str) -> str:
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 # How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients of weights.
 GROUPED_KERNELS = ("ragged-dot", "tgmm")
-KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED: "all-to-all"}
+KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED_EXCHANGE: "all-to-all"}
 
 
 class CompiledCollective(NamedTuple):
@@ -193,7 +193,7 @@ class Kernel(NamedTuple):
 class TimelineReader:
     """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = FULL):
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = ALL_IN_USE):
         self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
@@ -341,7 +341,7 @@ class TimelineReader:
 
     def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
         """Bytes of what is sent; of a ragged exchange, of the rows that are in use."""
-        if not piece.kind.startswith(RAGGED):
+        if not piece.kind.startswith(RAGGED_EXCHANGE):
             return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
         # Behind them come where rows begin, and how many there are. The smaller has room for all that is sent.
         return round(self.load.sent * min(shape_bytes(_shape(home, name)) for name in piece.operands[:2]))
@@ -355,7 +355,7 @@ class TimelineReader:
         shapes = [_shape(computation, name) for name in one.operands]
         operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
         if _is_grouped(one):
-            used = lambda shape: shape_bytes(shape) * (1 if _is_of_matrices(shape) else self.load.grouped)  # noqa: E731
+            used = lambda shape: shape_bytes(shape) * (self.load.grouped if _has_rows(shape) else 1)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
             flops = round(self.load.grouped * flops)
         return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
@@ -452,7 +452,7 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
 
 
 def read_compiled(
-    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE
 ) -> Compiled:
     """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
 
@@ -470,7 +470,7 @@ def read_compiled(
     )
 
 
-def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL) -> Compiled:
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE) -> Compiled:
     """The same from the program's text alone, without sizes."""
     reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
     timeline = reader.entry()
@@ -592,9 +592,9 @@ def _is_grouped(one: Instruction) -> bool:
     return one.name.startswith(GROUPED_KERNELS)
 
 
-def _is_of_matrices(shape: str) -> bool:
-    """Whether a grouped product's operand or result has a matrix for each group, and no rows."""
-    return any(len(dims) == 3 for dims in float_dims(shape))
+def _has_rows(shape: str) -> bool:
+    """Whether a grouped product's operand or result are rows, and neither a matrix for each group nor their sizes."""
+    return any(len(dims) == 2 for dims in float_dims(shape))
 
 
 def _kernel_flops(one: Instruction, home: Computation) -> int:

@@ -13,8 +13,8 @@ import numpy as np
 
 from parallax.training.step import UPDATE
 
-RAGGED = "ragged-all-to-all"
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
+RAGGED_EXCHANGE = "ragged-all-to-all"
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED_EXCHANGE)
 COMPUTATION_LINE = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CLOSE = re.compile(r'\}(, execution_thread="\w+")?')  # a kernel's metadata may begin a line with }, too
 INSTRUCTION_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?[\])}]) ([a-z][\w\-]*)\(")

@@ -41,6 +41,7 @@ from parallax.analysis.step_time import (
 )
 from parallax.analysis.topology import Topology
 from parallax.config.settings import Settings
+from parallax.model.exchange import EXPERT_AXIS
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
@@ -50,7 +51,6 @@ from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, by_name, figures
-from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these

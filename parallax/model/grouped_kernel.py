@@ -11,8 +11,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from parallax.model.kernels import LANES, platform_traced, unchecked
 
 GROUPED_SCOPE = "weights_by_group"  # by which the kernel is known in traced programs
-ROWS = (512, 256, LANES)  # of a block
-WIDEST = 1024  # entries of a block of either factor
+BLOCK_ROWS = (512, 256, LANES)  # of a block
+WIDEST_BLOCK = 1024  # entries of a block of either factor
 
 
 def ragged_dot(x_NI: Array, w_EIO: Array, sizes_E: Array) -> Array:
@@ -44,7 +44,7 @@ def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: boo
 
     `N` is a multiple of 128.
     """
-    rows = next(size for size in ROWS if len(x_NI) % size == 0)
+    rows = next(size for size in BLOCK_ROWS if len(x_NI) % size == 0)
     tiling = rows, *(width_of_block(x.shape[1]) for x in (x_NI, y_NO))
 
     def run(x: Array, y: Array, sizes: Array) -> Array:
@@ -60,5 +60,5 @@ def width_of_block(width: int) -> int:
     >>> [width_of_block(width) for width in (4096, 1408, 704, 64)]
     [1024, 768, 768, 128]
     """
-    sizes = range(min(WIDEST, -(-width // LANES) * LANES), 0, -LANES)
-    return min((size for size in sizes if 2 * size > WIDEST or size >= width), key=lambda size: -width % size)
+    sizes = range(min(WIDEST_BLOCK, -(-width // LANES) * LANES), 0, -LANES)
+    return min((size for size in sizes if 2 * size > WIDEST_BLOCK or size >= width), key=lambda size: -width % size)

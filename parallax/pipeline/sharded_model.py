@@ -32,6 +32,7 @@ from parallax.model.checks import (
 )
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
+from parallax.model.exchange import EXPERT_AXIS
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.rope import Rope
 from parallax.model.traffic import Load, even_load, exchange_of
@@ -47,7 +48,6 @@ from parallax.sharding.activations import (
     BATCH,
     BATCH_AXES,
     CONTEXT_AXIS,
-    EXPERT_AXIS,
     ROWS,
     SHARED_ROWS,
     TOKENS,

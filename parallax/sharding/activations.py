@@ -8,7 +8,6 @@ from parallax.sharding.layout import Layout
 
 BATCH_AXES = ("replica", "dp", "ep")
 CONTEXT_AXIS = "cp"
-EXPERT_AXIS = "ep"
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)  # those over which a batch's tokens are cut
 ROWS = "/".join(("batch", *BATCH_AXES))
 SEQ = f"seq/{CONTEXT_AXIS}"

@@ -44,8 +44,8 @@ SPARSE_CORES = {
 # KiB of a core's VMEM that one operation may fill. With the default, 16 MiB, an MLP's products take a quarter longer.
 VMEM = {"xla_tpu_scoped_vmem_limit_kib": 65_536}
 # Products of rows with their group's matrices by a kernel, as v5p has it by default; a dilated convolution otherwise.
-GROUPED = {"xla_tpu_enable_ragged_dot_kernel": True}
-OPTIONS = {"TPU v5e": EXCHANGE | GROUPED, "TPU v5p": EXCHANGE | SPARSE_CORES | VMEM, "TPU v6e": GROUPED}
+RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
+OPTIONS = {"TPU v5e": EXCHANGE | RAGGED_DOT, "TPU v5p": EXCHANGE | SPARSE_CORES | VMEM, "TPU v6e": RAGGED_DOT}
 
 Said = tuple[tuple[str, bool | int], ...]
 
