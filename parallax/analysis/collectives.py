@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.model.traffic import FULL, Load
+from parallax.model.traffic import FULL_LOAD, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
 from parallax.training.step import TrainStep
 
-RAGGED = "ragged_all_to_all"
+RAGGED_PRIMITIVE = "ragged_all_to_all"
 # How JAX calls what the notation calls.
 KIND_OF_PRIMITIVE = {
     "all_gather": "all-gather",
@@ -29,7 +29,7 @@ KIND_OF_PRIMITIVE = {
     "pmax": "all-reduce",
     "pmin": "all-reduce",
     "all_to_all": "all-to-all",
-    RAGGED: "all-to-all",
+    RAGGED_PRIMITIVE: "all-to-all",
     "ppermute": "permute",
 }
 
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
 
 def collectives(
-    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL
+    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL_LOAD
 ) -> list[Sent]:
     """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
 
@@ -117,7 +117,7 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
 
 
 def program_collectives(
-    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL
+    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = FULL_LOAD
 ) -> list[Sent]:
     """`collectives` of a traced program."""
     counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes, load=load))
@@ -137,7 +137,7 @@ def _sent(
     axes = _axes(equation)
     operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
     # What a ragged exchange sends and what it fills are followed by where rows begin, and how many there are.
-    operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED else sum(operands)
+    operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
     groups = equation.params.get("axis_index_groups")  # a step of a gather in two
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)

@@ -28,7 +28,7 @@ from parallax.analysis.hlo import (
 )
 from parallax.config.sections import ModelConfig
 from parallax.model.kernels import kernel_flops
-from parallax.model.traffic import FULL, Load
+from parallax.model.traffic import FULL_LOAD, Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
@@ -193,7 +193,7 @@ class Kernel(NamedTuple):
 class TimelineReader:
     """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = FULL):
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = FULL_LOAD):
         self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
@@ -452,7 +452,7 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
 
 
 def read_compiled(
-    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL_LOAD
 ) -> Compiled:
     """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
 
@@ -470,7 +470,7 @@ def read_compiled(
     )
 
 
-def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL) -> Compiled:
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = FULL_LOAD) -> Compiled:
     """The same from the program's text alone, without sizes."""
     reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
     timeline = reader.entry()

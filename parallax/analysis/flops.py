@@ -17,7 +17,7 @@ from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.model.traffic import FULL, Load
+from parallax.model.traffic import FULL_LOAD, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
@@ -120,11 +120,11 @@ ATTENTION_FLOPS = {
     "cudnn": (cudnn_flops, ("fwd", "bwd")),
     "splash": (attention_flops, ("fwd", "dq", "dkv")),
 }
-GROUPED = ("ragged_dot", "ragged_dot_general")
+GROUPED_PRIMITIVES = ("ragged_dot", "ragged_dot_general")
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = FULL) -> int:
+def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = FULL_LOAD) -> int:
     """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add; of
     grouped products those of the rows that are in use, by the load.
 
@@ -137,7 +137,7 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Lo
     return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at, load=load).values())
 
 
-def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = FULL) -> dict[str, int]:
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = FULL_LOAD) -> dict[str, int]:
     """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
@@ -150,7 +150,7 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Loa
     return dict(walk(program, at=at, count=count))
 
 
-def product_flops(equation: JaxprEqn, load: Load = FULL, stack: str = "") -> int | None:
+def product_flops(equation: JaxprEqn, load: Load = FULL_LOAD, stack: str = "") -> int | None:
     """FLOPs of one equation's matrix products, whose names are those of Origin; None where they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
@@ -169,7 +169,7 @@ def product_flops(equation: JaxprEqn, load: Load = FULL, stack: str = "") -> int
 def is_grouped(equation: JaxprEqn, stack: str) -> bool:
     """Whether an equation multiplies rows by groups."""
     name = equation.primitive.name
-    return name in GROUPED or (name == "pallas_call" and GROUPED_SCOPE in stack)
+    return name in GROUPED_PRIMITIVES or (name == "pallas_call" and GROUPED_SCOPE in stack)
 
 
 def _is_float(var: Any) -> bool:
@@ -307,7 +307,5 @@ def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
     stacks = matmul_parameters_by_stack(model.model, model.shapes)
     flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
     average = sum(flops.values()) / model.model.layers
-    of_kind = [
-        np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()
-    ]
+    of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
     return sum(of_kind).tolist()

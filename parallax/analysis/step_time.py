@@ -38,7 +38,7 @@ from parallax.analysis.compiled import (
     costs_of,
     read_step,
 )
-from parallax.analysis.flops import GROUPED, flops_per_token, is_grouped, mfu, product_flops
+from parallax.analysis.flops import GROUPED_PRIMITIVES, flops_per_token, is_grouped, mfu, product_flops
 from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import Memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
@@ -56,10 +56,10 @@ from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED)
+PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED_PRIMITIVES)
 TABLE_MODULES = ("embedding", "head")
 GROUPED_PRODUCTS = "grouped"
-KERNELS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
+KERNEL_KINDS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
 LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
 
 
@@ -299,13 +299,13 @@ def step_time(
     mesh, events = compiled.mesh, compiled.timeline
     critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
     total = sum(critical.values())
-    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNELS)}
+    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNEL_KINDS)}
     used = mfu(model_flops, total, chip.peak(dtype))
     assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
     return StepTime(
         critical["compute"],
         exposed,
-        sum(critical[name] for name in KERNELS),
+        sum(critical[name] for name in KERNEL_KINDS),
         total,
         1 - sum(own.values()) / total,
         used,
@@ -322,7 +322,7 @@ class Clock:
         self._routes: dict[tuple, Route] = {}
 
     def run(self, events: list) -> Counter:
-        """Seconds by "compute", KERNELS and axes waited for; all links are free at the start."""
+        """Seconds by "compute", KERNEL_KINDS and axes waited for; all links are free at the start."""
         spent: Counter = Counter()
         free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
         ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
@@ -343,7 +343,7 @@ class Clock:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
-            return {KERNELS[event.grouped]: self._kernel_secs(event)}
+            return {KERNEL_KINDS[event.grouped]: self._kernel_secs(event)}
         if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
         if isinstance(event, BranchEvent):

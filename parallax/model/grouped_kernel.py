@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from parallax.model.kernels import LANES, platform_traced, unchecked
 
 GROUPED_SCOPE = "weights_by_group"  # by which the kernel is known in traced programs
-ROWS = (512, 256, LANES)  # of a block
+BLOCK_ROWS = (512, 256, LANES)  # of a block
 WIDEST = 1024  # entries of a block of either factor
 
 
@@ -44,7 +44,7 @@ def weights_by_group(x_NI: Array, y_NO: Array, sizes_E: Array, *, interpret: boo
 
     `N` is a multiple of 128.
     """
-    rows = next(size for size in ROWS if len(x_NI) % size == 0)
+    rows = next(size for size in BLOCK_ROWS if len(x_NI) % size == 0)
     tiling = rows, *(width_of_block(x.shape[1]) for x in (x_NI, y_NO))
 
     def run(x: Array, y: Array, sizes: Array) -> Array:

@@ -16,7 +16,7 @@ class Load(NamedTuple):
     sent: float = 1.0
 
 
-FULL = Load()
+FULL_LOAD = Load()
 
 
 def even_load(model: ModelConfig, ep: int) -> Load:
@@ -26,7 +26,7 @@ def even_load(model: ModelConfig, ep: int) -> Load:
     Load(grouped=0.25, sent=0.928571428571428...)
     """
     if "moe" not in model.kinds:
-        return FULL
+        return FULL_LOAD
     here = model.experts // ep
     most = min(model.experts_per_token, here)
     return Load(
