@@ -1,0 +1,191 @@
+"""What a step or a function sends, read from its traced program: nothing is compiled, and no device is needed."""
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from parallax.analysis.trace import Origin, step_program, update_program, walk
+from parallax.config.sections import ALL_AXES
+from parallax.model.traffic import ALL_IN_USE, Load
+from parallax.pipeline import ShardedModel
+from parallax.sharding.collectives import as_varying
+from parallax.sharding.layout import Layout
+from parallax.training.step import TrainStep
+
+RAGGED_PRIMITIVE = "ragged_all_to_all"
+# How JAX calls what the notation calls.
+KIND_OF_PRIMITIVE = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    RAGGED_PRIMITIVE: "all-to-all",
+    "ppermute": "permute",
+}
+
+
+class Sent(NamedTuple):
+    """Calls of one collective from one place in the source, for one purpose."""
+
+    kind: str  # "all-gather" | "reduce-scatter" | "all-reduce" | "all-to-all" | "permute"
+    axes: tuple[str, ...]  # in mesh order
+    bytes: int  # that a device sends in one call
+    count: float  # calls of a device in a step
+    # "forward" | "backward" | "recompute": in the backward pass, what forward has sent before | "update"
+    direction: str
+    module: str  # who asked: "attention/q", "embedding", or a file where no module did: "pipeline/executor"
+    source: str  # the line that asked: "parallax/model/dense.py:57"
+
+    @property
+    def total_bytes(self) -> float:
+        """That a device sends in a step."""
+        return self.bytes * self.count
+
+
+def collectives(
+    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = ALL_IN_USE
+) -> list[Sent]:
+    """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
+
+    Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
+    or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing. Of a ragged
+    all-to-all, whose rows depend on data, those count that `load` says, without it all that there is room for.
+    Raises ValueError where it depends on data otherwise what is sent.
+    """
+    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes, load=load)
+
+
+def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
+    """What a device sends for the loss and gradients of a step; the mesh may be abstract.
+
+    Pipeline ranks differ: see `busiest`. What follows them is `update_collectives`.
+    """
+    return busiest(collectives_by_rank(model, global_batch, seq))
+
+
+def update_collectives(step: TrainStep) -> list[Sent]:
+    """What every device sends for the gradient's norm, and for the optimizer's update where it is ours.
+
+    What optax reduces over whole arrays, as its own clip does, the compiler sends, and no traced program has it.
+    """
+    sizes = step.model.axis_sizes
+    return program_collectives(update_program(step), at=dict.fromkeys(sizes, 0), sizes=sizes)
+
+
+def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
+    """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
+    program = step_program(model, global_batch, seq)
+    places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [program_collectives(program, at=at, sizes=model.axis_sizes, load=model.load) for at in places]
+
+
+def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Entries of all ranks, each with the largest count of any rank: in lockstep the others wait for it."""
+    most: Counter = Counter()
+    for rank in ranks:
+        most |= _counted(rank)
+    return sorted(sent._replace(count=count) for sent, count in most.items())
+
+
+def on_average(ranks: Sequence[list[Sent]]) -> list[Sent]:
+    """Entries of all ranks, each with the mean count, as a compiled program is counted."""
+    together = sum(map(_counted, ranks), Counter())
+    return sorted(sent._replace(count=count / len(ranks)) for sent, count in together.items())
+
+
+def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
+    """Bytes in a step by these fields, as `bytes_by(sent, "axes", "kind")` or `bytes_by(sent, "direction")`.
+
+    >>> calls = [Sent("permute", ("pp",), 8, count, way, "", "") for count, way in ((3, "forward"), (1, "backward"))]
+    >>> bytes_by(calls, "axes"), bytes_by(calls, "direction")
+    ({(('pp',),): 32}, {('forward',): 24, ('backward',): 8})
+    """
+    found: dict[tuple, int] = defaultdict(int)
+    for one in sent:
+        found[tuple(getattr(one, field) for field in fields)] += one.total_bytes
+    return dict(found)
+
+
+def program_collectives(
+    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = ALL_IN_USE
+) -> list[Sent]:
+    """`collectives` of a traced program."""
+    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes, load=load))
+    return sorted(sent._replace(count=count) for sent, count in counted.items())
+
+
+def _counted(rank: list[Sent]) -> Counter:
+    return Counter({sent._replace(count=0): sent.count for sent in rank})
+
+
+def _sent(
+    equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load
+) -> Counter:
+    kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
+    if kind is None:
+        return Counter()
+    axes = _axes(equation)
+    operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
+    # What a ragged exchange sends and what it fills are followed by where rows begin, and how many there are.
+    operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
+    groups = equation.params.get("axis_index_groups")  # a step of a gather in two
+    count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    size = sent_bytes(kind, operand, count)
+    if kind == "permute" and not any(source == at[axes[0]] != target for source, target in equation.params["perm"]):
+        size = 0
+    return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
+
+
+def _axes(equation: JaxprEqn) -> tuple[str, ...]:
+    named = equation.params["axes" if "axes" in equation.params else "axis_name"]
+    named = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(sorted(named, key=ALL_AXES.index))
+
+
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """Bytes that a device sends in one collective among so many devices, from those of its operands.
+
+    >>> sent_bytes("all-gather", 100, 4), sent_bytes("all-reduce", 100, 4), sent_bytes("permute", 100, 2)
+    (300, 150, 100)
+    """
+    if kind == "permute":
+        return operand
+    if kind == "all-gather":
+        return (devices - 1) * operand
+    share = -(-(devices - 1) * operand // devices)
+    return 2 * share if kind == "all-reduce" else share
+
+
+def sent_by(local: Callable, layouts: Sequence[str], arrays: Sequence[Any], mesh: Any) -> list[Sent]:
+    """What a device sends when it runs `local` on its pieces of arrays, and takes the gradients in those of floats.
+
+    An array that is not cut over an axis is the same on its ranks, and its gradient is summed over it. Nothing runs:
+    `arrays` may be shapes, the mesh abstract. Raises NotationError where a layout is none.
+
+    >>> import jax.numpy as jnp
+    >>> from parallax.sharding.collectives import all_gather
+    >>> from parallax.sharding.mesh import mesh_of
+    >>> gather = lambda w: all_gather("d_model/dp d_ff -> d_model d_ff", w)
+    >>> sent = sent_by(gather, ["d_model/dp d_ff"], [jnp.ones((8, 4))], mesh_of(dp=1))
+    >>> sorted((one.direction, one.kind) for one in sent)
+    [('backward', 'reduce-scatter'), ('forward', 'all-gather')]
+    """
+
+    def passes(*pieces: Any) -> Any:
+        y, pull = jax.vjp(local, *pieces)
+        gradients = [leaf for leaf in jax.tree.leaves(pull(y)) if leaf.dtype != jax.dtypes.float0]
+        return as_varying(sum(as_varying(leaf.sum()) for leaf in gradients)[None])
+
+    specs = tuple(Layout.parse(layout).spec(mesh) for layout in layouts)
+    mapped = jax.shard_map(passes, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True)
+    return collectives(mapped, *arrays, at=dict.fromkeys(mesh.axis_names, 0), sizes=dict(mesh.shape))

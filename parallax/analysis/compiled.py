@@ -1,0 +1,609 @@
+"""What the compiler made of a step: its memory, what a device does in turn, collectives, cycles and FLOPs."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from parallax.analysis.collectives import sent_bytes
+from parallax.analysis.flops import active_parameters, grouped_flops, layer_parameters, parameters_by_component
+from parallax.analysis.hlo import (
+    COLLECTIVES,
+    RAGGED_EXCHANGE,
+    Computation,
+    Instruction,
+    Module,
+    arrays_of,
+    axes_of,
+    float_dims,
+    groups_of,
+    of_update,
+    parse_hlo,
+    shape_bytes,
+)
+from parallax.config.sections import ModelConfig
+from parallax.model.kernels import kernel_flops
+from parallax.model.traffic import ALL_IN_USE, Load
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
+from parallax.schedules import Costs, Schedule
+from parallax.schedules.pricing import USUAL
+from parallax.sharding.plan import GRADIENTS
+
+PASSES = FORWARD + BACKWARD + WEIGHTS
+
+
+class Share(NamedTuple):
+    """How often a conditional takes its second branch, which does the work, as a share of its executions.
+
+    `own` is the share of an average rank; `lockstep` that of the rank for which the others wait.
+    """
+
+    own: float
+    lockstep: float
+
+
+Shares = dict[str, Share]
+
+
+def costs_of(model: ModelConfig, shapes: Any, remat: str) -> Costs:
+    """Times of a model's passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention
+    alone costs its share of the parameters that a token meets, whose global shapes these are."""
+    counts = layer_parameters(active_parameters(model, parameters_by_component(shapes)))
+    attention = counts["attention"] / sum(counts.values())
+    again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
+    return Costs(forward=1, backward=2 + again, weights=1)
+
+
+def branch_shares(model: ShardedModel) -> Shares:
+    """Branch shares of a model's step; its remat policy sets the costs of passes."""
+    return shares_of(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat))
+
+
+def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
+    """Shares by name of the conditional: "F", "B" and "W" for whether a rank runs this pass in a tick, "F/end" and
+    "B/end" for whether it then stands at the pipeline's end, "exit" for the head.
+
+    A tick lasts as long as its slowest rank, so that what counts for time is how often that rank runs each pass. Who is
+    slowest follows from `costs`. Where the tick runs the head, in which all ranks join between F and the rest, the
+    slowest is taken before and after it.
+    """
+    time_of = costs.of(schedule)
+    acts = {kind: table >= 0 for kind, table in schedule.microbatch.items()}
+    ends = {kind: acts[kind] & (schedule.message[kind] < 0) for kind in "FB"}
+    turns = {kind: segment.stop - segment.start for segment in schedule.segments for kind in segment.kinds}
+    critical = {kind: _critical(schedule, acts, time_of, kind) for kind in acts}
+    share = lambda table, others: float(table.sum() / others)  # noqa: E731
+    shares = {
+        kind: Share(share(acts[kind].mean(axis=1), turns[kind]), share(critical[kind], turns[kind])) for kind in acts
+    }
+    for kind, at_end in ends.items():
+        slowest_at_end = share(critical[kind] & at_end.any(axis=1), critical[kind].sum())
+        shares[f"{kind}/end"] = Share(share(at_end, acts[kind].sum()), slowest_at_end)
+    exits = share(schedule.exit_microbatch >= 0, turns["F"])
+    return shares | {"exit": Share(exits, exits)}
+
+
+def _critical(schedule: Schedule, acts: dict, time_of: dict[str, float], kind: str) -> np.ndarray:
+    """`[tick]`: whether the rank that the others wait for runs this pass."""
+    exits = schedule.exit_microbatch >= 0
+    together = np.zeros((schedule.ticks, schedule.ranks))
+    for other in acts:
+        apart = exits & ((other == "F") != (kind == "F"))
+        together += np.where(apart[:, None], 0, acts[other] * time_of[other])
+    slowest = together.argmax(axis=1)
+    return acts[kind][np.arange(schedule.ticks), slowest]
+
+
+def name_of(op_name: str) -> str:
+    """The name under which `shares_of` knows a conditional, from its operation's name; "" where it does not.
+
+    >>> name_of("jit(step)/while/body/closed_call/F/cond"), name_of("jit(step)/while/body/F/cond/branch_1_fun/cond")
+    ('F', 'F/end')
+    """
+    parts = op_name.split("/")
+    if not parts or parts[-1] != "cond" or "body" not in parts:
+        return ""
+    scopes = [at for at, part in enumerate(parts) if re.fullmatch(f"[{PASSES}]", part)]
+    outermost = parts[scopes[0] if scopes else 0 :].count("cond") == 1
+    if not scopes:
+        return "exit" if outermost else ""
+    return parts[scopes[0]] + ("" if outermost else "/end")
+
+
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
+# How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients of weights.
+GROUPED_KERNELS = ("ragged-dot", "tgmm")
+KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED_EXCHANGE: "all-to-all"}
+
+
+class CompiledCollective(NamedTuple):
+    """A collective of the compiled program; in a timeline, its start.
+
+    `bytes` are what a device sends in one call. `count` is how often an average device calls it in a step, with loops
+    turned and branches as the schedule takes them; `lockstep_count` how often the rank that the others wait for does.
+    `cycles_between` are those of compute between its start and its end, in one call. `merged` arrays move together.
+    `source` is its name in the traced program, and where the compiler dropped that, its operand's. `pairs` are a
+    permutation's senders and receivers, none for other collectives; `group` are the devices of one group of the others,
+    where they are not all along `axes`.
+    """
+
+    kind: str  # "all-gather" "reduce-scatter" "all-reduce" "all-to-all" "permute"
+    axes: tuple[str, ...]
+    bytes: int
+    count: float
+    lockstep_count: float
+    asynchronous: bool
+    cycles_between: float
+    op: str
+    source: str
+    merged: int
+    pairs: tuple[tuple[int, ...], ...]
+    group: tuple[int, ...]
+
+    @property
+    def shift(self) -> int:
+        """How many devices further a permutation's messages go, most of them; 0 for other collectives."""
+        return int(np.median([receiver - sender for sender, receiver in self.pairs])) if self.pairs else 0
+
+
+class Compute(NamedTuple):
+    """Cycles of compute of one part of the model, 0 where the compiler gives none, and FLOPs of matrix products in it;
+    `product` says whether the cycles are a matrix product's."""
+
+    cycles: int
+    flops: int
+    module: str
+    product: bool
+
+
+class End(NamedTuple):
+    op: str
+
+
+class LoopEvent(NamedTuple):
+    trips: int
+    body: list
+
+
+class BranchEvent(NamedTuple):
+    """Sides with the share of times that each is taken: by an average rank, and by the one that others wait for."""
+
+    own: tuple[float, ...]
+    lockstep: tuple[float, ...]
+    sides: list[list]
+
+
+class Kernel(NamedTuple):
+    """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project, and
+    no grouped product. Of these, those of rows that are in use."""
+
+    name: str
+    source: str
+    operand_bytes: int
+    result_bytes: int
+    flops: int
+    grouped: bool = False
+
+
+class TimelineReader:
+    """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
+
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = ALL_IN_USE):
+        self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
+        self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+        self.unknown: list[str] = []
+        self._read: dict[str, list] = {}
+
+    def entry(self) -> list:
+        """The whole program."""
+        return self.computation(self.module.entry)
+
+    def computation(self, name: str) -> list:
+        """What one computation does; compute that follows compute of the same kind is one event."""
+        if name not in self._read:
+            events: list = []
+            for event in self._events(self.module.computations[name]):
+                if isinstance(event, Compute) and events and event[2:] == events[-1][2:]:
+                    before = events.pop()
+                    event = event._replace(cycles=before.cycles + event.cycles, flops=before.flops + event.flops)
+                events.append(event)
+            self._read[name] = [_with_cycles_between(event, events[at + 1 :]) for at, event in enumerate(events)]
+        return self._read[name]
+
+    def _events(self, computation: Computation) -> Iterator:
+        for one in computation.instructions:
+            base = one.kind.removesuffix("-start").removesuffix("-done")
+            if one.kind == "while":
+                yield self._loop(one, computation)
+            elif one.kind == "conditional":
+                yield self._branch(one)
+            elif one.kind == "call":
+                yield from self.computation(one.called[0])
+            elif one.kind in ("fusion", "async-start"):
+                yield from self._fused(one, computation)
+            elif one.kind in ("call-start", "call-update"):
+                yield from self._offloaded(one, computation)
+            elif one.kind.endswith("-done") and (base in COLLECTIVES or base in ("async", "call")):
+                yield End(self._start_of(one, computation))
+            elif base in COLLECTIVES:
+                yield from self._collective(one, computation, one, computation)
+            elif one.kind == "custom-call" and one.target in KERNELS:
+                yield self._kernel(one, computation)
+            else:
+                yield from self._compute(one, [(computation, one)])
+
+    def _compute(self, one: Instruction, parts: Iterable[tuple[Computation, Instruction]]) -> Iterator:
+        flops = sum(instruction_flops(part, home) for home, part in parts)
+        if one.cycles or flops:
+            yield Compute(one.cycles or 0, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+
+    def _start_of(self, done: Instruction, computation: Computation) -> str:
+        one = done
+        while one.kind.endswith("-done") or one.kind in ("async-update", "call-update"):
+            one = computation.find(one.operands[0])
+        return one.name
+
+    def _loop(self, one: Instruction, computation: Computation) -> LoopEvent:
+        trips = self.module.trips(one, computation)
+        if trips is None:
+            self.unknown.append(one.op_name or one.name)
+        return LoopEvent(1 if trips is None else trips, self.computation(one.attribute("body")))
+
+    def _branch(self, one: Instruction) -> BranchEvent:
+        sides = [self.computation(name) for name in one.called]
+        share = (self.shares or {}).get(name_of(one.op_name))
+        if share is None or len(sides) != 2:
+            dearest = max(range(len(sides)), key=lambda at: weight(sides[at]))
+            only = tuple(float(at == dearest) for at in range(len(sides)))
+            return BranchEvent(only, only, sides)
+        return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
+
+    def _fused(self, one: Instruction, computation: Computation) -> Iterator:
+        """A fusion: compute, and possibly a collective or a piece of one."""
+        inside = list(self._inside(one))
+        for home, inner in inside:
+            if inner.target == "AsyncCollectiveDone":
+                yield End(_chained(_operand_in_chain(home, inner)))
+        for home, inner in inside:
+            if inner.target == "AsyncCollectiveStart":
+                piece = _operand_in_chain(home, inner)
+                yield self._call(piece, home, one, computation, True)._replace(op=_chained(piece))
+            elif inner.kind in COLLECTIVES and not inner.chain:
+                yield from self._collective(inner, home, one, computation)
+        yield from self._compute(one, inside)
+
+    def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
+        """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
+
+        It begins where its operands are there. In programs of newer compilers a start has none, and its update has.
+        """
+        start = caller.find(self._start_of(one, caller)) if one.kind == "call-update" else one
+        if one.kind == "call-start" and not one.operands:
+            return
+        pieces = [(home, inner) for home, inner in self._inside(start) if inner.kind in COLLECTIVES]
+        for home, piece in pieces:
+            call = self._call(piece, home, start, caller, True)
+            if call.axes:
+                yield call
+        if not pieces:  # it reads what it writes, and says no cycles
+            result = shape_bytes(self._result(start, caller))
+            yield Kernel(start.name, start.op_name, result, result, 0)
+
+    def _result(self, start: Instruction, caller: Computation) -> str:
+        done = (one for one in caller.instructions if one.kind == "call-done")
+        return next((one.shape for one in done if self._start_of(one, caller) == start.name), "")
+
+    def _inside(self, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+        """What a fusion or a call holds, and in which computation."""
+        for name in one.called:
+            home = self.module.computations[name]
+            for inner in home.instructions:
+                yield home, inner
+                if inner.kind in ("fusion", "call", "call-start"):
+                    yield from self._inside(inner)
+
+    def _collective(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Iterator:
+        """A collective of the computation `home`; `outer` is what stands for it in the schedule, in `caller`."""
+        call = self._call(piece, home, outer, caller, outer.kind.endswith("-start"))
+        if call.axes:
+            yield call
+            if not call.asynchronous:
+                yield End(call.op)
+
+    def _call(
+        self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation, asynchronous: bool
+    ) -> CompiledCollective:
+        kind = piece.kind.removesuffix("-start")
+        groups = groups_of(piece.rest, self.mesh.size)
+        axes, members = axes_of(groups, self.sizes), len(groups[0])
+        operand = self._operand_bytes(piece, home)
+        if kind == "all-reduce" and "all-reduce-scatter" in home.name:
+            kind = "reduce-scatter"  # the TPU compiler writes it as a fusion of a sum and a slice of it
+        return CompiledCollective(
+            kind=KIND_OF_HLO[kind],
+            axes=axes,
+            bytes=sent_bytes(KIND_OF_HLO[kind], operand, members),
+            count=0,
+            lockstep_count=0,
+            asynchronous=asynchronous,
+            cycles_between=0,
+            op=outer.name,
+            source=self._source(piece, outer, caller),
+            merged=len(piece.operands) if KIND_OF_HLO[kind] != "all-to-all" else 1,
+            pairs=tuple(groups) if kind == "collective-permute" else (),
+            group=groups[0] if 2 <= members < math.prod(self.sizes[axis] for axis in axes) else (),
+        )
+
+    def _operand_bytes(self, piece: Instruction, home: Computation) -> int:
+        """Bytes of what is sent; of a ragged exchange, of the rows that are in use."""
+        if not piece.kind.startswith(RAGGED_EXCHANGE):
+            return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
+        # Behind them come where rows begin, and how many there are. The smaller has room for all that is sent.
+        return round(self.load.sent * min(shape_bytes(_shape(home, name)) for name in piece.operands[:2]))
+
+    def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
+        """Operation name; merged collectives have none, and take that of their first operand."""
+        operands = (computation.find(name) for name in outer.operands)
+        return next((one.op_name for one in (piece, outer, *operands) if one is not None and one.op_name), "")
+
+    def _kernel(self, one: Instruction, computation: Computation) -> Kernel:
+        shapes = [_shape(computation, name) for name in one.operands]
+        operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
+        if _is_grouped(one):
+            used = lambda shape: shape_bytes(shape) * (self.load.grouped if _has_rows(shape) else 1)  # noqa: E731
+            operands, result = round(sum(map(used, shapes))), round(used(one.shape))
+            flops = round(self.load.grouped * flops)
+        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
+
+
+def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
+    """All events that are no loops and no branches, with how often an average rank executes each in a step, and how
+    often the one that the others wait for does."""
+    for event in events:
+        if isinstance(event, LoopEvent):
+            yield from executed(event.body, own * event.trips, lockstep * event.trips)
+        elif isinstance(event, BranchEvent):
+            for side, *shares in zip(event.sides, event.own, event.lockstep, strict=True):
+                yield from executed(side, own * shares[0], lockstep * shares[1])
+        else:
+            yield event, own, lockstep
+
+
+def weight(events: list) -> tuple[float, float, float]:
+    """What one pass through a timeline costs on the rank that the others wait for: cycles, FLOPs, and bytes sent."""
+    cycles, flops, sent = 0.0, 0.0, 0.0
+    for event, _, count in executed(events):
+        if isinstance(event, Compute):
+            cycles += count * event.cycles
+            flops += count * event.flops
+        elif isinstance(event, CompiledCollective):
+            sent += count * event.bytes
+    return cycles, flops, sent
+
+
+def _with_cycles_between(event: Any, after: list) -> Any:
+    """A collective with the cycles of compute until its end; any other event as it is."""
+    if not isinstance(event, CompiledCollective):
+        return event
+    last = next((at for at, other in enumerate(after) if isinstance(other, End) and other.op == event.op), len(after))
+    return event._replace(cycles_between=weight(after[:last])[0])
+
+
+def _operand_in_chain(home: Computation, one: Instruction) -> Instruction:
+    """The collective that a custom call starts or ends."""
+    operands = map(home.find, one.operands)
+    return next(found for found in operands if found is not None and found.chain)
+
+
+def _chained(piece: Instruction) -> str:
+    return f"{piece.kind} of chain {piece.chain}"
+
+
+def _shape(computation: Computation, name: str) -> str:
+    one = computation.find(name)
+    return one.shape if one is not None else ""
+
+
+class CompiledFlops(NamedTuple):
+    """FLOPs of matrix products that an average device executes in a step, 2 for each multiply-add: for loss and
+    gradients, which can be traced, and for the update of the parameters. What is multiplied by the zeros of a padded or
+    spread operand is not counted."""
+
+    passes: float
+    update: float
+
+
+class Compiled(NamedTuple):
+    """A compiled program; sizes are in bytes for a device, 0 where its text alone was read.
+
+    `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
+    is what a device must have. `cycles` are of compute, loops turned, on the rank that the others wait for; None where
+    the compiler gives none. `unknown_loops` turn as often as data says and count once.
+    """
+
+    collectives: list[CompiledCollective]
+    cycles: float | None
+    flops: CompiledFlops
+    pallas_calls: list[Kernel]
+    unknown_loops: list[str]
+    mesh: Mesh
+    timeline: list
+    modules: dict[str, list[float]]  # cycles in products and in the rest
+    arguments: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    peak: int = 0
+
+    @property
+    def together(self) -> int:
+        """Arguments, results that do not take their place, and temporaries."""
+        return self.arguments + self.temporaries + self.outputs - self.aliased
+
+
+def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
+    """`read_compiled` of a training step of this model."""
+    return read_compiled(compiled, model.mesh, branch_shares(model), model.load)
+
+
+def read_compiled(
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE
+) -> Compiled:
+    """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
+
+    `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
+    there are none, are taken to run their dearer branch each time. `load` says how much a mixture's products and
+    messages use of what they have room for.
+    """
+    sizes = compiled.memory_analysis()
+    return read_hlo_text(compiled.as_text(), mesh, branch_shares, load)._replace(
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        peak=sizes.peak_memory_in_bytes,
+    )
+
+
+def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE) -> Compiled:
+    """The same from the program's text alone, without sizes."""
+    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
+    timeline = reader.entry()
+    collectives: dict[str, CompiledCollective] = {}
+    modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    flops, kernels = [0.0, 0.0], []
+    for event, own, lockstep in executed(timeline):
+        if isinstance(event, Compute):
+            modules[event.module][not event.product] += event.cycles * lockstep
+            flops[event.module == UPDATE] += event.flops * own
+        elif isinstance(event, Kernel):
+            flops[of_update(event.source)] += event.flops * own
+            kernels.append(event)
+        elif isinstance(event, CompiledCollective):
+            one = collectives.get(event.op, event)
+            collectives[event.op] = one._replace(count=one.count + own, lockstep_count=one.lockstep_count + lockstep)
+    return Compiled(
+        collectives=list(collectives.values()),
+        cycles=sum(map(sum, modules.values())) or None,
+        flops=CompiledFlops(*flops),
+        pallas_calls=kernels,
+        unknown_loops=reader.unknown,
+        mesh=mesh,
+        timeline=timeline,
+        modules=dict(modules),
+    )
+
+
+# Names that a stack has of how the program is run, and not of what it runs.
+RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
+RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
+PRODUCT = "dot_general"
+SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
+NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")
+SLOTS, ELSEWHERE, UPDATE = "slots and sums", "elsewhere", "update"
+
+
+class ModuleSecs(NamedTuple):
+    """Seconds of a step on the rank that the others wait for: in products and what is fused with them, in the rest."""
+
+    module: str
+    products: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.others
+
+
+def secs_by_module(compiled: Compiled, clock_hz: float) -> list[ModuleSecs]:
+    """The modules of a program, those that take longest first."""
+    rows = [ModuleSecs(name, *(part / clock_hz for part in parts)) for name, parts in compiled.modules.items()]
+    return sorted(rows, key=lambda row: -row.total)
+
+
+def module_of(op_name: str) -> str:
+    """The part of the model that an operation belongs to.
+
+    >>> module_of("jit(train_step)/shard_map/while/body/B/while/body/transpose(jvp(Block))/mlp/up/dot_general")
+    'mlp'
+    >>> module_of("jit(train_step)/update/cond/branch_1_fun/add"), module_of("jit(train_step)/while/body/dynamic_slice")
+    ('update', 'slots and sums')
+    """
+    if of_update(op_name):
+        return UPDATE
+    # A function that is jitted by itself, or is private, as jit(_where), is no part of the model.
+    *stack, last = re.sub(r"\w+\(|\)", "", re.sub(r"jit\(\w+\)/", "", op_name)).split("/")
+    names = [name for name in stack if name not in RUNNING and not name.startswith(("branch_", "_"))]
+    if names:
+        return names[0] if "->" in names[0] else names[0].lower()
+    return SLOTS if last in SLICES else ELSEWHERE
+
+
+def instruction_flops(one: Instruction, home: Computation) -> int:
+    """FLOPs of the matrix product that an instruction of this computation is; 0 for others."""
+    if one.kind == "dot":
+        return _dot(one, home)
+    if one.kind == "convolution":
+        return _convolution(one, home)
+    if one.kind == "custom-call":
+        return _kernel_flops(one, home)
+    return 0
+
+
+def _dot(one: Instruction, home: Computation) -> int:
+    left = _dims(home, one.operands[0])
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
+    return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def _convolution(one: Instruction, home: Computation) -> int:
+    """The TPU compiler writes products as convolutions; batch dims become spatial ones, with zeros between."""
+    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
+    sizes = dict(zip(left, _dims(home, one.operands[0]))), dict(zip(right, _dims(home, one.operands[1])))
+    result = dict(zip(out, arrays_of(one.shape)[0][1]))
+    pairs = (
+        _pairs(sizes[0][dim], sizes[1][dim], result[dim], window)
+        for dim, window in zip(sorted(filter(str.isdigit, out)), _windows(one.rest))
+    )
+    return 2 * result["b"] * result["f"] * sizes[1]["i"] * math.prod(pairs)
+
+
+def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """Pairs of places in the output and the kernel that meet an entry of the input, along one dim."""
+    stride, spread, apart = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    places = (at * stride + k * apart - low for at in range(out) for k in range(kernel))
+    return sum(place % spread == 0 and 0 <= place < size * spread for place in places)
+
+
+def _windows(rest: str) -> Iterator[dict[str, str]]:
+    """The window's numbers, one dim after the other."""
+    found = re.search(r"window=\{([^}]*)\}", rest)
+    given = dict(part.split("=") for part in found[1].split()) if found else {}
+    return (dict(zip(given, numbers)) for numbers in zip(*(value.split("x") for value in given.values())))
+
+
+def _is_grouped(one: Instruction) -> bool:
+    return one.name.startswith(GROUPED_KERNELS)
+
+
+def _has_rows(shape: str) -> bool:
+    """Whether a grouped product's operand or result are rows, and neither a matrix for each group nor their sizes."""
+    return any(len(dims) == 2 for dims in float_dims(shape))
+
+
+def _kernel_flops(one: Instruction, home: Computation) -> int:
+    if _is_grouped(one):
+        operands = [dims for name in one.operands for dims in float_dims(_shape(home, name))]
+        results = float_dims(one.shape)  # none where it only says which blocks there are
+        return grouped_flops(*operands, *results) if results else 0
+    return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
+
+
+def _dims(home: Computation, name: str) -> tuple[int, ...]:
+    return arrays_of(home.find(name).shape)[0][1]

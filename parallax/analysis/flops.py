@@ -1,0 +1,311 @@
+"""Parameters and FLOPs: of the model, and of the traced step on each device."""
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
+from parallax.config.sections import AXES, LAYER_KINDS, ModelConfig
+from parallax.model.blockwise import WHOLE, blockwise_flops
+from parallax.model.families import CONTEXTS
+from parallax.model.grouped_kernel import GROUPED_SCOPE
+from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
+from parallax.model.traffic import ALL_IN_USE, Load
+from parallax.pipeline import ShardedModel
+from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.layout import named_leaves
+from parallax.sharding.mesh import is_simulated
+
+COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
+OF_MIXTURES = ("router", "experts", "shared")  # components of a mixture, in place of its "mlp"
+# Forward is 2 FLOPs a weight and token, backward twice that: once for weights, once for activations.
+FLOPS_PER_WEIGHT = 6
+
+
+def parameters_by_component(shapes: Any) -> dict[str, int]:
+    """Number of parameters of each of COMPONENTS, and of others that blocks have, over all layers and devices.
+
+    >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
+    >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
+    {'embedding': 32768, 'attention': 0, 'mlp': 0, 'norms': 64, 'head': 0}
+    """
+    counts = dict.fromkeys(COMPONENTS, 0)
+    for path, leaf in named_leaves(shapes).items():
+        component = component_of(path)
+        counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
+    return counts
+
+
+def component_of(path: str) -> str:
+    """Which of COMPONENTS or OF_MIXTURES a parameter belongs to, by its path.
+
+    >>> [component_of(f"blocks/{path}") for path in ("attention/norm/scale", "mlp/gate/kernel", "moe/mlp/experts/up")]
+    ['norms', 'mlp', 'experts']
+    """
+    first, *names = path.split("/")
+    if any("norm" in name for name in names):
+        return "norms"
+    if first != "blocks":
+        return first
+    return next((name for name in OF_MIXTURES if name in names), names[names[0] in LAYER_KINDS])
+
+
+def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
+    """Of numbers of parameters by component those of layers, norms aside."""
+    return {name: counts[name] for name in ("attention", "mlp", *OF_MIXTURES) if name in counts}
+
+
+def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
+    """Of numbers of parameters by component those that a token meets: of experts, of the ones that it goes to.
+
+    >>> active_parameters(ModelConfig(experts=8, experts_per_token=2), {"attention": 10, "experts": 80})
+    {'attention': 10, 'experts': 20}
+    """
+    share = Fraction(model.experts_per_token, model.experts)
+    return {name: int(count * share) if name == "experts" else count for name, count in counts.items()}
+
+
+def qk_width(model: ModelConfig) -> int:
+    """Width of one query head."""
+    return model.sizes["d_qk"] if model.attention == "mla" else model.d_head
+
+
+def matmul_parameters(model: ModelConfig, shapes: Any) -> int:
+    """Parameters that multiply a token: those of blocks but norms' and biases, of experts those that it goes to, and
+    the head's table, tied or not, without rows that pad its vocab; no embedding."""
+    return sum(matmul_parameters_by_stack(model, shapes).values()) + model.vocab * model.d_model
+
+
+def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int]:
+    """Those of blocks by the name of their stack, as "blocks" or "blocks/moe"."""
+    found: dict[str, Counter] = defaultdict(Counter)
+    for path, leaf in named_leaves(shapes).items():
+        first, second, *_ = path.split("/")
+        component = component_of(path)
+        if first == "blocks" and component != "norms" and not path.endswith("/bias"):
+            found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
+    return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
+
+
+def mfu(model_flops: float, secs: float, peak_flops: float) -> float:
+    """Model FLOPs utilization: the share of what devices could do in this time that the model's mathematics is. Both
+    numbers are of the same devices, one or all."""
+    return model_flops / secs / peak_flops
+
+
+def flops_per_token(model: ModelConfig, shapes: Any, *, seq: int) -> int:
+    """FLOPs of the model's mathematics for one token, forward and backward; recomputation is not in it.
+
+    6 for each parameter in a matmul that meets it; in causal attention a token reads seq / 2 others on average, in each
+    head with 2 FLOPs for every entry of q and of v, times 3 for forward and backward.
+    """
+    return FLOPS_PER_WEIGHT * matmul_parameters(model, shapes) + scores_flops(model, seq)
+
+
+def scores_flops(model: ModelConfig, seq: int) -> int:
+    """FLOPs of causal attention's two products for one token, forward and backward, in all layers."""
+    return 3 * model.layers * seq * model.heads * (qk_width(model) + model.d_head)
+
+
+# Of each kernel of attention, and the passes that it has.
+ATTENTION_FLOPS = {
+    "xla": (blockwise_flops, ("fwd", "bwd")),
+    "cudnn": (cudnn_flops, ("fwd", "bwd")),
+    "splash": (attention_flops, ("fwd", "dq", "dkv")),
+}
+GROUPED = ("ragged_dot", "ragged_dot_general")
+UNCOUNTED = ("conv_general_dilated",)
+
+
+def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = ALL_IN_USE) -> int:
+    """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add; of
+    grouped products those of the rows that are in use, by the load.
+
+    Raises ValueError where it depends on data which side of a branch is taken, and the sides cost differently.
+
+    >>> x = jax.ShapeDtypeStruct((4, 8), "float32")
+    >>> matmul_flops(lambda x: jax.lax.cond(jax.numpy.arange(3)[1] > 0, lambda: x @ x.T, lambda: x[:, :4]), x, at={})
+    256
+    """
+    return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at, load=load).values())
+
+
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = ALL_IN_USE) -> dict[str, int]:
+    """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
+
+    def count(equation: JaxprEqn, origin: Origin) -> Counter:
+        flops = product_flops(equation, load, origin.stack)
+        if flops is None:
+            name = equation.primitive.name
+            raise ValueError(f"{name} multiplies matrices in a way that is not counted here.")
+        return Counter({origin.direction: flops})
+
+    return dict(walk(program, at=at, count=count))
+
+
+def product_flops(equation: JaxprEqn, load: Load = ALL_IN_USE, stack: str = "") -> int | None:
+    """FLOPs of one equation's matrix products, whose names are those of Origin; None where they cannot be counted."""
+    name = equation.primitive.name
+    if is_grouped(equation, stack):
+        rows, other = (var.aval.shape for var in equation.invars if _is_float(var))
+        return round(load.grouped * grouped_flops(rows, other, equation.outvars[0].aval.shape))
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "pallas_call":
+        floats = [var.aval.shape for var in equation.invars if _is_float(var)]
+        return kernel_flops(equation.params["name"] or "", floats)
+    return None if name in UNCOUNTED else 0
+
+
+def is_grouped(equation: JaxprEqn, stack: str) -> bool:
+    """Whether an equation multiplies rows by groups."""
+    name = equation.primitive.name
+    return name in GROUPED or (name == "pallas_call" and GROUPED_SCOPE in stack)
+
+
+def _is_float(var: Any) -> bool:
+    return jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating)
+
+
+def grouped_flops(rows: Sequence[int], other: Sequence[int], result: Sequence[int]) -> int:
+    """FLOPs of a grouped product of all its rows, from the shapes of its operands and its result: of rows with their
+    groups' matrices, or of rows with rows to such matrices.
+
+    >>> grouped_flops((10, 3), (2, 3, 4), (10, 4)), grouped_flops((10, 3), (10, 4), (2, 3, 4))
+    (240, 240)
+    """
+    matrices = next(shape for shape in (other, result) if len(shape) == 3)
+    return 2 * rows[0] * math.prod(matrices[1:])
+
+
+class Flops(NamedTuple):
+    """FLOPs of matrix products in a step, of an average device.
+
+    `model` is 6 for each parameter in a matmul and token, and causal attention's; the next four are executed beside it.
+    `masked`: scores that causality hides, or that a kernel makes again. `padding`: heads and vocab filled up, rows that
+    fill blocks of an expert's, and whatever else layers multiply. `repeated`: what several devices do alike, or do in
+    vain. `recomputed`: forward passes run again in the backward pass. `waiting` is not executed, but could have been
+    while a tick lasts as long as its dearest rank.
+    """
+
+    model: float
+    masked: float
+    padding: float
+    repeated: float
+    recomputed: float
+    waiting: float
+
+    @property
+    def executed(self) -> float:
+        """FLOPs that an average device executes."""
+        return sum(self) - self.waiting
+
+    @property
+    def ceiling(self) -> float:
+        """The most that MFU can be: 1 where only the model's products are executed, and nobody waits."""
+        return self.model / sum(self)
+
+
+def flops_breakdown(model: ShardedModel, global_batch: int, seq: int, *, entries: int | None = None) -> Flops:
+    """The FLOPs of `loss_and_grad`, from its traced program; the mesh may be abstract.
+
+    `entries` are those of the vocab that are tokens, where some are not; rows that pad it never count as the model's.
+    """
+    tokens, devices = global_batch * seq, math.prod(model.axis_sizes.values())
+    counted = _countable(model)
+    ranks = _by_rank(counted, global_batch, seq)
+    mean = {way: sum(rank.get(way, 0) for rank in ranks) / len(ranks) for way in ("forward", "backward", "recompute")}
+    (one,) = _by_rank(_on_one_device(counted), global_batch, seq)
+    alone, on_one = sum(one.values()) / devices, _attention_beyond_model(_on_one_device(counted), global_batch, seq)
+    counted_twice = (model.model.vocab - entries if entries else 0) * model.model.d_model
+    useful = (flops_per_token(model.model, model.shapes, seq=seq) - 6 * counted_twice) * tokens / devices
+    masked = _attention_beyond_model(counted, global_batch, seq) / devices
+    return Flops(
+        model=useful,
+        masked=masked,
+        padding=alone - useful - on_one / devices,
+        # Blocks of scores are smaller where cp cuts seq, and hide less.
+        repeated=mean["forward"] + mean["backward"] - alone - (masked - on_one / devices),
+        recomputed=mean["recompute"],
+        waiting=_waiting(model, _layer(model, mean, tokens), seq),
+    )
+
+
+def _countable(model: ShardedModel) -> ShardedModel:
+    """The model with countable attention: on an abstract mesh, cuDNN's kernels are traced as calls with known FLOPs."""
+    if model.model.kernel != "cudnn":
+        return model
+    return model.replace(mesh=abstract_mesh(model.axis_sizes))
+
+
+def _on_one_device(model: ShardedModel) -> ShardedModel:
+    """The model on a mesh of one device, with nothing recomputed and no chunk of tokens filled up."""
+    pipeline = dataclasses.replace(model.pipeline, schedule="gpipe", virtual=1, remat="none")
+    loss = dataclasses.replace(model.loss_config, chunk_tokens=1)
+    layout = dataclasses.replace(model.layout, expert_chunk_tokens=0)
+    mesh = abstract_mesh(dict.fromkeys(AXES, 1), simulated=is_simulated(model.mesh))
+    return model.replace(pipeline=pipeline, loss=loss, layout=layout, mesh=mesh)
+
+
+def _by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[dict[str, int]]:
+    """FLOPs by direction, of a device of each pipeline rank."""
+    program = step_program(model, global_batch, seq)
+    places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
+    return [flops_by_direction(program, at=at, load=model.load) for at in places]
+
+
+def _attention_beyond_model(model: ShardedModel, rows: int, seq: int) -> float:
+    """FLOPs that attention's core takes on all devices, less those that are the model's."""
+    config, widths = model.model, (qk_width(model.model), model.model.d_head)
+    causal = 3 * config.layers * seq * config.heads * sum(widths) * rows * seq
+    # Where all tokens of a row meet on one rank, heads are cut over context ranks, and no queries.
+    shared = CONTEXTS[model.layout.context].meets != WHOLE
+    ranks = model.axis_sizes.get(CONTEXT_AXIS, 1) if shared else 1
+    sizes = dict(rows=rows, heads=config.heads, seq=seq, d_qk=widths[0], d_v=widths[1], ranks=ranks)
+    flops_of, parts = ATTENTION_FLOPS[config.kernel]
+    products = ranks * sum(flops_of(part, **sizes) for part in parts)
+    if config.kernel == "splash":  # of each output with its gradient, before both kernels
+        products += 2 * rows * config.heads * seq * config.d_head
+    return config.layers * products - causal
+
+
+def _layer(model: ShardedModel, mean: dict[str, float], tokens: int) -> dict[str, float]:
+    """FLOPs of one layer and microbatch on a device, by kind of action. The head's products are left out: all ranks run
+    them at the same time."""
+    config, sizes = model.model, model.axis_sizes
+    head = 2 * config.padded_vocab * config.d_model * tokens / math.prod(sizes.values())
+    share = sizes["pp"] / (config.layers * model.pipeline.microbatches)
+    forward, backward = (mean["forward"] - head) * share, (mean["backward"] - 2 * head) * share
+    kernels = matmul_parameters(config, model.shapes) - config.vocab * config.d_model
+    weights = 2 * kernels * tokens / math.prod(sizes.values()) * share
+    backward += mean["recompute"] * share
+    weights *= model.schedule.split
+    return {"F": forward, "B": backward - weights, "W": weights}
+
+
+def _waiting(model: ShardedModel, layer: dict[str, float], seq: int) -> float:
+    """FLOPs that an average rank could execute while others in its ticks work."""
+    schedule, layers = model.schedule, layers_of_stages(model, seq)
+    busy = np.zeros((schedule.ticks, schedule.ranks))
+    for action, tick in schedule.tick_of.items():
+        busy[tick, schedule.rank_of(action.stage)] += layers[action.stage] * layer[action.kind]
+    return float((busy.max(axis=1) - busy.mean(axis=1)).sum())
+
+
+def layers_of_stages(model: ShardedModel, seq: int) -> list[float]:
+    """Layers of each stage, where one of a kind that computes more than an average layer counts as more than one."""
+    scores = scores_flops(model.model, seq) / model.model.layers
+    stacks = matmul_parameters_by_stack(model.model, model.shapes)
+    flops = {name: FLOPS_PER_WEIGHT * stacks[name] + scores * order.layers for name, order in model.orders.items()}
+    average = sum(flops.values()) / model.model.layers
+    of_kind = [np.array(order.sizes) * (flops[name] / order.layers / average) for name, order in model.orders.items()]
+    return sum(of_kind).tolist()

@@ -1,0 +1,411 @@
+"""How long a step takes: estimated from its traced program, to rank layouts, or read from a compiled one, to decide.
+
+The estimate needs no compiler and no device:
+
+    step = (work + messages of each tick) / (1 - bubble) + messages once a step + update
+
+*Work* is the sum over matrix products of the longer of FLOPs over the chip's peak and bytes of factors and result over
+its memory bandwidth; over reductions of reading what they reduce twice, for what comes after waits for the result; and
+over writes into slots and sums, those of what is kept for the backward pass, of writing and reading. All else is taken
+to be fused with these. *Bubble* is the schedule's in lockstep, a recomputed pass counted as a forward one. *Messages*
+are the traced collectives over the links of their axes. Gathers of layers over data axes, one by one, hide behind the
+work, as the permutes of layout.context="ring" do, and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their
+gradients, as far as `hidden_secs` says; all others are exposed. The *update* reads and writes parameters and optimizer
+state, and reads gradients, at memory bandwidth.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh
+
+from parallax.analysis.collectives import Sent, program_collectives
+from parallax.analysis.compiled import (
+    BranchEvent,
+    Compiled,
+    CompiledCollective,
+    Compute,
+    End,
+    Kernel,
+    LoopEvent,
+    costs_of,
+    read_step,
+)
+from parallax.analysis.flops import GROUPED, flops_per_token, is_grouped, mfu, product_flops
+from parallax.analysis.layouts import model_on_topology, settings_on_topology
+from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.topology import Route, Topology, one_way, route
+from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.settings import Settings
+from parallax.model.traffic import Load
+from parallax.pipeline import ShardedModel
+from parallax.runtime.chips import Chip
+from parallax.runtime.errors import ConfigError
+from parallax.schedules import figures
+from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.mesh import make_mesh
+from parallax.sharding.plan import DATA_AXES, layouts_of_policy
+from parallax.training.step import step_of
+
+REDUCTIONS = ("reduce_sum", "reduce_max")
+WRITES = "dynamic_update_slice"
+PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED)
+TABLE_MODULES = ("embedding", "head")
+GROUPED_PRODUCTS = "grouped"
+KERNEL_PARTS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
+LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer, its norms too
+
+
+class OpCost(NamedTuple):
+    """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step."""
+
+    flops: int
+    bytes: int
+    direction: str
+    count: int
+
+    def secs(self, rate: float, bandwidth: float) -> float:
+        """The longer of computing it once, at FLOP/s, and of moving its bytes."""
+        return max(self.flops / rate, self.bytes / bandwidth)
+
+
+class TracedWork(NamedTuple):
+    """What one device does in a step, before any chip is named."""
+
+    products: list[OpCost]
+    sent: list[Sent]
+    model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
+    bubble: float  # share of the ticks in which the average rank has nothing to do
+
+
+class CollectiveTime(NamedTuple):
+    """What one collective takes in a step. `hides`: work may run meanwhile. `ticking`: it belongs to the ticks, so
+    that ranks wait for it as they do for work."""
+
+    axes: str
+    secs: float
+    hides: bool
+    ticking: bool
+
+
+class Estimate(NamedTuple):
+    """A predicted step. Bytes and seconds are those of the busiest device; `secs` is the step's time."""
+
+    peak_bytes: int
+    components: dict[str, int]
+    work_secs: float
+    recompute_secs: float  # of the work
+    exposed_secs: dict[str, float]  # by axes, as "dp" or "dp tp"
+    hidden_secs: float
+    update_secs: float
+    bubble: float
+    secs: float
+    mfu: float
+
+    @property
+    def bubble_secs(self) -> float:
+        """Time in which the average device waits for others of the pipeline."""
+        return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
+
+
+def predict(settings: Settings, topology: Topology) -> Estimate:
+    """The step of these settings on a topology; ConfigError where their mesh or layout is not legal there.
+
+    >>> from configs.llama_1b_16 import get_config
+    >>> from parallax.analysis.topology import read_topology
+    >>> from parallax.config.settings import read_settings
+    >>> topology = read_topology("v5e:4x4")
+    >>> predict(read_settings(get_config().to_dict()), topology).peak_bytes < topology.chip.usable_bytes
+    True
+    """
+    settings = settings_on_topology(settings, topology)
+    return predict_of(model_on_topology(settings, topology), settings, topology)
+
+
+def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
+    """`predict` for a model that was built, with settings that were placed."""
+    return estimate(settings, topology, predicted_memory(model, settings), traced_work(model, settings))
+
+
+def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
+    """The products and collectives of the first pipeline rank, whose stages are the largest."""
+    shape = (settings.data.global_batch, settings.data.seq)
+    program, first = step_program(model, *shape), dict.fromkeys(model.axis_sizes, 0)
+    found = walk(program, at=first, count=functools.partial(_product, load=model.load))
+    model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
+    return TracedWork(
+        [product._replace(count=count) for product, count in found.items()],
+        program_collectives(program, at=first, sizes=model.axis_sizes, load=model.load),
+        model_flops / math.prod(model.axis_sizes.values()),
+        figures(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat)).lockstep_bubble,
+    )
+
+
+def estimate(settings: Settings, topology: Topology, held: Memory, traced: TracedWork) -> Estimate:
+    """The step of a traced program on these chips."""
+    rate = topology.matmul_rate(settings.model.dtype)
+    timed = [(p.direction, p.count * p.secs(rate, topology.chip.hbm_bandwidth)) for p in traced.products]
+    work = sum(secs for _, secs in timed)
+    sent = messages(traced.sent, topology, settings)
+    hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
+    exposed = exposed_parts(sent, hidden)
+    bubble = 0.0 if topology.shared else traced.bubble
+    ticking = sum(message.secs for message in exposed if message.ticking)
+    update = (3 * held.parameters + 2 * held.optimizer) / topology.chip.hbm_bandwidth
+    secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
+    return Estimate(
+        peak_bytes=held.peak,
+        components=held._asdict(),
+        work_secs=work,
+        recompute_secs=sum(secs for direction, secs in timed if direction == "recompute"),
+        exposed_secs=by_axes(exposed),
+        hidden_secs=hidden,
+        update_secs=update,
+        bubble=bubble,
+        secs=secs,
+        mfu=mfu(traced.model_flops, secs, topology.chip.peak(settings.model.dtype)),
+    )
+
+
+def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
+    """The traced collectives in seconds; those that send nothing are left out."""
+    sizes, found = settings.mesh.sizes, []
+    for one in sent:
+        if not one.bytes:
+            continue
+        links = topology.route(sizes, one.axes)
+        spread = links.spread if one.kind == "all-to-all" else 1
+        # A message to the next stage takes one link of a torus.
+        to_one = one.kind == "permute" and topology.is_tpu
+        bandwidth = topology.chip.ici_bandwidth if to_one else links.bandwidth
+        can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
+        # A table's message is long, and little is computed beside it; what is sent once a step has nothing beside it.
+        beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
+        # Of the ring, keys travel while those before them are met.
+        ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
+        hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
+        secs = one.total_bytes * spread / bandwidth
+        found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
+    return found
+
+
+def _is_of_parameters(one: Sent) -> bool:
+    """Whether weights or their gradients are sent, over the data axes that cut them."""
+    return "dp" in one.axes and set(one.axes) <= set(DATA_AXES)
+
+
+def _is_per_use(one: Sent, settings: Settings) -> bool:
+    """Whether layers' weights, or their gradients, travel over data axes at each use, not once a step."""
+    stay = layouts_of_policy(settings.data_parallel.policy)
+    return stay.resident != stay.compute if one.kind == "all-gather" else stay.compute != stay.summed
+
+
+def _ticks(one: Sent, settings: Settings) -> bool:
+    """Whether it belongs to the ticks: it is sent for each microbatch. Of a single one the count does not tell, but
+    what layers send is of their passes, weights that are gathered once aside."""
+    if settings.pipeline.microbatches > 1:
+        return one.count >= settings.pipeline.microbatches
+    of_passes = "pp" not in one.axes and (not _is_of_parameters(one) or _is_per_use(one, settings))
+    return one.module.startswith(LAYER_PARTS) and of_passes
+
+
+def hidden_secs(work: float, sent: float) -> float:
+    """Of so many seconds of messages that can hide behind the work, those that do: the more there are, the oftener one
+    waits for another.
+
+    Fitted to the waits of compiled steps of llama_1b_16, by analysis.step_time: of 166 ms of messages 14 with
+    2 microbatches, of 677 ms 207 with 8.
+
+    >>> hidden_secs(1.0, 0.2), hidden_secs(1.0, 0.8), hidden_secs(1.0, 10.0)
+    (0.181..., 0.550..., 0.999...)
+    """
+    return -work * math.expm1(-sent / work) if work else 0.0
+
+
+def exposed_parts(sent: Iterable[CollectiveTime], hidden: float) -> list[CollectiveTime]:
+    """The messages with their exposed seconds, where `hidden` seconds of those that can hide do."""
+    hiding = sum(message.secs for message in sent if message.hides)
+    return [m._replace(secs=m.secs * (1 - hidden / hiding)) if m.hides else m for m in sent]
+
+
+def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
+    """Seconds of messages by axes."""
+    found: dict[str, float] = {}
+    for message in sent:
+        found[message.axes] = found.get(message.axes, 0) + message.secs
+    return found
+
+
+def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
+    name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
+    if name == WRITES:
+        arrays = 2 * equation.invars[1:2]
+    elif name in REDUCTIONS:
+        arrays = 2 * arrays
+    elif name not in PRODUCT_PRIMITIVES:
+        return Counter()
+    size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
+    # Of a grouped product's rows those that are in use; the last operand says how many are whose.
+    rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
+    moved = sum(map(size, arrays)) - round((1 - load.grouped) * sum(map(size, rows)))
+    # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
+    return Counter({OpCost(product_flops(equation, load, origin.stack) or 0, moved, origin.direction, 0): 1})
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on the rank that the others wait for.
+
+    `exposed_secs` are those in which compute waits for a collective, by mesh axes as "dp" or "dp+tp". `pallas_secs`
+    are priced apart and can be left out: see `step_time`; `grouped_secs` are those of them that multiply by experts.
+    `bubble` is the share of the time in which an average rank
+    waits for others. `mfu` is model FLOPs over what the chip could do in `total_secs`.
+    """
+
+    compute_secs: float
+    exposed_secs: dict[str, float]
+    pallas_secs: float
+    total_secs: float
+    bubble: float
+    mfu: float
+    grouped_secs: float = 0.0
+
+
+def step_time(
+    compiled: Compiled,
+    chip: Chip,
+    model_flops: float,
+    *,
+    dtype: str = "bfloat16",
+    kernel_efficiency: float = 1.0,
+) -> StepTime:
+    """The time of one step, with `model_flops` a device.
+
+    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
+    A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
+    axes follow each other, but messages in two directions travel at once. What compute between its start and its end
+    does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
+    `kernel_efficiency` of peak and of reading operands and writing results once; at 1 no kernel beats it. Raises
+    ConfigError where the program has no cycles, as on backends other than TPU.
+    """
+    if compiled.cycles is None or chip.clock_hz is None:
+        raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
+    mesh, events = compiled.mesh, compiled.timeline
+    critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
+    total = sum(critical.values())
+    exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNEL_PARTS)}
+    used = mfu(model_flops, total, chip.peak(dtype))
+    assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
+    return StepTime(
+        critical["compute"],
+        exposed,
+        sum(critical[name] for name in KERNEL_PARTS),
+        total,
+        1 - sum(own.values()) / total,
+        used,
+        critical[GROUPED_PRODUCTS],
+    )
+
+
+class Clock:
+    """Simulates a timeline, and adds up where its time goes."""
+
+    def __init__(self, mesh: Mesh, chip: Chip, dtype: str, lockstep: bool, kernel_efficiency: float):
+        self.mesh, self.chip, self.lockstep = mesh, chip, lockstep
+        self.kernel_rate = kernel_efficiency * chip.peak(dtype)
+        self._routes: dict[tuple, Route] = {}
+
+    def run(self, events: list) -> Counter:
+        """Seconds by "compute", KERNEL_PARTS and axes waited for; all links are free at the start."""
+        spent: Counter = Counter()
+        free: dict[tuple, float] = {}  # when the links of these axes, or those one way, have done all that has begun
+        ready: dict[str, tuple[float, str]] = {}  # when a collective that has begun is done
+        for event in events:
+            now = sum(spent.values())
+            if isinstance(event, CompiledCollective):
+                links = event.axes, event.shift
+                free[links] = max(now, free.get(links, 0.0)) + self._collective_secs(event)
+                ready[event.op] = free[links], "+".join(event.axes)
+            elif isinstance(event, End) and event.op in ready:
+                done, axes = ready.pop(event.op)
+                spent[axes] += max(0.0, done - now)
+            else:
+                spent.update(self._local(event))
+        return spent
+
+    def _local(self, event: Compute | Kernel | LoopEvent | BranchEvent | End) -> dict[str, float]:
+        if isinstance(event, Compute):
+            return {"compute": event.cycles / self.chip.clock_hz}
+        if isinstance(event, Kernel):
+            return {KERNEL_PARTS[event.grouped]: self._kernel_secs(event)}
+        if isinstance(event, LoopEvent):
+            return {name: event.trips * secs for name, secs in self.run(event.body).items()}
+        if isinstance(event, BranchEvent):
+            spent: Counter = Counter()
+            for share, side in zip(event.lockstep if self.lockstep else event.own, event.sides, strict=True):
+                spent.update({name: share * secs for name, secs in self.run(side).items()} if share else {})
+            return spent
+        return {}
+
+    def _kernel_secs(self, kernel: Kernel) -> float:
+        """FLOPs at the rate of kernels, or operands and results once through memory."""
+        moved = kernel.operand_bytes + kernel.result_bytes
+        return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
+
+    def _collective_secs(self, call: CompiledCollective) -> float:
+        """How long one call takes with the links to itself."""
+        if call.pairs:
+            return call.bytes / one_way(self.mesh, call.pairs, self.chip)
+        key = call.axes, call.group
+        if key not in self._routes:
+            self._routes[key] = route(self.mesh, call.axes, self.chip, call.group)
+        found = self._routes[key]
+        return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
+
+
+class CompiledStep(NamedTuple):
+    """What the compiler says of a step: bytes of a device, and the time where it estimates cycles.
+
+    `refused` is its own word where the step does not fit, and then there is nothing else.
+    """
+
+    refused: str
+    arguments: int = 0
+    temporaries: int = 0
+    peak_bytes: int = 0
+    time: StepTime | None = None
+
+
+def compile_and_read(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
+    """Compile the training step of these settings and read the result."""
+    mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
+    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    model, lowered = step.model, step.lower(*shape)
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
+        return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
+    found = read_step(program, model)
+    if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
+        return CompiledStep("", found.arguments, found.temporaries, found.together)
+    flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
+    time = step_time(found, topology.chip, flops, dtype=settings.model.dtype)
+    return CompiledStep("", found.arguments, found.temporaries, found.peak, time)
+
+
+def compiled_parts(time: StepTime) -> dict[str, float]:
+    """Seconds of a compiled step, with their names."""
+    exposed = {f"exposed over {axes}": secs for axes, secs in time.exposed_secs.items()}
+    kernels = {"attention kernel": time.pallas_secs - time.grouped_secs}
+    if time.grouped_secs:
+        kernels["grouped products"] = time.grouped_secs
+    return {"compute": time.compute_secs} | kernels | exposed
