@@ -11,10 +11,11 @@ from jax import Array, lax
 
 from parallax.model.experts import HeldExperts, collect, dispatch, sort_rows
 from parallax.model.kernels import platform_traced
-from parallax.sharding.activations import EXPERT_AXIS, activation
+from parallax.sharding.activations import activation
 from parallax.sharding.collectives import all_gather, as_varying, is_bound, reshard, varying_axes
 from parallax.sharding.layout import Layout
 
+EXPERT_AXIS = "ep"
 NOWHERE = -1  # the id of no expert
 
 
