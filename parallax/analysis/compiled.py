@@ -258,7 +258,7 @@ class TimelineReader:
         sides = [self.computation(name) for name in one.called]
         share = (self.shares or {}).get(name_of(one.op_name))
         if share is None or len(sides) != 2:
-            dearest = max(range(len(sides)), key=lambda at: weight(sides[at]))
+            dearest = max(range(len(sides)), key=lambda at: dearness(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
@@ -375,15 +375,24 @@ def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[
 
 
 def weight(events: list) -> tuple[float, float, float]:
-    """What one pass through a timeline costs on the rank that the others wait for: cycles, FLOPs, and bytes sent."""
+    """What one pass through a timeline costs on the rank that the others wait for: cycles, FLOPs, and bytes sent.
+    Kernels have FLOPs alone."""
     cycles, flops, sent = 0.0, 0.0, 0.0
     for event, _, count in executed(events):
         if isinstance(event, Compute):
             cycles += count * event.cycles
             flops += count * event.flops
+        elif isinstance(event, Kernel):
+            flops += count * event.flops
         elif isinstance(event, CompiledCollective):
             sent += count * event.bytes
     return cycles, flops, sent
+
+
+def dearness(events: list) -> tuple[float, float, float]:
+    """By what sides of a branch are compared: FLOPs, which kernels have too, then cycles and bytes sent."""
+    cycles, flops, sent = weight(events)
+    return flops, cycles, sent
 
 
 def _with_cycles_between(event: Any, after: list) -> Any:
