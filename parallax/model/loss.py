@@ -12,6 +12,7 @@ from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
 from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
 from parallax.sharding.layout import Layout
+from parallax.sharding.plan import GRADIENTS
 
 LOGITS = "logits"  # the scope of the head's products, for traces
 
@@ -90,7 +91,7 @@ def chunked_loss_and_grads(
         (grad_CV,) = pull(as_varying(jnp.full_like(loss, weight), varying_axes(loss)))
         # Rounded as what it is multiplied with is: a product of two dtypes would be one of the wider.
         grad_CV = grad_CV.astype(table_VD.dtype)
-        with jax.named_scope(LOGITS):
+        with jax.named_scope(GRADIENTS), jax.named_scope(LOGITS):
             hidden_grad = jnp.einsum("CV,VD->CD", grad_CV, table_VD, **wide).astype(hidden_CD.dtype)
             table_grad = jnp.einsum("CV,CD->VD", grad_CV, hidden_CD, **wide)
         return grad_VD + table_grad, (loss, *pull_hidden(hidden_grad))

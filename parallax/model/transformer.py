@@ -56,13 +56,13 @@ class Block(nn.Module):
         x = checkpoint_name(
             x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), "attention"
         )
-        return x + self.drop_mlp(self._through_mlp(x, context), rows, key)
+        return x + self.drop_mlp(self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens behind cached ones; no dropout."""
         out, cache = self.attention.decode(self.attention_norm(x), context, cache)
         x = x + out
-        return x + self._through_mlp(x, context), cache
+        return x + self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """The layouts of what `decode` caches."""
@@ -73,9 +73,9 @@ class Block(nn.Module):
         # Each of the 2 * layers branches adds its variance to the residual (GPT-2, section 2.3).
         return (2 * self.model.layers) ** -0.5
 
-    def _through_mlp(self, x: Array, context: Context) -> Array:
-        x = self.mlp_norm(x)
-        return self.mlp(x, context.row_weight) if self.kind == "moe" else self.mlp(x)
+    def _for_mixtures(self, context: Context) -> tuple:
+        """What a mixture takes beside x. Its call is not in here: then operations would have this method's name."""
+        return (context.row_weight,) if self.kind == "moe" else ()
 
     def _mlp(self) -> nn.Module:
         model, loss = self.model, self.loss

@@ -33,8 +33,8 @@ def refusing(monkeypatch):
     [
         ("TPU v5 lite", {"xla_tpu_enable_async_all_to_all"}),
         ("TPU v5p", {"xla_tpu_enable_async_all_to_all", "xla_tpu_enable_sparse_core_collective_offload_all_gather"}),
-        ("TPU v6 lite", set()),  # of which nothing was measured
-        ("TPU v99", set()),
+        ("TPU v6 lite", {"xla_tpu_enable_ragged_dot_kernel"}),
+        ("TPU v99", set()),  # of which nothing was measured
     ],
 )
 def test_each_chip_is_told_what_was_measured_on_it(kind, said, refusing):

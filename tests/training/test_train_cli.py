@@ -113,7 +113,7 @@ def test_the_processes_of_a_job_take_the_name_that_the_first_gives(in_job):
     assert parse().workdir == pathlib.Path("runs/tiny_gqa-20260102-030405")
 
 
-@pytest.mark.parametrize("written", ["soon", "", "-3h", "0", "1d"])
+@pytest.mark.parametrize("written", ["soon", "-3h", "0", "1d"])
 def test_a_runtime_that_is_no_time_is_refused(written):
     command = ["train.py", f"--config={ROOT / 'configs' / 'tiny_gqa.py'}", f"--max-runtime={written}"]
     with pytest.raises(ConfigError, match=f"--max-runtime='{written}' is no time; write it as 3h, 90m"):
