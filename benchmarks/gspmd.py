@@ -28,7 +28,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, config_of, run_benchmark, tpu_devices
+from arguments import Arguments, absent_devices, config_of, run_benchmark
 
 
 class Row(NamedTuple):
@@ -58,7 +58,7 @@ def main() -> None:
     if args.smoke:
         compare_numbers()
         return
-    devices = tpu_devices(args.topology)
+    devices = absent_devices(args.topology)
     settings = settings_of(args.config, dict(args.set))
     print(" ".join([args.config, "on", args.topology, *(f"{key}={value}" for key, value in args.set)]))
     print(f"| | {' | '.join(COLUMNS)} |\n{'|---' * (1 + len(COLUMNS))}|")
@@ -131,7 +131,7 @@ def compiled_and_time(row: Row, settings: Any, devices: Any, topology: str) -> t
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
         step = step_of(row, settings, mesh)
         program = step.lower(*shape).compile()
-    read = read_step(program, step.model)
+    read = read_step(program, step.model, seq=shape[1])
     flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     return read, step_time(read, chip(topology), flops)
 

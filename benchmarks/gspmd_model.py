@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.remat import saved_parts
 from parallax.model.batch import IGNORED
 from parallax.model.kernels import causal_attention
-from parallax.model.remat import REMAT_POLICIES
 from parallax.model.rope import Rope, rotate
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
@@ -72,19 +72,19 @@ class Annotated(ShardedModel):
         """The layer with its backward pass as `pipeline.remat` says; with one stage, "stage" is as "layer" here."""
         if self.pipeline.remat == "none":
             return layer
-        policy = jax.checkpoint_policies.save_only_these_names(*REMAT_POLICIES.get(self.pipeline.remat, ()))
+        policy = jax.checkpoint_policies.save_only_these_names(*(saved_parts(self.pipeline.remat) or ()))
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def block(self, weights: Any, x_BSD: Array, rope: Any, segments_BS: Array) -> Array:
         attention, mlp = weights["attention"], weights["mlp"]
         y_BSD = self.whole(self.norm(x_BSD, weights["attention_norm"]))
         q, k, v = (jnp.einsum("BSD,DHK->BSHK", y_BSD, attention[name]["kernel"]) for name in "qkv")
-        heads = (checkpoint_name(x, "attention") for x in (rotate(q, rope), rotate(k, rope), v))
+        heads = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         y_BSHK = self.attend(*heads, segments_BS)
         x_BSD += self.cut(jnp.einsum("BSHK,HKD->BSD", y_BSHK, attention["out"]["kernel"]), self.residual)
-        x_BSD = checkpoint_name(x_BSD, "attention")
+        x_BSD = checkpoint_name(x_BSD, "out")
         y_BSD = self.whole(self.norm(x_BSD, weights["mlp_norm"]))
-        gate, up = (checkpoint_name(y_BSD @ mlp[name]["kernel"], "mlp") for name in ("gate", "up"))
+        gate, up = (checkpoint_name(y_BSD @ mlp[name]["kernel"], "ffn") for name in ("gate", "up"))
         return x_BSD + self.cut((jax.nn.silu(gate) * up) @ mlp["down"]["kernel"], self.residual)
 
     def attend(self, q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, segments_BS: Array) -> Array:
@@ -97,7 +97,7 @@ class Annotated(ShardedModel):
         same_BST = segments_BS[:, :, None] == segments_BS[:, None, :]
         mask_B1ST = (same_BST & jnp.tri(same_BST.shape[1], dtype=bool)[None])[:, None]
         out = jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=mask_B1ST, scale=scale, implementation="xla")
-        return checkpoint_name(out, "attention")
+        return checkpoint_name(out, "core")
 
     def norm(self, x: Array, weights: Any) -> Array:
         wide = x.astype(jnp.float32)

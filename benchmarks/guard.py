@@ -25,7 +25,7 @@ def unguarded(model, tx):
             noise = jnp.stack([jnp.int32(self.seed), state.step])
             metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
             metrics |= {"grad_norm": self.grad_norm(grads)}
-            params, opt_state = self.update(state.params, state.opt_state, grads, metrics["grad_norm"])
+            params, opt_state = self.update(state.params, state.opt_state, grads, metrics["grad_norm"], noise)
             return TrainState(state.step + 1, params, opt_state, state.guard), metrics
 
     return Unguarded(model, tx, 0)

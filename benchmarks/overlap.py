@@ -1,14 +1,16 @@
-"""How much of what FSDP, TP and CP send hides behind compute, in the step that a TPU compiler makes; no TPU is needed.
+"""How much of what FSDP, TP, CP and EP send hides behind compute, in the step compiled for chips that are not here.
 
     python benchmarks/overlap.py --config llama_1b_16 --topology v5e:4x4 [--rows 0 3] [--kernels 0.7]
+    python benchmarks/overlap.py --config gpu_80gb_x8 --topology H100:1x8
 
-Needs the TPU compiler: pip install -e '.[tpu]'. One row for each way to send: as the config has it, without what
-hides it, and layouts of other meshes; on more chips than the config is for, dp and the batch are larger. *GiB* are
-arguments and temporaries of a chip. *compute*, *kernels* and *waits* are in milliseconds as parallax.analysis estimates
-them, and *share* is that of waits in the step. *dp*, *cp* and *tp* are the shares of bytes over these axes, *dp* with
-those over dp and cp together, that go on while something is computed: asynchronous, with compute between start and
-done. The compiler gives attention kernels no cycles; they are priced at the longer of their FLOPs, at the share of peak
-that --kernels says, and their bytes, and *MFU* is with them, *MFU-* leaves them out.
+Needs the TPU compiler, pip install -e '.[tpu]', or that for GPUs, pip install -e '.[gpu-compiler]'. One row for each
+way to send: as the config has it, without what hides it, and layouts of other meshes; on more chips than the config is
+for, dp and the batch are larger. *GiB* are arguments and temporaries of a chip. *compute*, *kernels* and *waits* are in
+milliseconds as parallax.analysis estimates them, and *share* is that of waits in the step. *dp*, *cp*, *ep* and *tp*
+are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while something is
+computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
+the longer of their FLOPs, at the share of peak that --kernels says, and their bytes, and *MFU* is with them, *MFU-*
+leaves them out.
 """
 
 import argparse
@@ -26,12 +28,13 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import Arguments, config_of, run_benchmark, tpu_devices
+from arguments import Arguments, absent_devices, config_of, run_benchmark
 
 
 class Row(NamedTuple):
     changes: Mapping[str, Any]  # of the config, by "section.key"
     options: bool = True  # whether the compiler is told what parallax/sharding/compiler.py says
+    told: Mapping[str, Any] = {}  # what it is told besides
 
 
 PLAIN = {"fsdp.reduce": "float32"}
@@ -40,7 +43,22 @@ AHEAD = {"fsdp.prefetch": 1}
 LAYER = {"pipeline.remat": "layer"}
 PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
+EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
 RING = {"layout.context": "ring", "model.kernel": "xla"}
+# What XLA may be told for GPUs, one at a time beside the first.
+HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
+COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
+GPU_OPTIONS = [
+    {},
+    HIDING,
+    HIDING | {"xla_gpu_enable_pipelined_all_gather": True},
+    HIDING | {f"xla_gpu_enable_pipelined_{kind}": True for kind in COMBINED},
+    HIDING | {"xla_gpu_enable_while_loop_double_buffering": True},
+    HIDING | {f"xla_gpu_{kind}_combine_threshold_bytes": 2**30 for kind in COMBINED},
+    HIDING | {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COMBINED},
+    HIDING | {"xla_gpu_enable_command_buffer": ""},
+]
+GPU_ROWS = [Row({}), *(Row({}, False, told) for told in GPU_OPTIONS), Row(PLAIN), Row(AHEAD), Row(PLAIN | AHEAD)]
 ROWS = {
     "llama_1b_16": [
         Row({}),
@@ -73,10 +91,14 @@ ROWS = {
         Row(RING | {"layout.context": "all_gather"}),
         Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
     ],
+    "mixtral_8x7b_128": [Row({}), Row({"layout.exchange": "ragged"})],
+    "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT)],
+    "gpu_80gb_x8": GPU_ROWS,
+    "gpu_24gb_x8": GPU_ROWS,
     "tiny_gqa": [Row({})],
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
-COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "tp", "MFU", "MFU-")
+COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "ep", "tp", "MFU", "MFU-")
 
 
 def main() -> None:
@@ -84,12 +106,12 @@ def main() -> None:
     parser.add_argument("--config", default="llama_1b_16", choices=ROWS)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows; all without it")
-    parser.add_argument("--kernels", type=float, default=1.0, help="share of peak that attention kernels reach")
+    parser.add_argument("--kernels", type=float, default=1.0, help="share of peak that kernels reach")
     args = parser.parse_args()
     rows = ROWS[args.config]
     if wrong := [at for at in args.rows or () if not 0 <= at < len(rows)]:
         parser.error(f"--rows {wrong[0]}: {args.config} has rows 0 to {len(rows) - 1}")
-    devices = tpu_devices(args.topology)
+    devices = absent_devices(args.topology)
     print(f"{args.config} on {args.topology}")
     print(f"| changed | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
@@ -102,7 +124,8 @@ def main() -> None:
 
 def title(row: Row) -> str:
     changes = [f"{name}={value}" for name, value in row.changes.items()]
-    return ", ".join(changes + ["no options"] * (not row.options)) or "nothing"
+    told = [f"{name.removeprefix('xla_gpu_').removeprefix('enable_')}={value}" for name, value in row.told.items()]
+    return ", ".join(changes + ["no options"] * (not row.options) + told) or "nothing"
 
 
 def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
@@ -126,9 +149,9 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     shape = settings.data.global_batch, settings.data.seq
     with contextlib.nullcontext() if row.options else patch.dict(compiler.OPTIONS, clear=True):
         step = step_of(settings, mesh)
-        program = step.lower(*shape).compile()
+        program = step.lower(*shape).compile(compiler_options=dict(row.told))
     model = step.model
-    read = read_step(program, model)
+    read = read_step(program, model, seq=shape[1])
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
@@ -137,7 +160,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
         f"{(read.arguments + read.temporaries) / 2**30:.2f}",
         *(f"{1e3 * secs:.0f}" for secs in millis),
         f"{100 * sum(found.exposed_secs.values()) / found.total_secs:.1f} %",
-        *(hidden(read.collectives, axes) for axes in (("dp",), ("cp",), ("tp",))),
+        *(hidden(read.collectives, axes) for axes in (("dp",), ("cp",), ("ep",), ("tp",))),
         *(f"{100 * share:.1f} %" for share in (found.mfu, without)),
     ]
 

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices
+from arguments import Arguments, absent_devices, config_of, mesh_sizes, run_benchmark
 
 from parallax.runtime.errors import ConfigError
 
@@ -101,7 +101,7 @@ def start_jax(*, tpu: bool) -> None:
 
     jax.config.update("jax_enable_compilation_cache", False)
     if tpu:
-        tpu_devices(SMALLEST[-1])
+        absent_devices(SMALLEST[-1])
     else:
         px.simulate_devices(8)
 
@@ -194,7 +194,7 @@ def devices(case: Case) -> Any:
     import jax
 
     if case.slice:
-        return tpu_devices(case.slice)
+        return absent_devices(case.slice)
     return jax.devices()[: math.prod(sizes(case))]
 
 

@@ -14,7 +14,7 @@ latter three as shares in percent. `--save FOLDER` keeps the programs.
 import time
 from typing import Any, NamedTuple
 
-from arguments import Arguments, config_of, mesh_sizes, run_benchmark, tpu_devices, whole_number
+from arguments import Arguments, absent_devices, config_of, mesh_sizes, run_benchmark, whole_number
 
 from parallax.cli.arguments import local_path
 from parallax.config.sections import POLICY_NAMES
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 def main() -> None:
     args = parse()
-    devices = tpu_devices(args.topology)
+    devices = absent_devices(args.topology)
     print(
         f"{args.topology} mesh {args.mesh} microbatches {args.microbatches} x {args.seq} tokens, "
         f"remat {args.remat}, policy {args.policy}, kernel {args.kernel}"
@@ -93,7 +93,7 @@ def compile_step(schedule: str, devices: Any, args: Any) -> Step:
     started = time.perf_counter()
     compiled = train_step.lower(config.data.global_batch, args.seq).compile(compiler_options=options)
     compile_secs = time.perf_counter() - started
-    read = read_step(compiled, model)
+    read = read_step(compiled, model, seq=args.seq)
     tokens = config.data.global_batch * args.seq / mesh.size
     flops = flops_per_token(settings.model, model.shapes, seq=args.seq) * tokens
     return Step(read, step_time(read, chip(args.topology), flops), compile_secs)

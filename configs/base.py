@@ -59,11 +59,17 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-06  # added to the mean square in RMSNorm
     config.model.tied = True  # the head is the embedding's transpose
     config.model.dropout = 0.0  # probability, on embedding and residual branches
-    config.model.dtype = "float32"  # "float32" | "bfloat16": of compute; parameters are float32
+    config.model.dtype = "float32"  # "float32" | "bfloat16": of compute; optimizer.weights_dtype is that of parameters
     # "xla" | "cudnn" | "splash": softmax core of attention, none of which holds heads x seq x seq scores. xla runs
     # everywhere, block by block; splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for
     # GPU (bfloat16)
     config.model.kernel = "xla"
+    # "compute" | "int8" | "float8": products of projections and MLPs, and gradients of their inputs; compute is
+    # model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200
+    config.model.matmul = "compute"
+    # int8, float8: of which parts of a layer: attention, its projections; mlp, that of dense layers and of shared
+    # experts
+    config.model.matmul_parts = "attention mlp"
 
     # Strings that say where arrays are cut.
     config.layout = ConfigDict()
@@ -86,8 +92,12 @@ def get_config() -> ConfigDict:
     config.pipeline.schedule = "gpipe"
     config.pipeline.virtual = 1  # interleaved only: stages on each pipeline rank
     config.pipeline.microbatches = 1  # per step; with mesh.pp=1 they are gradient accumulation
-    # "none" | "elementwise" | "attention" | "layer" | "stage": what the backward pass computes again
+    # "none" | "elementwise" | "attention" | "layer" | "stage" | a set of parts, as "norm swiglu ffn": what the backward
+    # pass computes again
     config.pipeline.remat = "layer"
+    # "device" | "host" | a set of parts, as "input ffn": where what a pass saves waits for a later one; a set is of the
+    # parts that wait in host memory
+    config.pipeline.residuals_on = "device"
 
     # Where the data axes cut parameters, and so when weights and gradients travel over them.
     config.data_parallel = ConfigDict()
@@ -99,6 +109,7 @@ def get_config() -> ConfigDict:
     config.fsdp = ConfigDict()
     config.fsdp.prefetch = 0  # layers gathered ahead, and gradients scattered behind, while one computes
     config.fsdp.reduce = "float32"  # "float32" | "compute": dtype of gradients that travel; compute is model.dtype
+    config.fsdp.gather_dtype = "compute"  # "compute" | "int8" | "float8": dtype of weights that travel
 
     # What is minimised: cross-entropy, a z-loss, and what keeps the load of experts even.
     config.loss = ConfigDict()
@@ -123,6 +134,17 @@ def get_config() -> ConfigDict:
     config.optimizer.muon_momentum = 0.95  # muon: decay of the gradient's mean; Nesterov's, as Muon has it
     # moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual
     config.optimizer.balance_rate = 0.0
+    # "float32" | "bfloat16" | "float8": of first moments between steps; float8: e4m3, each block over a float32 scale
+    config.optimizer.m_dtype = "float32"
+    # "float32" | "bfloat16" | "float8": of second moments, AdamW's; float8 has their roots
+    config.optimizer.v_dtype = "float32"
+    # "float32" | "bfloat16": of parameters between steps; with bfloat16 there is no float32 copy of them
+    config.optimizer.weights_dtype = "float32"
+    # "device" | "host": where moments are between steps, but those of norms and biases; host: the update moves a
+    # layer's at a time
+    config.optimizer.states_on = "device"
+    # "device" | "host": the same of parameters; host: a step computes with a copy of them in model.dtype
+    config.optimizer.masters_on = "device"
 
     # A step whose loss or gradient is not finite changes nothing.
     config.guard = ConfigDict()

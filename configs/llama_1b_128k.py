@@ -8,9 +8,9 @@ Command:  python train.py --config=configs/llama_1b_128k.py --config.data.path=F
           On 64 chips --config.mesh.dp=16 --config.data.global_batch=16 as well.
 Hardware: 16 TPU v5e chips (16 GB each), or 64.
 Memory:   9.5 GiB a chip as compiled for TPU (python -m parallax.plan).
-Time:     estimated from the compiled program with attention kernels at 70 % of peak, 14.1 s a step (MFU 38.5 %, waits
+Time:     estimated from the compiled program with attention kernels at 70 % of peak, 14.1 s a step (MFU 38.4 %, waits
           0.4 %), 16 hours in all; with mesh.dp=1, mesh.cp=16, pipeline.microbatches=4 and pipeline.remat="elementwise"
-          12.6 s (MFU 42.9 %, waits 1.2 %) and 10.2 GiB. On 64 chips 14.8 s (MFU 36.7 %, waits 4.3 %). Not yet run.
+          12.7 s (MFU 42.8 %, waits 1.1 %) and 10.2 GiB. On 64 chips 14.8 s (MFU 36.6 %, waits 4.3 %). Not yet run.
 Loss:     not yet run.
 """
 

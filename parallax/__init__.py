@@ -16,6 +16,7 @@ HOME = {
     "as_batch": "data.windows",
     "load": "inference.run",
     "capture_activations": "inference.capture",
+    "devices_of": "analysis.topology",
     "look_inside": "inference.capture",
     "make_mesh": "sharding.mesh",
     "mesh_of": "sharding.mesh",

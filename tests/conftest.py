@@ -1,5 +1,6 @@
 """Tests run on eight simulated CPU devices, with compiled programs kept between runs."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -23,6 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis
 import jax
+import pytest
 from checkpoint_examples import small_disk
 from run_examples import corpus, observed_run, shared_programs, whole_run
 from stand_ins import compiles_nothing, exits, in_job, known_speed, second_of_two, with_chips
@@ -50,3 +52,23 @@ collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["h
 
 hypothesis.settings.register_profile("parallax", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.load_profile("parallax")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `fast(n)`, n cases spread over all stay fast; the others become slow."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast") and not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname].append(item)
+    for own in cases.values():
+        (count,) = own[0].get_closest_marker("fast").args
+        kept = {at * len(own) // count for at in range(count)}
+        for at in {*range(len(own))} - kept:
+            own[at].add_marker("slow")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Programs of a file are no other's: held on to, those of all files are gigabytes."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()

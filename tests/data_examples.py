@@ -38,7 +38,9 @@ def prepare_texts(
     return prepare(request, folder, workers=workers)
 
 
-def prepared_reader(folder: pathlib.Path, *, split: str = "train", rows=None, vocab=None, **changes) -> Reader:
+def prepared_reader(
+    folder: pathlib.Path, *, split: str = "train", rows=None, columns=None, vocab=None, **changes
+) -> Reader:
     changes = {"seq": 8, "global_batch": 4, "eval_fraction": 0.0, **changes}
     config = data_config(source="prepared", path=str(folder), **changes)
-    return open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows)
+    return open_reader(config, folder=folder, vocab=vocab, split=split, rows=rows, columns=columns)

@@ -119,6 +119,7 @@ CHEAPER = {
             "llama_1b_16.py --topology=v5e:4x4",
             "llama2_7b_64.py --topology=v5p:4x4x4",
             "deepseek_v2_lite_mla.py --topology=v5p:2x2x4",
+            "gpu_80gb_x8.py --topology=H100:1x8",
         )
     },
 }
@@ -139,6 +140,9 @@ PARSED = {
     'pip install -e ".[hf-tests]" -c constraints.txt': NETWORK,
     "python benchmarks/hf_table.py --write": LONG,
     "pip install -e '.[tpu]'": NETWORK,
+    "pip install -e '.[gpu-compiler]' -c constraints.txt": NETWORK,
+    "python -m parallax.plan --config=configs/gpu_80gb_x8.py --topology=H100:1x8 --sweep": LONG,
+    "python -m parallax.report --config=configs/gpu_80gb_x8.py --topology=H100:1x8": LONG,
     "python -m pytest": SETUP,
     "make setup": SETUP,
     "make train": SETUP,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import traced_counts
 
-from docs import config_keys, step_picture, zigzag_picture
+from docs import config_keys, remat_picture, step_picture, zigzag_picture
 from parallax.analysis.trace import abstract_mesh
 from parallax.cli.command import read_command
 from parallax.config.sections import INFERRED
@@ -79,5 +79,7 @@ if __name__ == "__main__":
     config_keys.main()
     step_picture.PICTURE.write_text(step_picture.picture(report_of("quickstart")))
     print("docs/step.svg")
+    remat_picture.PICTURE.write_text(remat_picture.picture())
+    print("docs/remat.svg")
     zigzag_picture.PICTURE.write_text(zigzag_picture.picture())
     print("docs/zigzag.svg")

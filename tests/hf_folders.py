@@ -205,6 +205,24 @@ def in_blocks(tensors, block):
     return stored, meant
 
 
+def fused(tensors):
+    """Tensors of a mixture as `transformers` 5 has them in memory: all experts of a layer in two, and Mixtral's under
+    the others' names."""
+    kernels = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+    found, of_layers = {}, {}
+    for name, array in tensors.items():
+        layer, _, rest = name.partition(".experts.")
+        layer = layer.replace(".block_sparse_moe", ".mlp")
+        if rest:
+            of_layers.setdefault(layer, {}).setdefault(kernels[rest.split(".")[1]], []).append(array)
+        else:
+            found[layer] = array
+    for layer, of in of_layers.items():
+        pairs = [np.concatenate(pair) for pair in zip(of["gate"], of["up"])]
+        found |= {f"{layer}.experts.gate_up_proj": np.stack(pairs), f"{layer}.experts.down_proj": np.stack(of["down"])}
+    return found
+
+
 def write_file(path, tensors):
     """One safetensors file."""
     names, header, at = {dtype: name for name, dtype in KINDS.items()}, {}, 0

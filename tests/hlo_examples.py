@@ -1,4 +1,5 @@
-"""Small programs in the TPU compiler's form, each with what makes that form hard to read. The mesh is pp=2 dp=4."""
+"""Small programs in the form of compilers, for TPU on a mesh of pp=2 dp=4, each with what makes that form hard to read;
+and one as XLA compiles it for eight H100 along dp."""
 
 import re
 
@@ -202,3 +203,133 @@ async_execution_thread="sparsecore", to_apply=%called.2, metadata={op_name="jit(
 def with_cycles(text: str) -> str:
     """CYCLES(n), as the compiler writes it."""
     return re.sub(r"CYCLES\((\d+)\)", r'backend_config={"flag_configs":[],"estimated_cycles":"\1"}', text)
+
+
+# Six layers of a product and silu, compiled for H100:1x8: each slices its weights, gathers them and stores its input,
+# which is updated in place, while they travel.
+GPU_LAYERS = """HloModule jit_layers, is_scheduled=true, num_partitions=8
+
+%gemm_fusion_dot_general.3_computation (parameter_0: bf16[1024,2048], parameter_1: bf16[2048,2048]) -> \
+bf16[1024,2048] {
+  %parameter_0 = bf16[1024,2048]{1,0} parameter(0)
+  %parameter_1 = bf16[2048,2048]{1,0} parameter(1)
+  ROOT %dot_general.4 = bf16[1024,2048]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, metadata={op_name="jit(step)/while/body/closed_call/dot_general"}
+}
+
+%fused_dynamic_update_slice (param_0.6: bf16[6,1024,2048], param_1.30: bf16[1024,2048], param_2.16: s32[6], \
+param_3.10: s32[]) -> bf16[6,1024,2048] {
+  %param_0.6 = bf16[6,1024,2048]{2,1,0} parameter(0)
+  %param_1.30 = bf16[1024,2048]{1,0} parameter(1)
+  %bitcast.1.1 = bf16[1,1024,2048]{2,1,0} bitcast(%param_1.30)
+  %param_2.16 = s32[6]{0} parameter(2)
+  %param_3.10 = s32[] parameter(3)
+  %dynamic_slice.7.1 = s32[1]{0} dynamic-slice(%param_2.16, %param_3.10), dynamic_slice_sizes={1}
+  %bitcast.2.9 = s32[] bitcast(%dynamic_slice.7.1)
+  %constant_15_clone_3 = s32[] constant(0)
+  %lt.6.3 = pred[] compare(%bitcast.2.9, %constant_15_clone_3), direction=LT
+  %constant_17_clone_2 = s32[] constant(6)
+  %add.12.3 = s32[] add(%bitcast.2.9, %constant_17_clone_2)
+  %select_n.4.3 = s32[] select(%lt.6.3, %add.12.3, %bitcast.2.9)
+  ROOT %dynamic_update_slice.4.1 = bf16[6,1024,2048]{2,1,0} dynamic-update-slice(%param_0.6, %bitcast.1.1, \
+%select_n.4.3, %constant_15_clone_3, %constant_15_clone_3)
+}
+
+%fused_multiply (param_0.18: bf16[1024,2048]) -> bf16[1024,2048] {
+  %param_0.18 = bf16[1024,2048]{1,0} parameter(0)
+  %constant_16_clone_3 = bf16[] constant(1)
+  %convert.3.1 = f32[] convert(%constant_16_clone_3)
+  %broadcast.4.5 = f32[1024,2048]{1,0} broadcast(%convert.3.1), dimensions={}
+  %neg.4.1 = bf16[1024,2048]{1,0} negate(%param_0.18)
+  %exp.4.1 = bf16[1024,2048]{1,0} exponential(%neg.4.1)
+  %jit_silu_.2.6 = bf16[1024,2048]{1,0} broadcast(%constant_16_clone_3), dimensions={}
+  %add.11.5 = bf16[1024,2048]{1,0} add(%exp.4.1, %jit_silu_.2.6)
+  %convert.1.3 = f32[1024,2048]{1,0} convert(%add.11.5)
+  %div.4.5 = f32[1024,2048]{1,0} divide(%broadcast.4.5, %convert.1.3)
+  %convert.2.3 = bf16[1024,2048]{1,0} convert(%div.4.5)
+  ROOT %mul.4.1 = bf16[1024,2048]{1,0} multiply(%param_0.18, %convert.2.3)
+}
+
+%fused_add (param_0.23: s32[]) -> s32[] {
+  %param_0.23 = s32[] parameter(0)
+  %constant_14_clone_2 = s32[] constant(1)
+  ROOT %add.10.1 = s32[] add(%param_0.23, %constant_14_clone_2)
+}
+
+%fused_dynamic_slice (param_0.24: bf16[6,256,2048], param_1.29: s32[]) -> bf16[1,256,2048] {
+  %param_0.24 = bf16[6,256,2048]{2,1,0} parameter(0)
+  %param_1.29 = s32[] parameter(1)
+  %constant_15_clone_2 = s32[] constant(0)
+  %dynamic_slice.6.1 = bf16[1,256,2048]{2,1,0} dynamic-slice(%param_0.24, %param_1.29, %constant_15_clone_2, \
+%constant_15_clone_2), dynamic_slice_sizes={1,256,2048}
+  ROOT %copy.21 = bf16[1,256,2048]{2,1,0} copy(%dynamic_slice.6.1)
+}
+
+%region_0.1_spmd (param: (s32[], bf16[1024,2048], bf16[6,1024,2048], bf16[6,256,2048], s32[6])) -> (s32[], \
+bf16[1024,2048], bf16[6,1024,2048], bf16[6,256,2048], s32[6]) {
+  %param = (s32[], bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}, bf16[6,256,2048]{2,1,0}, s32[6]{0}) parameter(0)
+  %get-tuple-element.37 = s32[] get-tuple-element(%param), index=0
+  %copy.9 = s32[] copy(%get-tuple-element.37)
+  %get-tuple-element.45 = bf16[6,256,2048]{2,1,0} get-tuple-element(%param), index=3
+  %loop_dynamic_slice_fusion = bf16[1,256,2048]{2,1,0} fusion(%get-tuple-element.45, %copy.9), kind=kCustom, \
+calls=%fused_dynamic_slice, metadata={op_name="jit(step)/while/body/jit(dynamic_index_in_dim)/dynamic_slice"}
+  %bitcast.3 = bf16[256,2048]{1,0} bitcast(%loop_dynamic_slice_fusion)
+  %all-gather-start = (bf16[256,2048]{1,0}, bf16[2048,2048]{1,0}) all-gather-start(%bitcast.3), channel_id=1, \
+replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, \
+metadata={op_name="jit(step)/while/body/closed_call/all_gather"}, \
+backend_config={"collective_backend_config":{"is_sync":false}}
+  %loop_add_fusion = s32[] fusion(%copy.9), kind=kLoop, calls=%fused_add, \
+metadata={op_name="jit(step)/while/body/add"}
+  %get-tuple-element.38 = bf16[1024,2048]{1,0} get-tuple-element(%param), index=1
+  %get-tuple-element.46 = s32[6]{0} get-tuple-element(%param), index=4
+  %get-tuple-element.39 = bf16[6,1024,2048]{2,1,0} get-tuple-element(%param), index=2
+  %loop_dynamic_update_slice_fusion = bf16[6,1024,2048]{2,1,0} fusion(%get-tuple-element.39, %get-tuple-element.38, \
+%get-tuple-element.46, %copy.9), kind=kLoop, calls=%fused_dynamic_update_slice, \
+metadata={op_name="jit(step)/while/body/closed_call/jit(dynamic_update_index_in_dim)/dynamic_update_slice"}
+  %all-gather-done = bf16[2048,2048]{1,0} all-gather-done(%all-gather-start)
+  %gemm_fusion_dot_general.3 = bf16[1024,2048]{1,0} fusion(%get-tuple-element.38, %all-gather-done), kind=kCustom, \
+calls=%gemm_fusion_dot_general.3_computation, metadata={op_name="jit(step)/while/body/closed_call/dot_general"}
+  %loop_multiply_fusion = bf16[1024,2048]{1,0} fusion(%gemm_fusion_dot_general.3), kind=kLoop, \
+calls=%fused_multiply, metadata={op_name="jit(step)/while/body/closed_call/jit(silu)/mul"}
+  ROOT %tuple.16 = (s32[], bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}, bf16[6,256,2048]{2,1,0}, s32[6]{0}) \
+tuple(%loop_add_fusion, %loop_multiply_fusion, %loop_dynamic_update_slice_fusion, %get-tuple-element.45, \
+%get-tuple-element.46)
+}
+
+%fused_compare (param_0: s32[]) -> pred[] {
+  %param_0 = s32[] parameter(0)
+  %constant_18_clone_2 = s32[] constant(6)
+  ROOT %lt.7.1 = pred[] compare(%param_0, %constant_18_clone_2), direction=LT
+}
+
+%region_1.2_spmd (param.1: (s32[], bf16[1024,2048], bf16[6,1024,2048], bf16[6,256,2048], s32[6])) -> pred[] {
+  %param.1 = (s32[], bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}, bf16[6,256,2048]{2,1,0}, s32[6]{0}) parameter(0)
+  %get-tuple-element.25.0 = s32[] get-tuple-element(%param.1), index=0
+  ROOT %loop_compare_fusion = pred[] fusion(%get-tuple-element.25.0), kind=kLoop, calls=%fused_compare, \
+metadata={op_name="jit(step)/while/cond/lt"}
+}
+
+%wrapped_iota_computation () -> s32[6] {
+  ROOT %iota.3.1 = s32[6]{0} iota(), iota_dimension=0
+}
+
+ENTRY %main.4_spmd (param.5: bf16[1024,2048], param.6: bf16[6,256,2048], param.7: bf16[6,1024,2048]) -> \
+(bf16[1024,2048], bf16[6,1024,2048]) {
+  %constant_19_clone_1_0 = s32[] constant(0)
+  %copy.20 = s32[] copy(%constant_19_clone_1_0)
+  %param.7 = bf16[6,1024,2048]{2,1,0} parameter(2)
+  %param.6 = bf16[6,256,2048]{2,1,0} parameter(1)
+  %param.5 = bf16[1024,2048]{1,0} parameter(0)
+  %copy.19 = bf16[1024,2048]{1,0} copy(%param.5)
+  %wrapped_iota = s32[6]{0} fusion(), kind=kLoop, calls=%wrapped_iota_computation, metadata={op_name="jit(step)/iota"}
+  %tuple.14 = (s32[], bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}, bf16[6,256,2048]{2,1,0}, s32[6]{0}) \
+tuple(%copy.20, %copy.19, %param.7, %param.6, %wrapped_iota)
+  %while.11 = (s32[], bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}, bf16[6,256,2048]{2,1,0}, s32[6]{0}) \
+while(%tuple.14), condition=%region_1.2_spmd, body=%region_0.1_spmd, metadata={op_name="jit(step)/while"}, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %get-tuple-element.48 = bf16[6,1024,2048]{2,1,0} get-tuple-element(%while.11), index=2
+  %get-tuple-element.47 = bf16[1024,2048]{1,0} get-tuple-element(%while.11), index=1
+  ROOT %tuple.17 = (bf16[1024,2048]{1,0}, bf16[6,1024,2048]{2,1,0}) tuple(%get-tuple-element.47, \
+%get-tuple-element.48)
+}
+"""

@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 
 def pairs_of(case):
     """Every two settings of a case, as ((key, value), (key, value))."""
@@ -10,13 +12,24 @@ def pairs_of(case):
 
 def pairwise_cases(cases):
     """Take the case that has most pairs not seen yet, until every pair of the legal `cases` was seen."""
-    number = {pair: at for at, pair in enumerate(dict.fromkeys(pair for case in cases for pair in pairs_of(case)))}
-    masks = [sum(1 << number[pair] for pair in pairs_of(case)) for case in cases]
+    return [cases[at] for at in _cover([pairs_of(case) for case in cases])]
+
+
+def few_fast(cases):
+    """The cases, slow but for a few in which every setting is once."""
+    fast = {*_cover([[(key, str(value)) for key, value in case.items()] for case in cases])}
+    return [case if at in fast else pytest.param(case, marks=pytest.mark.slow) for at, case in enumerate(cases)]
+
+
+def _cover(sets):
+    """Of some sets the numbers of a few that hold what all hold."""
+    number = {one: at for at, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(sets)))}
+    masks = [sum(1 << number[one] for one in own) for own in sets]
     left, chosen = (1 << len(number)) - 1, []
     while left:
-        best = max(range(len(cases)), key=lambda at: ((masks[at] & left).bit_count(), _shuffled(at)))
+        best = max(range(len(sets)), key=lambda at: ((masks[at] & left).bit_count(), _shuffled(at)))
         left &= ~masks[best]
-        chosen.append(cases[best])
+        chosen.append(best)
     return chosen
 
 

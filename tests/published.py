@@ -354,8 +354,6 @@ DEEPSEEK = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "aux_loss_alpha": 0.001,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "ep_size": 1,
     "hidden_act": "silu",
     "initializer_range": 0.02,
@@ -387,6 +385,8 @@ V2_LITE = DEEPSEEK | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
     "first_k_dense_replace": 1,
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -409,6 +409,8 @@ V3 = DEEPSEEK | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "first_k_dense_replace": 3,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -472,7 +474,10 @@ QWEN3_MOE = QWEN3 | {
 MIXTURES = {
     "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL | sizes(*B8), 46_702_792_704),
     "mistralai/Mixtral-8x22B-v0.1": (
-        MIXTRAL | sizes(6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536, "router_aux_loss_coef": 0.001},
+        MIXTRAL
+        | sizes(6144, 16384, 56, 48, 8)
+        | {"max_position_embeddings": 65536, "rope_theta": 1000000, "router_aux_loss_coef": 0.001}
+        | {"router_jitter_noise": 0.0},
         140_620_634_112,
     ),
     "Qwen/Qwen3-30B-A3B": (
@@ -485,7 +490,19 @@ MIXTURES = {
     ),
     "deepseek-ai/DeepSeek-V2-Lite": (V2_LITE, 15_706_484_224),
     "deepseek-ai/DeepSeek-V2": (V2, 235_741_434_880),
-    "deepseek-ai/DeepSeek-V3": (V3, 671_026_419_200),  # without its layer for multi-token prediction
+    # Its files have 684,531,386,000 entries: 13,463,426,304 of the layer for multi-token prediction, 41,540,496 scales.
+    "deepseek-ai/DeepSeek-V3": (V3, 671_026_419_200),
+}
+# Billions of parameters by their authors, all and those that a token meets, rounded or cut. DeepSeek's active ones do
+# without the embedding, the others' have it.
+BILLIONS = {
+    "mistralai/Mixtral-8x7B-v0.1": ("46.7", "12.9"),
+    "mistralai/Mixtral-8x22B-v0.1": ("141", "39"),
+    "Qwen/Qwen3-30B-A3B": ("30.5", "3.3"),
+    "Qwen/Qwen3-235B-A22B": ("235", "22"),
+    "deepseek-ai/DeepSeek-V2-Lite": ("15.7", "2.4"),
+    "deepseek-ai/DeepSeek-V2": ("236", "21"),
+    "deepseek-ai/DeepSeek-V3": ("671", "37"),
 }
 AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
 GPTQ = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "quant_method": "gptq", "sym": True}
@@ -495,8 +512,13 @@ DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_
 # What is not computed here, and the field and value by which that is said.
 REFUSED = {
     "Qwen/Qwen1.5-MoE-A2.7B": (
-        QWEN2 | {"architectures": ["Qwen2MoeForCausalLM"]},
-        r"architectures=\['Qwen2MoeForCausalLM'\] is not supported",
+        QWEN2
+        | sizes(2048, 5632, 24, 16, 16)
+        | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1}
+        | {"max_position_embeddings": 32768, "max_window_layers": 21, "sliding_window": 32768, "vocab_size": 151936}
+        | {"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632},
+        r"architectures=\['Qwen2MoeForCausalLM'\] is not supported; .*\]; its shared expert has a gate, a sigmoid",
     ),
     "microsoft/Phi-3-mini-4k-instruct": (
         LLAMA | {"architectures": ["Phi3ForCausalLM"]},

@@ -22,7 +22,7 @@ ROWS = [
     {"model"},
     {"pipeline"},
     {"data"},
-    {"training.guard", "training.optimizer"},
+    {"training.guard", "training.optimizer", "training.low_precision"},
     {"training.step", "training.load", "training.folder", "training.batches", "training.logger"},
     {"inference"},
     {"interop"},

@@ -25,12 +25,14 @@ RUNS = {
     "context.py": r"ring +\d+\.\d\d +\d+\.\d{3}  \d+\.\d+",
     "experts.py": r"experts +\d+\.\d\d +\d+\.\d{3} +\d+\.\d\d",
     "compile_time.py": r" +1 +\d+\.\d",
+    "curves.py": r"\| all \| \d\.\d{4} \| [+-]\d+\.\d\d % \|",
     "data.py": r" +256 +32 +\d+\.\d +\d+\.\d +\d+\.\d",
     "gspmd.py": r"losses, and gradients of \d+ parameters: gspmd/ours 1\.000000",
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
     "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|",
+    "options.py": r"\| weights bfloat16 \|( -\d\.\d\d GiB \|){2}( [+-]\d+\.\d % \|){2}",
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",
     "predictions.py --tpu": rf"\| tiny_gqa \| 1·4·1 \| accumulate \| layer \|{PAIRS}.*",
@@ -42,8 +44,8 @@ RUNS = {
     "step.py": r"1,1,1 +\d+\.\d%.* GiB",
     "tpu_compile.py": r"gpipe +\d+\.\d\d.*",
 }
-NEED_LIBTPU = ("overlap.py", "predictions.py --tpu", "tpu_compile.py")
-PROCESSES = ("soak.py", "step.py")
+NEED_LIBTPU = ("options.py", "overlap.py", "predictions.py --tpu", "tpu_compile.py")
+PROCESSES = ("curves.py", "soak.py", "step.py")
 # The others compile seconds of programs: those are run always that share the least.
 SECONDS = (
     "compile_time.py",

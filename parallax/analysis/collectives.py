@@ -134,7 +134,8 @@ def _sent(
     kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
         return Counter()
-    axes = _axes(equation)
+    named = equation.params["axes" if "axes" in equation.params else "axis_name"]
+    axes = tuple(sorted((named,) if isinstance(named, str) else named, key=ALL_AXES.index))
     operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
     # What a ragged exchange sends and what it fills are followed by where rows begin, and how many there are.
     operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
@@ -144,12 +145,6 @@ def _sent(
     if kind == "permute" and not any(source == at[axes[0]] != target for source, target in equation.params["perm"]):
         size = 0
     return Counter({Sent(kind, axes, size, 0, origin.direction, origin.module, origin.source): 1})
-
-
-def _axes(equation: JaxprEqn) -> tuple[str, ...]:
-    named = equation.params["axes" if "axes" in equation.params else "axis_name"]
-    named = (named,) if isinstance(named, str) else tuple(named)
-    return tuple(sorted(named, key=ALL_AXES.index))
 
 
 def sent_bytes(kind: str, operand: int, devices: int) -> int:

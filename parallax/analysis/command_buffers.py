@@ -23,6 +23,9 @@ LIBRARY_KERNELS = {
 LIBRARY_CALLS = {CUBLAS: "__cublas", CUDNN: "__cudnn"}  # how the targets of their custom calls begin
 
 
+LibraryKernel = tuple[int, str]  # its number among those that ran, and its library
+
+
 class Place(NamedTuple):
     """An instruction of a program: its computation's name, and its number there."""
 
@@ -57,13 +60,14 @@ class CommandBuffers:
         places: list[Place | None] = [None] * len(kernels)
         last, unnamed = None, []
         for at, kernel in enumerate(kernels):
-            if kernel not in self.named or library_of(kernel) == COPIES:
-                unnamed.append(at)
-                continue
-            places[at] = here = self._next(kernel, last)
-            self._place_between(kernels, places, unnamed, last, here)
-            last, unnamed = here, []
-        self._place_between(kernels, places, unnamed, last, None)
+            library = library_of(kernel)
+            if kernel in self.named and library != COPIES:
+                places[at] = here = self._next(kernel, last)
+                self._place_between(places, unnamed, last, here)
+                last, unnamed = here, []
+            elif library in LIBRARY_CALLS:
+                unnamed.append((at, library))
+        self._place_between(places, unnamed, last, None)
         return [place and self.program.computations[place.computation].instructions[place.number] for place in places]
 
     def _next(self, kernel: str, last: Place | None) -> Place:
@@ -73,33 +77,26 @@ class CommandBuffers:
         return next((place for place in near if place > last), (near or found)[0])
 
     def _place_between(
-        self,
-        kernels: Sequence[str],
-        places: list[Place | None],
-        unnamed: list[int],
-        before: Place | None,
-        after: Place | None,
+        self, places: list[Place | None], rest: list[LibraryKernel], before: Place | None, after: Place | None
     ) -> None:
         """Places for kernels that ran between two instructions: before the later one, as far as its computation has
         calls of their libraries there, the others behind the earlier one."""
-        rest = [at for at in unnamed if library_of(kernels[at]) in LIBRARY_CALLS]
         if after is not None:
             first = before.number + 1 if before and before.computation == after.computation and before < after else 0
-            rest = self._matched(kernels, places, rest[::-1], after.computation, range(after.number - 1, first - 1, -1))
+            rest = self._matched(places, rest[::-1], after.computation, range(after.number - 1, first - 1, -1))
         if before is not None and rest:
             end = len(self.program.computations[before.computation].instructions)
-            self._matched(kernels, places, rest[::-1], before.computation, range(before.number + 1, end))
+            self._matched(places, rest[::-1], before.computation, range(before.number + 1, end))
 
     def _matched(
-        self, kernels: Sequence[str], places: list[Place | None], rest: list[int], name: str, numbers: range
-    ) -> list[int]:
+        self, places: list[Place | None], rest: list[LibraryKernel], name: str, numbers: range
+    ) -> list[LibraryKernel]:
         """Give these kernels the calls at `numbers` of a computation, one after the other; returns those without.
 
         A call of cuBLAS is one kernel, one of cuDNN may be several.
         """
         instructions, numbers = self.program.computations[name].instructions, list(numbers)
-        for done, at in enumerate(rest):
-            library = library_of(kernels[at])
+        for done, (at, library) in enumerate(rest):
             match = next(
                 (i for i, n in enumerate(numbers) if instructions[n].target.startswith(LIBRARY_CALLS[library])), None
             )

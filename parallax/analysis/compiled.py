@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from parallax.analysis.collectives import sent_bytes
-from parallax.analysis.flops import active_parameters, grouped_flops, layer_parameters, parameters_by_component
+from parallax.analysis.flops import grouped_flops
 from parallax.analysis.hlo import (
     COLLECTIVES,
     RAGGED_EXCHANGE,
@@ -26,10 +26,15 @@ from parallax.analysis.hlo import (
     parse_hlo,
     shape_bytes,
 )
+from parallax.analysis.recompute import forward_flops, recomputed_flops
+from parallax.analysis.roofline import moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
+from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
 from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
+from parallax.runtime.chips import Chip, chip
+from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
@@ -50,18 +55,15 @@ class Share(NamedTuple):
 Shares = dict[str, Share]
 
 
-def costs_of(model: ModelConfig, shapes: Any, remat: str) -> Costs:
-    """Times of a model's passes in units of a forward pass. Recomputing a layer costs one more; recomputing attention
-    alone costs its share of the parameters that a token meets, whose global shapes these are."""
-    counts = layer_parameters(active_parameters(model, parameters_by_component(shapes)))
-    attention = counts["attention"] / sum(counts.values())
-    again = {"none": 0.0, "elementwise": 0.0, "attention": attention}.get(remat, 1.0)
+def costs_of(model: ModelConfig, remat: str, *, seq: int) -> Costs:
+    """Times of a model's passes in units of a forward pass, of which the backward pass makes a share again."""
+    again = recomputed_flops(model, remat, seq=seq) / forward_flops(model, seq=seq)
     return Costs(forward=1, backward=2 + again, weights=1)
 
 
-def branch_shares(model: ShardedModel) -> Shares:
-    """Branch shares of a model's step; its remat policy sets the costs of passes."""
-    return shares_of(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat))
+def branch_shares(model: ShardedModel, *, seq: int) -> Shares:
+    """Branch shares of a model's step on rows of so many tokens; its remat policy sets the costs of passes."""
+    return shares_of(model.schedule, costs_of(model.model, model.pipeline.remat, seq=seq))
 
 
 def shares_of(schedule: Schedule, costs: Costs = USUAL) -> Shares:
@@ -115,10 +117,13 @@ def name_of(op_name: str) -> str:
     return parts[scopes[0]] + ("" if outermost else "/end")
 
 
-KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-# How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients of weights.
-GROUPED_KERNELS = ("ragged-dot", "tgmm")
+CUDNN = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not here, and for those that are
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN)
+GEMM = "__cublas"
+# How the names of those begin that multiply by groups: the TPU compiler's own, and JAX's for gradients.
+GROUPED_KERNELS = ("ragged-dot", "gmm", "tgmm")
 KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED_EXCHANGE: "all-to-all"}
+IN_TURN = '"is_sync":true'  # of a collective whose start and end XLA for GPU runs as one
 
 
 class CompiledCollective(NamedTuple):
@@ -152,10 +157,10 @@ class CompiledCollective(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Cycles of compute of one part of the model, 0 where the compiler gives none, and FLOPs of matrix products in it;
+    """Cycles of compute of one part of the model, 0 where nothing says them, and FLOPs of matrix products in it;
     `product` says whether the cycles are a matrix product's."""
 
-    cycles: int
+    cycles: float
     flops: int
     module: str
     product: bool
@@ -179,8 +184,8 @@ class BranchEvent(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas call, to which the compiler gives no cycles; `flops` are 0 for kernels that are not of this project, and
-    no grouped product. Of these, those of rows that are in use."""
+    """A Pallas call, or a gather of rows, to which the compiler gives no cycles; `flops` are 0 for kernels that are not
+    of this project, and no grouped product. Of these, those of rows that are in use."""
 
     name: str
     source: str
@@ -191,10 +196,15 @@ class Kernel(NamedTuple):
 
 
 class TimelineReader:
-    """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once."""
+    """Reads the timeline of a module on a mesh; `unknown` collects loops whose turns depend on data, counted once.
 
-    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = ALL_IN_USE):
-        self.module, self.mesh, self.shares, self.load = module, mesh, shares, load
+    Cycles are the compiler's; of a program for a `gpu`, whose compiler has none, the roofline's time in its cycles.
+    """
+
+    def __init__(
+        self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = ALL_IN_USE, gpu: Chip | None = None
+    ):
+        self.module, self.mesh, self.shares, self.load, self.gpu = module, mesh, shares, load, gpu
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
         self._read: dict[str, list] = {}
@@ -232,15 +242,21 @@ class TimelineReader:
                 yield End(self._start_of(one, computation))
             elif base in COLLECTIVES:
                 yield from self._collective(one, computation, one, computation)
-            elif one.kind == "custom-call" and one.target in KERNELS:
+            elif one.kind == "custom-call" and one.target.startswith(KERNELS):
                 yield self._kernel(one, computation)
             else:
-                yield from self._compute(one, [(computation, one)])
+                yield from self._compute(one, computation, [(computation, one)])
 
-    def _compute(self, one: Instruction, parts: Iterable[tuple[Computation, Instruction]]) -> Iterator:
-        flops = sum(instruction_flops(part, home) for home, part in parts)
-        if one.cycles or flops:
-            yield Compute(one.cycles or 0, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
+    def _compute(
+        self, one: Instruction, computation: Computation, parts: Iterable[tuple[Computation, Instruction]]
+    ) -> Iterator:
+        products = [(part, home, flops) for home, part in parts if (flops := instruction_flops(part, home))]
+        cycles, flops = one.cycles or 0, sum(flops for *_, flops in products)
+        if self.gpu:
+            moved = moved_bytes(one, computation, self.module)
+            cycles = roofline_secs(products, moved, self.gpu) * self.gpu.clock_hz
+        if cycles or flops:
+            yield Compute(cycles, flops, module_of(one.op_name), one.op_name.endswith(PRODUCT))
 
     def _start_of(self, done: Instruction, computation: Computation) -> str:
         one = done
@@ -257,11 +273,17 @@ class TimelineReader:
     def _branch(self, one: Instruction) -> BranchEvent:
         sides = [self.computation(name) for name in one.called]
         share = (self.shares or {}).get(name_of(one.op_name))
+        if self._is_for_usual_load(one.called[-1]):
+            share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
             dearest = max(range(len(sides)), key=lambda at: dearness(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
+
+    def _is_for_usual_load(self, side: str) -> bool:
+        """Whether a side of a branch is that of experts with a usual load. The branch may have lost its own name."""
+        return any(f"{USUAL_LOAD}/cond/branch_1" in one.op_name for one in self.module.computations[side].instructions)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
@@ -275,7 +297,11 @@ class TimelineReader:
                 yield self._call(piece, home, one, computation, True)._replace(op=_chained(piece))
             elif inner.kind in COLLECTIVES and not inner.chain:
                 yield from self._collective(inner, home, one, computation)
-        yield from self._compute(one, inside)
+        if one.cycles is None and not self.gpu and any(inner.kind == "gather" for _, inner in inside):
+            rows = shape_bytes(one.shape)  # it reads what it writes, and says no cycles
+            yield Kernel(one.name, one.op_name, rows, rows, 0)
+        if not any(inner.kind in COLLECTIVES for _, inner in inside) or not self.gpu:
+            yield from self._compute(one, computation, inside)
 
     def _offloaded(self, one: Instruction, caller: Computation) -> Iterator:
         """What a core beside the one that computes does: a collective of a SparseCore, or a gather of rows.
@@ -309,7 +335,8 @@ class TimelineReader:
 
     def _collective(self, piece: Instruction, home: Computation, outer: Instruction, caller: Computation) -> Iterator:
         """A collective of the computation `home`; `outer` is what stands for it in the schedule, in `caller`."""
-        call = self._call(piece, home, outer, caller, outer.kind.endswith("-start"))
+        apart = outer.kind.endswith("-start") and IN_TURN not in outer.rest
+        call = self._call(piece, home, outer, caller, apart)
         if call.axes:
             yield call
             if not call.asynchronous:
@@ -432,7 +459,7 @@ class Compiled(NamedTuple):
 
     `peak` is the compiler's word for the most at any moment; that of XLA for CPU leaves temporaries out, and `together`
     is what a device must have. `cycles` are of compute, loops turned, on the rank that the others wait for; None where
-    the compiler gives none. `unknown_loops` turn as often as data says and count once.
+    nothing says them: see `TimelineReader`. `unknown_loops` turn as often as data says and count once.
     """
 
     collectives: list[CompiledCollective]
@@ -455,9 +482,9 @@ class Compiled(NamedTuple):
         return self.arguments + self.temporaries + self.outputs - self.aliased
 
 
-def read_step(compiled: jax.stages.Compiled, model: ShardedModel) -> Compiled:
-    """`read_compiled` of a training step of this model."""
-    return read_compiled(compiled, model.mesh, branch_shares(model), model.load)
+def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -> Compiled:
+    """`read_compiled` of a training step of this model on rows of so many tokens."""
+    return read_compiled(compiled, model.mesh, branch_shares(model, seq=seq), model.load)
 
 
 def read_compiled(
@@ -470,7 +497,7 @@ def read_compiled(
     messages use of what they have room for.
     """
     sizes = compiled.memory_analysis()
-    return read_hlo_text(compiled.as_text(), mesh, branch_shares, load)._replace(
+    return read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
@@ -479,9 +506,26 @@ def read_compiled(
     )
 
 
-def read_hlo_text(text: str, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE) -> Compiled:
-    """The same from the program's text alone, without sizes."""
-    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load)
+def gpu_of(mesh: Mesh | None) -> Chip | None:
+    """The kind of the mesh's GPUs; None of other devices, of GPUs of which nothing is known, and of no mesh."""
+    if mesh is None:
+        return None
+    device = mesh.devices.flat[0]
+    try:
+        return chip(device.device_kind) if device.platform == "gpu" else None
+    except ConfigError:
+        return None
+
+
+def read_hlo_text(
+    text: str,
+    mesh: Mesh,
+    branch_shares: Shares | None = None,
+    load: Load = ALL_IN_USE,
+    gpu: Chip | None = None,
+) -> Compiled:
+    """The same from the program's text alone, without sizes; that of a `gpu` is priced by a roofline."""
+    reader = TimelineReader(parse_hlo(text), mesh, branch_shares, load, gpu)
     timeline = reader.entry()
     collectives: dict[str, CompiledCollective] = {}
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -560,7 +604,7 @@ def instruction_flops(one: Instruction, home: Computation) -> int:
     if one.kind == "convolution":
         return _convolution(one, home)
     if one.kind == "custom-call":
-        return _kernel_flops(one, home)
+        return _gemm(one, home) if one.target.startswith(GEMM) else _kernel_flops(one, home)
     return 0
 
 
@@ -568,6 +612,14 @@ def _dot(one: Instruction, home: Computation) -> int:
     left = _dims(home, one.operands[0])
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
     return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def _gemm(one: Instruction, home: Computation) -> int:
+    """A product by cuBLAS."""
+    left = _dims(home, one.operands[0])
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
+    dims = re.findall(r"\d+", contracted[1]) if contracted else ()
+    return 2 * math.prod(arrays_of(one.shape)[0][1]) * math.prod(left[int(dim)] for dim in dims)
 
 
 def _convolution(one: Instruction, home: Computation) -> int:
@@ -611,7 +663,10 @@ def _kernel_flops(one: Instruction, home: Computation) -> int:
         operands = [dims for name in one.operands for dims in float_dims(_shape(home, name))]
         results = float_dims(one.shape)  # none where it only says which blocks there are
         return grouped_flops(*operands, *results) if results else 0
-    return kernel_flops(one.name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
+    name = one.name
+    if one.target.startswith(CUDNN):
+        name = "cudnn_bwd" if re.search("bwd|Backward", one.target) else "cudnn_fwd"
+    return kernel_flops(name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 
 
 def _dims(home: Computation, name: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.memory import bytes_on_device
 from parallax.analysis.topology import Topology
+from parallax.config.sections import MATMULS, ModelConfig
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes
@@ -53,8 +54,6 @@ def measured(dtype: str) -> Chip:
         ici_bandwidth=sent / _best_secs(mesh, lambda x: gather(x).sum(keepdims=True), gathered),
         ici_links=1,
         torus_dims=0,
-        ring_multiple=0,
-        cube=False,
         switched=count,
         dcn_bandwidth=0.0,
         clock_hz=None,
@@ -116,7 +115,7 @@ def device_memory() -> int | None:
 def check_fits(state: Any) -> None:
     """Raise ConfigError where a state's pieces alone, of a tree of ShapeDtypeStruct, are more than a device holds."""
     there = device_memory()
-    needed = bytes_on_device(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    needed = bytes_on_device(state)
     if there is not None and needed > there:
         raise ConfigError(
             f"parameters and optimizer need {in_bytes(needed)} on each device, which has {in_bytes(there)}; use more "
@@ -128,3 +127,18 @@ def measure_matmul(dtype: str) -> float:
     """FLOPs a second of square matmuls on one device, the best of as many as fit into half a second."""
     x = jnp.ones((MACHINE_MATMUL, MACHINE_MATMUL), dtype)
     return 2 * MACHINE_MATMUL**3 / _least_secs(jax.jit(lambda x: x @ x), x)
+
+
+def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
+    """Which products are made in 8 bits, with a warning where the chip makes the other kind faster, or no kind fast."""
+    if model.matmul == "compute":
+        return
+    yield f"products of {' and '.join(model.matmul_parts.split())} in {model.matmul}"
+    speeds = {name: known.matmul_speed(name) for name in MATMULS}
+    best = max(MATMULS, key=lambda name: speeds[name])
+    if model.matmul != best:
+        figures = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+        yield (
+            f"warning: model.matmul={model.matmul!r} is not the fastest on {known.name}; speed of products over "
+            f"bfloat16's: {figures}; use model.matmul={best!r}"
+        )

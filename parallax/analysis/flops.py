@@ -17,6 +17,7 @@ from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
+from parallax.model.products import AMAX
 from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
@@ -30,7 +31,8 @@ FLOPS_PER_WEIGHT = 6
 
 
 def parameters_by_component(shapes: Any) -> dict[str, int]:
-    """Number of parameters of each of COMPONENTS, and of others that blocks have, over all layers and devices.
+    """Number of parameters of each of COMPONENTS, and of others that blocks have, over all layers and devices; scales
+    of 8-bit products are not counted.
 
     >>> table, scale = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
     >>> parameters_by_component({"embedding": {"table": table}, "head": {"norm": {"scale": scale}}})
@@ -38,6 +40,8 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in named_leaves(shapes).items():
+        if path.endswith(f"/{AMAX}"):
+            continue
         component = component_of(path)
         counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
     return counts
@@ -89,7 +93,7 @@ def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int
     for path, leaf in named_leaves(shapes).items():
         first, second, *_ = path.split("/")
         component = component_of(path)
-        if first == "blocks" and component != "norms" and not path.endswith("/bias"):
+        if first == "blocks" and component != "norms" and not path.endswith(("/bias", f"/{AMAX}")):
             found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 
@@ -121,6 +125,7 @@ ATTENTION_FLOPS = {
     "splash": (attention_flops, ("fwd", "dq", "dkv")),
 }
 GROUPED = ("ragged_dot", "ragged_dot_general")
+KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # where each has its kernel's name
 UNCOUNTED = ("conv_general_dilated",)
 
 
@@ -160,9 +165,9 @@ def product_flops(equation: JaxprEqn, load: Load = ALL_IN_USE, stack: str = "") 
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
-    if name == "pallas_call":
+    if name in KERNEL_CALLS:
         floats = [var.aval.shape for var in equation.invars if _is_float(var)]
-        return kernel_flops(equation.params["name"] or "", floats)
+        return kernel_flops(equation.params[KERNEL_CALLS[name]] or "", floats)
     return None if name in UNCOUNTED else 0
 
 

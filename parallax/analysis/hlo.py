@@ -101,21 +101,28 @@ class Module(NamedTuple):
         """How often a while loop of this computation turns; None where it depends on data.
 
         From the compiler's own note, or from the constants that its counter starts with, rises by (1 where the sum is
-        hidden in a fusion) and is compared with.
+        hidden in a fusion) and is compared with, which may stand in the fusion that compares.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
         condition, body = (self.computations[loop.attribute(name)] for name in ("condition", "body"))
         test = condition.root
         compare = self.computations[test.called[0]].root if test.kind == "fusion" else test
-        if compare.kind != "compare" or compare.attribute("direction") != "LT" or len(test.operands) != 2:
+        if compare.kind != "compare" or compare.attribute("direction") != "LT":
             return None
-        counter, limit = map(condition.find, test.operands)
+        counter, limit = (self._compared(name, test, condition) for name in compare.operands)
         last = _whole_number(self._at_start(limit, caller, loop))
         if last is None or counter is None or counter.kind != "get-tuple-element":
             return None
         first = _whole_number(self._at_start(counter, caller, loop)) or 0
         return -(-(last - first) // _rise(body, int(counter.attribute("index"))))
+
+    def _compared(self, name: str, test: Instruction, condition: Computation) -> Instruction | None:
+        """An operand of a comparison, which a condition makes itself or by a fusion."""
+        if test.kind != "fusion":
+            return condition.find(name)
+        one = self.computations[test.called[0]].find(name)
+        return condition.find(test.operands[int(one.literal)]) if one.kind == "parameter" else one
 
     def _at_start(self, one: Instruction | None, caller: Computation, loop: Instruction) -> Instruction | None:
         """What a condition reads, before the first turn: its own constant, or what the loop is started with."""
@@ -123,7 +130,10 @@ class Module(NamedTuple):
             return one
         start = caller.find(loop.operands[0])
         at = int(one.attribute("index"))
-        return caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
+        first = caller.find(start.operands[at]) if start is not None and start.kind == "tuple" else None
+        while first is not None and first.kind == "copy":
+            first = caller.find(first.operands[0])
+        return first
 
 
 def of_update(op_name: str) -> bool:

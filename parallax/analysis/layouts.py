@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from parallax.analysis.recompute import sets_to_try
 from parallax.analysis.topology import Topology, sizes_on
 from parallax.analysis.trace import abstract_mesh
-from parallax.config.sections import AUTO, POLICY_NAMES, REMAT, ModelConfig
+from parallax.config.remat import REMAT
+from parallax.config.sections import AUTO, POLICY_NAMES, ModelConfig
 from parallax.config.settings import Settings
 from parallax.model.checks import check_context, check_kernel_on
 from parallax.model.families import CONTEXTS
@@ -76,6 +78,21 @@ class Choice(NamedTuple):
             settings = with_changes(settings, section, **values)
         return settings
 
+    def variations(self, further: Sequence[str]) -> list["Choice"]:
+        """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
+        changes: list[dict[str, Any]] = [{"remat": remat} for remat in REMAT]
+        changes += [{"microbatches": many} for many in (2 * self.microbatches, self.microbatches // 2) if many]
+        names = ("policy", "exceptions", "prefetch")
+        changes += [dict(zip(names, policy)) for policy in policies(self.pp, self.data_ranks)]
+        moved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
+        moved += [pair for axis in further for pair in (("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis))]
+        sizes = self._asdict()
+        changes += [{one: sizes[one] // 2, other: 2 * sizes[other]} for one, other in moved if sizes[one] % 2 == 0]
+        changes += [{"context": context} for context in CONTEXTS if self.cp > 1]
+        schedules = [("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)] if self.pp > 1 else []
+        changes += [{"schedule": schedule, "virtual": virtual} for schedule, virtual in schedules]
+        return [choice for change in changes if (choice := self._replace(**change)) != self]
+
     def flags_to(self, other: "Choice") -> list[str]:
         """What to add to this layout's command line for another one."""
         changed = [name for name in self._fields if getattr(self, name) != getattr(other, name)]
@@ -108,9 +125,10 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
 
 def _choices_on(settings: Settings, pp: int, dp: int, tp: int, cp: int, context: str, ep: int) -> Iterator[Choice]:
     own = settings.pipeline.schedule, settings.pipeline.virtual
+    sets = sets_to_try(settings.model, seq=settings.data.seq, exchanges=ep > 1)
     for microbatches in divisors(settings.data.global_batch // (settings.mesh.replica * dp * ep)):
         for schedule, virtual in SEVERAL if pp > 1 else [own]:  # on one rank all are the same
-            for remat in REMAT:
+            for remat in sets:
                 for policy in policies(pp, dp * cp * ep):
                     shape = pp, dp, tp, microbatches, schedule, virtual, remat, *policy
                     yield Choice(*shape, cp, context, ep, settings.layout.exchange)
@@ -150,8 +168,15 @@ def settings_on_topology(settings: Settings, topology: Topology) -> Settings:
 
 
 def model_on_topology(settings: Settings, topology: Topology) -> ShardedModel:
-    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a topology."""
-    check_kernel_priced(settings.model, topology)
+    """The model on a mesh of no devices; a ParallaxError says why the layout is not legal on a topology, or that the
+    topology's chips run the attention kernel at no known speed."""
+    kernel, chip = settings.model.kernel, topology.chip
+    check_kernel_on(settings.model, chip.platform, chip.name)
+    if chip.platform in ATTENTION_KERNELS[kernel].interpreted:
+        raise ConfigError(
+            f"model.kernel={kernel!r} is interpreted on {chip.platform.upper()}s, at a speed that no plan knows; "
+            "use kernel='xla', or --topology for chips that have it."
+        )
     mesh = abstract_mesh(settings.mesh.sizes, simulated=settings.mesh.simulate > 0)
     model = model_of(settings, mesh)
     model.check_batch(settings.data.global_batch, settings.data.seq)
@@ -164,13 +189,3 @@ def build_if_legal(settings: Settings, topology: Topology) -> ShardedModel | Non
         return model_on_topology(settings, topology)
     except ParallaxError:
         return None
-
-
-def check_kernel_priced(model: ModelConfig, topology: Topology) -> None:
-    """Raise ConfigError where the topology's chips do not have the attention kernel, or run it at no known speed."""
-    check_kernel_on(model, topology.chip.platform, topology.chip.name)
-    if topology.chip.platform in ATTENTION_KERNELS[model.kernel].interpreted:
-        raise ConfigError(
-            f"model.kernel={model.kernel!r} is interpreted on {topology.chip.platform.upper()}s, at a speed that no "
-            f"plan knows; use kernel='xla', or --topology for chips that have it."
-        )

@@ -24,6 +24,7 @@ from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.pipeline import ShardedModel
 from parallax.runtime.jaxprs import Loop, called, closed, loop, needed
+from parallax.sharding.host import DEVICE, HOST, is_on_host, is_type_on_host, rests_on_host
 from parallax.training.optimizer import make_optimizer
 from parallax.training.step import abstract_state
 
@@ -47,10 +48,11 @@ FUSED = EXPENSIVE | SAME_BYTES | {
 }
 # fmt: on
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
-# They compute on the way what they read.
-FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin"}
+# They compute on the way what they read; device_put among them, which gives room in host memory its zeros.
+FUSES_OPERANDS = FUSED | IN_PLACE | {"dot_general", "cumsum", "argmax", "argmin", "device_put"}
 REDUCTION = "reduce_"
 # Of what ticks carry, by its field; the rest are pipeline buffers.
+WAITING = "in host memory"
 STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
 NOTHING, WEIGHTS, DATA = range(3)  # what a value is made of: neither, parameters alone, the batch
 END = 1 << 60  # the number of what comes after all operations
@@ -82,6 +84,31 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class HostMemory(NamedTuple):
+    """Bytes of host memory that a device has between steps, and of residuals during one."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    residuals: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def predicted_host_memory(model: ShardedModel, settings: Settings) -> HostMemory:
+    """Bytes of host memory of a device."""
+    pairs = zip(jax.tree.leaves(model.shapes), jax.tree.leaves(model.shardings), strict=True)
+    params = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape, sharding in pairs]
+    tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
+    kept = abstract_state(model, tx).opt_state if model.plan.uses_host else []
+    residuals = 0
+    if settings.pipeline.residuals_on != DEVICE:
+        state = tick_state(model, settings.data.global_batch, settings.data.seq)
+        residuals = sum(size for _, component, size in state if component == WAITING)
+    return HostMemory(*(bytes_on_device(tree, memory=HOST) for tree in (params, kept)), residuals)
+
+
 def predicted_memory(model: ShardedModel, settings: Settings) -> Memory:
     """Bytes of a device, by component."""
     tx = make_optimizer(settings.optimizer, settings.train.steps, model.layouts)
@@ -100,29 +127,38 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     kinds = dict.fromkeys(traced.invars[:params], WEIGHTS) | dict.fromkeys(traced.invars[params:], DATA)
     made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
     held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
-    held["parameters"] = sum(value.bytes for value, kind in made_of.items() if kind == WEIGHTS)
+    on_host = (row.memory == HOST for row in jax.tree.leaves(model.plan.rows))
+    waiting = {var for var, waits in zip(traced.invars, on_host) if waits}
+    inputs = zip(mapped.invars, program.inputs)
+    held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == WEIGHTS and var not in waiting)
     held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)
-    held["optimizer"] = bytes_on_device(opt_state, jax.tree.map(lambda leaf: leaf.sharding, opt_state))
+    held["optimizer"] = bytes_on_device(opt_state)
     return Memory(**{name: held[name] for name in Memory._fields})
 
 
-def bytes_on_device(shapes: Any, shardings: Any) -> int:
-    """Bytes of each device's pieces of a tree of arrays."""
-    pieces = jax.tree.map(lambda x, sharding: math.prod(sharding.shard_shape(x.shape)), shapes, shardings)
-    sizes = jax.tree.map(lambda x, piece: piece * x.dtype.itemsize, shapes, pieces)
-    return sum(jax.tree.leaves(sizes))
+def bytes_on_device(tree: Any, *, memory: str = DEVICE) -> int:
+    """Bytes of each device's pieces in this memory of a tree of arrays, or of ShapeDtypeStruct with shardings."""
+    here = (x for x in jax.tree.leaves(tree) if rests_on_host(x.sharding) == (memory == HOST))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
 
 def carried_by_ticks(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str]]:
     """Shape on a device and component of each array that the loops over ticks carry."""
-    found: list[tuple[tuple[int, ...], str]] = []
+    return [(shape, component) for shape, component, _ in tick_state(model, global_batch, seq)]
+
+
+def tick_state(model: ShardedModel, global_batch: int, seq: int) -> list[tuple[tuple[int, ...], str, int]]:
+    """The same with the bytes of each; the component of what is in host memory is WAITING."""
+    found: list[tuple[tuple[int, ...], str, int]] = []
 
     def start(params, batch, noise):
         executor, boundary_state = model.ready(params, batch, noise)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(executor.start(boundary_state)):
+        state = executor.start(boundary_state, executor.pools(boundary_state))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             fields = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             components = (STATE_COMPONENTS[field] for field in fields if field in STATE_COMPONENTS)
-            found.append((leaf.shape, next(components, "pipeline_buffers")))
+            component = WAITING if is_on_host(leaf) else next(components, "pipeline_buffers")
+            found.append((leaf.shape, component, leaf.size * leaf.dtype.itemsize))
         return jnp.float32(0)
 
     batch = dict.fromkeys(BATCH_ARRAYS, jax.ShapeDtypeStruct((global_batch, seq), jnp.int32))
@@ -139,7 +175,8 @@ class Value:
 
     @staticmethod
     def of(aval: Any) -> Value:
-        return Value(tuple(aval.shape), math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))
+        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        return Value(tuple(aval.shape), 0 if is_type_on_host(aval) else size)
 
 
 @dataclasses.dataclass(eq=False)

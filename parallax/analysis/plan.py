@@ -1,33 +1,29 @@
 """Plans: a step's predicted memory and time on chips that need not be there, changes that help, and comparisons."""
 
+import contextlib
 import dataclasses
 import math
 import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from parallax.analysis.layouts import (
-    SHARDED_TABLES,
-    Choice,
-    build_if_legal,
-    policies,
-    settings_on_topology,
-    with_changes,
-)
+from parallax.analysis.devices import matmul_lines
+from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, settings_on_topology, with_changes
 from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
-from parallax.analysis.step_time import CompiledStep, Estimate, compiled_parts, predict, predict_of
+from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
-from parallax.config.sections import REMAT
+from parallax.config.sections import MATMULS, STATE_DTYPES
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
-from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.units import in_bytes, percent
 from parallax.sharding.activations import BATCH_AXES
+from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import DATA_AXES
 
 
@@ -159,11 +155,15 @@ def helpful_changes(
 ) -> list[Change]:
     """The changes that save time or memory; those first that save most time and fit, then those that save memory.
 
-    Where nothing fits yet, these are shown although none of them alone may be enough. `show` is told how many of how
-    many are priced.
+    Of a step that does not fit, those that make it fit, the fastest first, and then those that come nearest. `show` is
+    told how many of how many are priced.
     """
     found = list(_priced(settings, topology, now, show))
     room = topology.chip.usable_bytes - now.peak_bytes
+    if room < 0:
+        smaller = sorted((change for change in found if change.bytes < 0), key=lambda change: change.bytes)
+        enough = sorted((change for change in smaller if change.bytes <= room), key=lambda change: change.secs)
+        return (enough + [change for change in smaller if change.bytes > room])[:CHANGES_SHOWN]
     faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
     smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
@@ -180,9 +180,12 @@ def _priced(
     for done, (flags, changed) in enumerate(tried):
         show(done, len(tried))
         model = build_if_legal(changed, topology)
-        if model is not None:
+        if model is None:
+            continue
+        with contextlib.suppress(ConfigError):  # of an optimizer that cannot keep these parameters so
             then = predict_of(model, changed, topology)
-            yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
+            if then.host_bytes <= max(topology.chip.host_bytes, now.host_bytes):
+                yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
 def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
@@ -190,7 +193,7 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
     that the topology's chips run, not those that they interpret."""
     own = Choice.of(settings)
     further = ["cp"] * (own.cp > 1) + ["ep"] * (own.ep > 1 or "moe" in settings.model.kinds)
-    for choice in _layouts(own, further):
+    for choice in own.variations(further):
         yield shlex.join(own.flags_to(choice)), choice.applied(settings)
     for kernel, runs in ATTENTION_KERNELS.items():
         if settings.model.kernel == "xla" != kernel and topology.chip.platform in runs.native:
@@ -202,8 +205,40 @@ def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Se
         if exchange != now:
             yield f"--config.layout.exchange={exchange}", with_changes(settings, "layout", exchange=exchange)
     chunk = settings.loss.chunk_tokens // 2
-    if chunk:
-        yield f"--config.loss.chunk_tokens={chunk}", with_changes(settings, "loss", chunk_tokens=chunk)
+    changes = [("loss", {"chunk_tokens": chunk})] if chunk else []
+    for section, values in (*changes, *_narrower(settings, topology), *_on_host(settings, topology)):
+        flags = shlex.join(f"--config.{section}.{name}={value}" for name, value in values.items())
+        with contextlib.suppress(ConfigError):  # of values that do not go with others of the section
+            yield flags, with_changes(settings, section, **values)
+
+
+Values = tuple[str, dict[str, Any]]  # a section, and other values of keys in it
+
+
+def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
+    """What may be in fewer bits: states, parameters, weights that travel, operands of products. Of products those that
+    the chip makes fastest, where these are faster than others."""
+    optimizer, own = settings.optimizer, Choice.of(settings)
+    now = {"m_dtype": optimizer.m_dtype, "v_dtype": optimizer.v_dtype}
+    for dtype in STATE_DTYPES:
+        narrower = {key: dtype for key, old in now.items() if STATE_DTYPES.index(old) < STATE_DTYPES.index(dtype)}
+        if narrower:
+            yield "optimizer", narrower
+    if optimizer.weights_dtype == "float32":
+        yield "optimizer", {"weights_dtype": "bfloat16"}
+    if settings.fsdp.gather_dtype == "compute" and own.data_ranks > 1:
+        yield "fsdp", {"gather_dtype": "int8"}
+    fastest = max(MATMULS, key=topology.chip.matmul_speed)
+    if settings.model.matmul == "compute" != fastest:
+        yield "model", {"matmul": fastest}
+
+
+def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
+    """What may be in host memory, where the chip's link to it is known."""
+    keys = [("optimizer", "states_on"), ("optimizer", "masters_on"), ("pipeline", "residuals_on")]
+    for section, key in keys if topology.chip.host_bandwidth else ():
+        if getattr(getattr(settings, section), key) != HOST:
+            yield section, {key: HOST}
 
 
 def _exchange(settings: Settings, topology: Topology) -> str:
@@ -212,32 +247,6 @@ def _exchange(settings: Settings, topology: Topology) -> str:
     if "moe" not in model.kinds or ranks == 1:
         return ""
     return exchange_of(settings.layout.exchange, model, ranks, on_cpus=topology.chip.platform == "cpu")
-
-
-def _layouts(own: Choice, further: Sequence[str]) -> Iterator[Choice]:
-    """Layouts that differ in one respect, or in the sizes of two axes; `further` are those beside pp, dp and tp."""
-    for remat in REMAT:
-        if remat != own.remat:
-            yield own._replace(remat=remat)
-    for microbatches in (2 * own.microbatches, own.microbatches // 2):
-        if microbatches:
-            yield own._replace(microbatches=microbatches)
-    for policy, exceptions, prefetch in policies(own.pp, own.data_ranks):
-        if (policy, exceptions, prefetch) != (own.policy, own.exceptions, own.prefetch):
-            yield own._replace(policy=policy, exceptions=exceptions, prefetch=prefetch)
-    halved = [("dp", "tp"), ("tp", "dp"), ("dp", "pp"), ("pp", "dp")]
-    for axis in further:
-        halved += [("dp", axis), (axis, "dp"), (axis, "tp"), ("tp", axis)]
-    for one, other in halved:
-        if getattr(own, one) % 2 == 0:
-            yield own._replace(**{one: getattr(own, one) // 2, other: 2 * getattr(own, other)})
-    for context in CONTEXTS if own.cp > 1 else ():
-        if context != own.context:
-            yield own._replace(context=context)
-    if own.pp > 1:
-        for schedule, virtual in (("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-            if (schedule, virtual) != (own.schedule, own.virtual):
-                yield own._replace(schedule=schedule, virtual=virtual)
 
 
 JAX_TAKES = 0.75  # of a GPU's memory
@@ -259,8 +268,37 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
         f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
         f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         *_mixture_lines(settings, topology),
+        *dtype_lines(settings),
+        *matmul_lines(settings.model, topology.chip),
     ]
     return "\n".join(lines)
+
+
+def dtype_lines(settings: Settings) -> Iterator[str]:
+    """What is kept in fewer bits than float32 between steps, what travels in 8 bits, and what is in host memory."""
+    if settings.fsdp.gather_dtype != "compute":
+        yield f"matrices of layers travel in {settings.fsdp.gather_dtype}"
+    optimizer = settings.optimizer
+    where = {"residuals": settings.pipeline.residuals_on, "m and v": optimizer.states_on}
+    where |= {"weights between steps": optimizer.masters_on}
+    if moved := [name + f" ({on})" * (on != HOST) for name, on in where.items() if on != DEVICE]:
+        yield "in host memory: " + ", ".join(moved)
+    kept = {"weights": optimizer.weights_dtype, "m": optimizer.m_dtype, "v": optimizer.v_dtype}
+    if {*kept.values()} != {"float32"}:
+        yield "between steps " + ", ".join(f"{name} in {dtype}" for name, dtype in kept.items())
+
+
+def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> Iterator[str]:
+    """A step with products in 8 bits beside the same without."""
+    if settings.model.matmul == "compute":
+        return
+    without = predict(with_changes(settings, "model", matmul="compute"), topology)
+    tokens = settings.data.global_batch * settings.data.seq
+    speeds = [
+        f"{name} {found.secs:.3f} s a step, {tokens / found.secs:,.0f} tokens/s"
+        for name, found in ((settings.model.matmul, now), (settings.model.dtype, without))
+    ]
+    yield f"{'; '.join(speeds)}: {without.secs / now.secs:.2f} times as fast (MFU is of {settings.model.dtype}'s peak)"
 
 
 def _mixture_lines(settings: Settings, topology: Topology) -> Iterator[str]:
@@ -305,6 +343,21 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
     axes = " and ".join(axis for axis in DATA_AXES if axis == "dp" or axis in used)
     hidden = f"; {found.hidden_secs:.3f} s of messages over {axes} hide behind the work" * (found.hidden_secs > 0)
     yield f"largest: {name}, {in_bytes(size)}{hidden}"
+    yield from host_lines(found, topology)
+
+
+def host_lines(found: Estimate, topology: Topology) -> Iterator[str]:
+    """What waits in host memory, whether there is room, and whether the step waits for the link to it."""
+    if not found.host_bytes:
+        return
+    chip = topology.chip
+    if not chip.host_bandwidth:
+        yield f"host memory: {in_bytes(found.host_bytes)}; the link of {chip.name} to its host is not known"
+        return
+    fits = "" if found.host_bytes <= chip.host_bytes else ", which does not fit"
+    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a chip{fits}"
+    rate = f"{in_bytes(found.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
+    yield f"{rate}; " + (f"the step waits {found.link_secs:.3f} s" if found.link_secs else "the step does not wait")
 
 
 def analytic_parts(found: Estimate) -> dict[str, float]:
@@ -315,6 +368,7 @@ def analytic_parts(found: Estimate) -> dict[str, float]:
         **{f"exposed over {axes}": secs for axes, secs in found.exposed_secs.items()},
         "bubble of the pipeline": found.bubble_secs,
         "update": found.update_secs,
+        **({"waits for the host's link": found.link_secs} if found.link_bytes else {}),
     }
 
 
@@ -331,12 +385,39 @@ def compiled_lines(made: CompiledStep, topology: Topology) -> Iterator[str]:
     yield f"MFU {percent(made.time.mfu)} (compiled; bubble {percent(made.time.bubble)})"
     yield ""
     yield from table_text(time_parts(compiled_parts(made.time), made.time.total_secs))
+    if topology.chip.platform == "gpu":
+        yield from ["", *sent_table(made.sent)] * bool(made.sent)
+        yield from ("", *(f"{name}: {what}" for name, what in rests_on(topology).items()))
+
+
+def sent_table(sent: Sequence[Overlap]) -> Iterator[str]:
+    """What becomes of a compiled step's collectives."""
+    shares = lambda row: (percent(row.asynchronous), percent(row.hidden))  # noqa: E731
+    rows = [[f"{row.axes} {row.kind}", f"{row.calls:,.0f}", in_bytes(row.bytes), *shares(row)] for row in sent]
+    yield from text_table(["a GPU sends", "calls", "bytes", "asynchronous", "hidden"], rows, left=1)
+
+
+def rests_on(topology: Topology) -> dict[str, str]:
+    """What each figure of a step that was compiled for GPUs rests on."""
+    chip = topology.chip
+    links = f"{chip.ici_bandwidth * chip.ici_links / 1e9:g} GB/s within a host"
+    network = f" and {chip.dcn_bandwidth / 1e9:g} GB/s between hosts" * (topology.devices > topology.shape[-1])
+    return {
+        "memory": "the buffers that XLA assigned",
+        "compute": "for each fusion of the program the longer of its products at the chip's peak and its bytes at "
+        f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
+        "messages": f"their bytes at {links}{network}; hidden: as far as there is compute between start and done",
+        "not counted": "launches, latency, caches, tiles that do not fill the GPU: most steps take longer",
+    }
 
 
 def changes_table(found: Sequence[Change]) -> Iterator[str]:
     """What each change of one setting would do, by the analytic plan."""
     rows = [[change.flags, f"{change.bytes / 2**30:+.1f} GiB", f"{100 * change.secs:+.1f} %"] for change in found]
     yield from text_table(["what would change it, each alone", "memory", "step"], rows, left=1)
+
+
+TABLE_WIDTH, REMAT_WIDTH = 100, 12  # columns of a sweep's table, and in it of a set of parts
 
 
 def sweep_table(
@@ -355,10 +436,26 @@ def sweep_table(
         further = *context, *[str(choice.ep)] * experts
         sizes = str(choice.pp), str(choice.dp), *further, str(choice.tp), str(choice.microbatches)
         figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", percent(found.mfu), percent(found.bubble)
-        lines.append([marks, *sizes, schedule, choice.remat, _policy(choice), *figures])
+        first, *others = textwrap.wrap(choice.remat, REMAT_WIDTH)
+        lines.append([marks, *sizes, schedule, first, _policy(choice), *figures])
+        lines += [[*[""] * (2 + len(sizes)), words, *[""] * 5] for words in others]
         if choice in compiled:
             lines.append([*[""] * (1 + len(sizes)), "  compiled", "", "", *_figures(compiled[choice])])
-    yield from (line.rstrip() for line in text_table(head, lines, left=1))
+    yield from (line.rstrip() for line in text_table(head, lines, left=1, width=TABLE_WIDTH))
+
+
+def sets_table(sets: Sequence[PricedLayout], own: Choice) -> Iterator[str]:
+    """The Pareto front of memory and time over `pipeline.remat` alone, > the config's own, which may lie behind it."""
+    marked = front(sets)
+    now = next((row.estimate for row in sets if row.choice == own), None)
+    rows = []
+    for choice, found in sets:
+        if choice in marked or choice == own:
+            changed = f"{100 * (found.secs / now.secs - 1):+.1f} %" if now else ""
+            figures = f"{found.peak_bytes / 2**30:.2f}", f"{found.secs:.3f}", changed
+            rows.append(["*" * (choice in marked) + " >" * (choice == own), choice.remat, *figures])
+    head = ["", "this layout, remat", "GiB", "s/step", ""]
+    yield from (line.rstrip() for line in text_table(head, rows, left=2))
 
 
 def _policy(choice: Choice) -> str:

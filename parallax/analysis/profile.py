@@ -143,7 +143,9 @@ def _read(file: Path) -> Trace:
     program, devices, local = Traced.of(text, mesh), {}, about.get("local", [])
     for plane in planes:
         for number, ran in _ran(plane, program):
-            devices.setdefault(_global(number, local), []).append(ran)
+            # Some backends count the devices of a process from 0.
+            own = number if number in local or number >= len(local) else local[number]
+            devices.setdefault(own, []).append(ran)
     (begin, end), steps = _span(planes, devices)
     # Each process has a clock of its own: every device is measured against the span of its process.
     inside = {
@@ -186,20 +188,13 @@ def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
         events = [(event, dict(event.stats)) for event in line.events]
         in_buffers = _of_buffers(events, program)
         for at, (event, stats) in enumerate(events):
-            if found is None and event.name.startswith(("end: ", "ThreadpoolListener")):
-                continue
-            if found is None and "hlo_op" not in stats:
+            if found is None and ("hlo_op" not in stats or event.name.startswith(("end: ", "ThreadpoolListener"))):
                 continue
             about = in_buffers[at] if at in in_buffers else _of(event.name, stats, program)
             if about is not None:
                 start = event.start_ns / 1e9
                 number = int(found[1]) if found else int(stats.get("device_ordinal", 0))
                 yield number, Operation(start, start + event.duration_ns / 1e9, about)
-
-
-def _global(number: int, local: list[int]) -> int:
-    """A device by its number in the job; some backends count those of a process from 0."""
-    return number if number in local or number >= len(local) else local[number]
 
 
 def _of_buffers(events: list[tuple[Any, dict[str, Any]]], program: Traced) -> dict[int, About | None]:
@@ -304,7 +299,8 @@ class StepProfile:
         return json.dumps(self.to_dict(), indent=2)
 
     def __repr__(self) -> str:
-        return profile_text(self)
+        sections = [_heading(self), _parts(self), _devices(self)]
+        return "\n\n".join("\n".join(wrapped(section)) for section in sections)
 
 
 def add_up(ran: list[Operation], wall_secs: float) -> Counter:
@@ -373,12 +369,6 @@ def _place(trace: Trace, number: int) -> str:
 
 
 SHOWN_DEVICES = 16
-
-
-def profile_text(found: StepProfile) -> str:
-    """The profile as text."""
-    sections = [_heading(found), _parts(found), _devices(found)]
-    return "\n\n".join("\n".join(wrapped(section)) for section in sections)
 
 
 def _heading(found: StepProfile) -> Iterator[str]:

@@ -3,22 +3,17 @@
 import dataclasses
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from parallax.analysis.collectives import Sent, busiest, bytes_by, collectives_by_rank, on_average, update_collectives
-from parallax.analysis.compiled import (
-    Compiled,
-    CompiledFlops,
-    ModuleSecs,
-    read_step,
-    secs_by_module,
-)
+from parallax.analysis.compiled import Compiled, CompiledFlops, ModuleSecs, gpu_of, read_step, secs_by_module
 from parallax.analysis.flops import Flops, flops_breakdown
 from parallax.analysis.hlo import of_update
 from parallax.analysis.memory import memory
@@ -43,8 +38,9 @@ class Report:
 
     `sent` is what a device sends for loss and gradients: see `busiest`; `sent_on_average` that of an average pipeline
     rank, to compare with what was compiled. `memory` are the predicted bytes on a device by component, at the moment
-    when they are most. `compiled` is None where nothing was compiled; `compiled_for` says for what, or why not.
-    `time` is None where the compiler estimates no cycles, `computed` its compute by module.
+    when they are most; `dtypes` says in which parameters and optimizer are kept. `compiled` is None where nothing was
+    compiled; `compiled_for` says for what, or why not. `time` is None where nothing says cycles,
+    `computed` its compute by module.
     """
 
     name: str
@@ -61,6 +57,7 @@ class Report:
     compiled_for: str
     time: StepTime | None = None
     computed: tuple[ModuleSecs, ...] = ()
+    dtypes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -139,10 +136,13 @@ def report(
 
     Raises ConfigError where the batch's shape is not known.
     """
-    rows, seq = _shape_of(step, batch)
-    model = step.model
+    model, shape = step.model, step.batch_shape if batch is None else batch["tokens"].shape
+    if shape is None:
+        raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
+    rows, seq = shape
     with waiting("tracing the step"):
-        planned = memory(model, abstract_state(model, step.tx).opt_state, global_batch=rows, seq=seq)
+        state = abstract_state(model, step.tx)
+        planned = memory(model, state.opt_state, global_batch=rows, seq=seq)
         update = update_collectives(step)
         ranks = [[*rank, *update] for rank in collectives_by_rank(model, rows, seq)]
         flops = flops_breakdown(model, rows, seq, entries=entries)
@@ -153,7 +153,7 @@ def report(
         with waiting(f"compiling the step for {made_for}"):
             program = step.lower(rows, seq).compile()
         with waiting("reading the compiled step"):
-            made = read_step(program, model)
+            made = read_step(program, model, seq=seq)
             if made.cycles is not None:
                 time = step_time(made, chip(kind), flops.model, dtype=model.model.dtype)
                 computed = tuple(secs_by_module(made, chip(kind).clock_hz))
@@ -172,6 +172,7 @@ def report(
         compiled_for=made_for,
         time=time,
         computed=computed,
+        dtypes={"parameters": dtypes_of(state.params), "optimizer": dtypes_of(state.opt_state)},
     )
 
 
@@ -181,13 +182,6 @@ def report_settings(settings: Settings, mesh: Mesh | AbstractMesh, *, name: str)
     array = jax.ShapeDtypeStruct((filled.data.global_batch, filled.data.seq), "int32")
     entries = None if settings.model.vocab else likely_entries(settings.data)
     return report(step_of(filled, mesh), {"tokens": array}, name=name, entries=entries)
-
-
-def _shape_of(step: TrainStep, batch: Any) -> tuple[int, int]:
-    shape = step.batch_shape if batch is None else batch["tokens"].shape
-    if shape is None:
-        raise ConfigError("the step has taken no batch yet, so its shape is not known; write report(step, batch).")
-    return shape
 
 
 DIRECTIONS = ("forward", "recompute", "backward", "update")
@@ -356,9 +350,20 @@ def flops_section(report: Report) -> TitledTables:
     return TitledTables("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
 
 
+def dtypes_of(tree: Any) -> tuple[str, ...]:
+    """The dtypes of a tree's numbers, counts and keys left out, those of most bytes first."""
+    sizes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim:
+            sizes[str(leaf.dtype)] += leaf.size * leaf.dtype.itemsize
+    return tuple(name for name, _ in sizes.most_common())
+
+
 def memory_section(report: Report) -> TitledTables:
     """Bytes by component, beside the compiler's totals."""
-    sizes = {name.replace("_", " "): size for name, size in report.memory.items()}
+    narrow = {name: ", ".join(found) for name, found in report.dtypes.items() if found != ("float32",)}
+    label = lambda name: name.replace("_", " ") + (f" ({narrow[name]})" if name in narrow else "")  # noqa: E731
+    sizes = {label(name): size for name, size in report.memory.items()}
     compiled = report.compiled is not None
     beside = report.beside_compiler() if compiled else []
     most = max(report.peak, *(theirs for _, _, theirs in beside), 1)
@@ -412,7 +417,9 @@ def collective_notes(report: Report, rows: list[CompiledRow]) -> Iterator[str]:
 
 
 def time_section(report: Report) -> TitledTables:
-    """Where the time of a step goes, by the compiler's cycles."""
+    """Where the time of a step goes, by the compiler's cycles, or for GPUs by a roofline over the program's fusions."""
+    on_gpu = report.compiled is not None and gpu_of(report.compiled.mesh) is not None
+    by = "a roofline over its fusions" if on_gpu else "the compiler's cycles"
     time, total = report.time, report.time.total_secs
     parts = time_parts(compiled_parts(time), total)
     computed = [
@@ -422,6 +429,4 @@ def time_section(report: Report) -> TitledTables:
     ]
     mfu = f"MFU {percent(time.mfu)}; an average rank waits for others {percent(time.bubble)} of the time."
     modules = Table(["compute of", "products", "the rest", "share of the step"], computed, 1)
-    return TitledTables(
-        "time", "Time of a step, by the compiler's cycles and the bandwidth of links", [parts, mfu, "", modules]
-    )
+    return TitledTables("time", f"Time of a step, by {by} and the bandwidth of links", [parts, mfu, "", modules])

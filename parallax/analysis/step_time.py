@@ -12,17 +12,23 @@ are the traced collectives over the links of their axes. Gathers of layers over 
 work, as the permutes of layout.context="ring" do, and with fsdp.reduce="compute" or fsdp.prefetch=1 so do sums of their
 gradients, as far as `hidden_secs` says; all others are exposed. The *update* reads and writes parameters and optimizer
 state, and reads gradients, at memory bandwidth.
+
+What waits in host memory goes over the chip's link to its host, both ways at once: residuals beside the passes that
+write and read them, states beside the update. Where that takes longer, the step waits for the rest; and it waits for
+all of the parameters that are brought to the device before the first pass.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
@@ -38,25 +44,27 @@ from parallax.analysis.compiled import (
     costs_of,
     read_step,
 )
-from parallax.analysis.flops import GROUPED, flops_per_token, is_grouped, mfu, product_flops
+from parallax.analysis.flops import GROUPED, KERNEL_CALLS, flops_per_token, is_grouped, mfu, product_flops
 from parallax.analysis.layouts import model_on_topology, settings_on_topology
-from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.settings import Settings
 from parallax.model.traffic import Load
-from parallax.pipeline import ShardedModel
+from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import figures
 from parallax.sharding.activations import CONTEXT_AXIS
+from parallax.sharding.host import DEVICE, HOST, is_type_on_host
 from parallax.sharding.mesh import make_mesh
-from parallax.sharding.plan import DATA_AXES, layouts_of_policy
+from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 from parallax.training.step import step_of
 
 REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
-PRODUCT_PRIMITIVES = ("dot_general", "pallas_call", *GROUPED)
+PRODUCT_PRIMITIVES = ("dot_general", *KERNEL_CALLS, *GROUPED)
+EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}  # dtypes of products, in ModelConfig
 TABLE_MODULES = ("embedding", "head")
 GROUPED_PRODUCTS = "grouped"
 KERNEL_PARTS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
@@ -64,12 +72,14 @@ LAYER_PARTS = ("attention", "mlp")  # begin the names of all modules of a layer,
 
 
 class OpCost(NamedTuple):
-    """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step."""
+    """A matrix product of one shape, a reduction or a write: FLOPs, bytes through memory, runs in a device's step.
+    `matmul` is as in ModelConfig, "compute" for what has no operands of 8 bits."""
 
     flops: int
     bytes: int
     direction: str
     count: int
+    matmul: str = "compute"
 
     def secs(self, rate: float, bandwidth: float) -> float:
         """The longer of computing it once, at FLOP/s, and of moving its bytes."""
@@ -83,6 +93,7 @@ class TracedWork(NamedTuple):
     sent: list[Sent]
     model_flops: float  # of the model's mathematics, a device's share; recomputation is not in it
     bubble: float  # share of the ticks in which the average rank has nothing to do
+    moved: Mapping[tuple[str, str], int] = MappingProxyType({})  # bytes over the host's link, see `moved_by_passes`
 
 
 class CollectiveTime(NamedTuple):
@@ -108,11 +119,14 @@ class Estimate(NamedTuple):
     bubble: float
     secs: float
     mfu: float
+    host_bytes: int = 0  # of host memory
+    link_bytes: int = 0  # that go over the link to the host in a step, both ways
+    link_secs: float = 0.0  # in which the step waits for that link
 
     @property
     def bubble_secs(self) -> float:
         """Time in which the average device waits for others of the pipeline."""
-        return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs
+        return self.secs - self.work_secs - sum(self.exposed_secs.values()) - self.update_secs - self.link_secs
 
 
 def predict(settings: Settings, topology: Topology) -> Estimate:
@@ -131,7 +145,8 @@ def predict(settings: Settings, topology: Topology) -> Estimate:
 
 def predict_of(model: ShardedModel, settings: Settings, topology: Topology) -> Estimate:
     """`predict` for a model that was built, with settings that were placed."""
-    return estimate(settings, topology, predicted_memory(model, settings), traced_work(model, settings))
+    held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
+    return estimate(settings, topology, held, traced_work(model, settings), host)
 
 
 def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
@@ -144,22 +159,43 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
         [product._replace(count=count) for product, count in found.items()],
         program_collectives(program, at=first, sizes=model.axis_sizes, load=model.load),
         model_flops / math.prod(model.axis_sizes.values()),
-        figures(model.schedule, costs_of(model.model, model.shapes, model.pipeline.remat)).lockstep_bubble,
+        figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
+        walk(program, at=first, count=moved_by_passes) if settings.pipeline.residuals_on != DEVICE else {},
     )
 
 
-def estimate(settings: Settings, topology: Topology, held: Memory, traced: TracedWork) -> Estimate:
-    """The step of a traced program on these chips."""
-    rate = topology.matmul_rate(settings.model.dtype)
-    timed = [(p.direction, p.count * p.secs(rate, topology.chip.hbm_bandwidth)) for p in traced.products]
+def moved_by_passes(equation: JaxprEqn, origin: Origin) -> Counter:
+    """Bytes that an equation moves to host memory or from there, by the scope of the pass and where they go; room for
+    slots, and what is loaded once a step, is of no pass."""
+    scope = next((name for name in origin.stack.split("/") if name in (FORWARD, BACKWARD, WEIGHTS)), None)
+    if equation.primitive.name != "device_put" or scope is None:
+        return Counter()
+    (source,), (out,) = equation.invars, equation.outvars
+    if is_type_on_host(source.aval) == is_type_on_host(out.aval):
+        return Counter()
+    goes = HOST if is_type_on_host(out.aval) else DEVICE
+    return Counter({(scope, goes): out.aval.size * out.aval.dtype.itemsize})
+
+
+def estimate(
+    settings: Settings, topology: Topology, held: Memory, traced: TracedWork, host: HostMemory | None = None
+) -> Estimate:
+    """The step of a traced program on these chips; without `host`, nothing waits in host memory."""
+    host = host or HostMemory()
+    bandwidth, rates = topology.chip.hbm_bandwidth, functools.partial(topology.matmul_rate, settings.model.dtype)
+    timed = [(p.direction, p.count * p.secs(rates(p.matmul), bandwidth)) for p in traced.products]
     work = sum(secs for _, secs in timed)
     sent = messages(traced.sent, topology, settings)
     hidden = hidden_secs(work, sum(message.secs for message in sent if message.hides))
     exposed = exposed_parts(sent, hidden)
     bubble = 0.0 if topology.shared else traced.bubble
     ticking = sum(message.secs for message in exposed if message.ticking)
-    update = (3 * held.parameters + 2 * held.optimizer) / topology.chip.hbm_bandwidth
+    parameters, states = held.parameters + host.parameters, held.optimizer + host.optimizer
+    gradients = parameters * FLOAT32_BYTES // jnp.dtype(settings.optimizer.weights_dtype).itemsize
+    update = (gradients + 2 * parameters + 2 * states) / topology.chip.hbm_bandwidth
+    passes, once = link_waits(timed, update, traced.moved, host, topology.chip)
     secs = (work + ticking) / (1 - bubble) + sum(message.secs for message in exposed if not message.ticking) + update
+    secs += passes / (1 - bubble) + once
     return Estimate(
         peak_bytes=held.peak,
         components=held._asdict(),
@@ -171,7 +207,32 @@ def estimate(settings: Settings, topology: Topology, held: Memory, traced: Trace
         bubble=bubble,
         secs=secs,
         mfu=mfu(traced.model_flops, secs, topology.chip.peak(settings.model.dtype)),
+        host_bytes=host.total,
+        link_bytes=sum(traced.moved.values()) + 3 * host.parameters + 2 * host.optimizer,
+        link_secs=passes + once,
     )
+
+
+def link_waits(
+    timed: Iterable[tuple[str, float]],
+    update: float,
+    moved: Mapping[tuple[str, str], int],
+    host: HostMemory,
+    chip: Chip,
+) -> tuple[float, float]:
+    """Seconds in which passes wait for the link to the host, and those once a step; `timed` are those of the work by
+    direction, `update` those of the update without waiting."""
+    if not chip.host_bandwidth:  # of simulated devices both memories are one
+        return 0.0, 0.0
+    work: Counter = Counter()
+    for direction, secs in timed:
+        work[FORWARD if direction == "forward" else BACKWARD] += secs
+    waits = 0.0
+    for scopes in ((FORWARD,), (BACKWARD, WEIGHTS)):
+        ways = [sum(moved.get((scope, way), 0) for scope in scopes) for way in (HOST, DEVICE)]
+        waits += max(0.0, max(ways) / chip.host_bandwidth - work[scopes[0]])
+    of_update = (host.parameters + host.optimizer) / chip.host_bandwidth
+    return waits, host.parameters / chip.host_bandwidth + max(0.0, of_update - update)
 
 
 def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> list[CollectiveTime]:
@@ -256,7 +317,9 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
     moved = sum(map(size, arrays)) - round((1 - load.grouped) * sum(map(size, rows)))
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
-    return Counter({OpCost(product_flops(equation, load, origin.stack) or 0, moved, origin.direction, 0): 1})
+    matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if name == "dot_general" else "compute"
+    flops = product_flops(equation, load, origin.stack) or 0
+    return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})
 
 
 class StepTime(NamedTuple):
@@ -287,15 +350,18 @@ def step_time(
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 
-    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock.
+    Compute takes the compiler's estimated cycles, loops turned and branches as the schedule takes them, over the clock;
+    on GPUs the time of the roofline (parallax/analysis/roofline.py) in place of cycles.
     A collective takes its bytes over its links' bandwidth (see `route`, and for messages `one_way`); those of the same
     axes follow each other, but messages in two directions travel at once. What compute between its start and its end
     does not cover is exposed. Pallas calls, to which the compiler gives no cycles, take the longer of their FLOPs at
     `kernel_efficiency` of peak and of reading operands and writing results once; at 1 no kernel beats it. Raises
-    ConfigError where the program has no cycles, as on backends other than TPU.
+    ConfigError where the program has no cycles, as on CPU.
     """
     if compiled.cycles is None or chip.clock_hz is None:
-        raise ConfigError(f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU alone.")
+        raise ConfigError(
+            f"the compiler of {chip.name} estimates no cycles; a step time can be read on TPU and GPU alone."
+        )
     mesh, events = compiled.mesh, compiled.timeline
     critical, own = (Clock(mesh, chip, dtype, lockstep, kernel_efficiency).run(events) for lockstep in (True, False))
     total = sum(critical.values())
@@ -330,7 +396,7 @@ class Clock:
             now = sum(spent.values())
             if isinstance(event, CompiledCollective):
                 links = event.axes, event.shift
-                free[links] = max(now, free.get(links, 0.0)) + self._collective_secs(event)
+                free[links] = max(now, free.get(links, 0.0)) + self.collective_secs(event)
                 ready[event.op] = free[links], "+".join(event.axes)
             elif isinstance(event, End) and event.op in ready:
                 done, axes = ready.pop(event.op)
@@ -343,7 +409,8 @@ class Clock:
         if isinstance(event, Compute):
             return {"compute": event.cycles / self.chip.clock_hz}
         if isinstance(event, Kernel):
-            return {KERNEL_PARTS[event.grouped]: self._kernel_secs(event)}
+            counts = event.flops or event.grouped  # what only moves rows, as a gather does, is no product
+            return {KERNEL_PARTS[event.grouped] if counts else "compute": self._kernel_secs(event)}
         if isinstance(event, LoopEvent):
             return {name: event.trips * secs for name, secs in self.run(event.body).items()}
         if isinstance(event, BranchEvent):
@@ -358,7 +425,7 @@ class Clock:
         moved = kernel.operand_bytes + kernel.result_bytes
         return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
 
-    def _collective_secs(self, call: CompiledCollective) -> float:
+    def collective_secs(self, call: CompiledCollective) -> float:
         """How long one call takes with the links to itself."""
         if call.pairs:
             return call.bytes / one_way(self.mesh, call.pairs, self.chip)
@@ -372,7 +439,8 @@ class Clock:
 class CompiledStep(NamedTuple):
     """What the compiler says of a step: bytes of a device, and the time where it estimates cycles.
 
-    `refused` is its own word where the step does not fit, and then there is nothing else.
+    `refused` is its own word where the step does not fit, and then there is nothing else. `sent` has a row for each
+    kind of collective and its axes.
     """
 
     refused: str
@@ -380,6 +448,19 @@ class CompiledStep(NamedTuple):
     temporaries: int = 0
     peak_bytes: int = 0
     time: StepTime | None = None
+    sent: tuple["Overlap", ...] = ()
+
+
+class Overlap(NamedTuple):
+    """The compiled collectives of one kind over some axes: what an average device sends in a step, and the shares of
+    these bytes that are sent asynchronously, and that compute between start and done hides."""
+
+    axes: str
+    kind: str
+    calls: float
+    bytes: float
+    asynchronous: float
+    hidden: float
 
 
 def compile_and_read(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
@@ -394,12 +475,32 @@ def compile_and_read(settings: Settings, topology: Topology, devices: list[Any])
             raise
         used = re.search(r"Used [\d.]+[KMG] of [\d.]+[KMG] hbm", str(error))
         return CompiledStep(used[0].replace("hbm", "HBM") if used else str(error).splitlines()[0])
-    found = read_step(program, model)
-    if found.cycles is None:  # another backend's peak, as that for CPU, may leave temporaries out
-        return CompiledStep("", found.arguments, found.temporaries, found.together)
+    found = read_step(program, model, seq=shape[1])
+    # Another backend's peak, as that for CPU, may leave temporaries out.
+    peak = found.peak if topology.is_tpu else found.together
+    if found.cycles is None:
+        return CompiledStep("", found.arguments, found.temporaries, peak)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
     time = step_time(found, topology.chip, flops, dtype=settings.model.dtype)
-    return CompiledStep("", found.arguments, found.temporaries, found.peak, time)
+    return CompiledStep("", found.arguments, found.temporaries, peak, time, overlaps(found, topology.chip))
+
+
+def overlaps(compiled: Compiled, chip: Chip) -> tuple[Overlap, ...]:
+    """What becomes of the collectives of a program for this chip, by axes and kind, the most bytes first."""
+    clock = Clock(compiled.mesh, chip, "bfloat16", lockstep=True, kernel_efficiency=1.0)
+    found: dict[tuple[str, str], Counter] = defaultdict(Counter)
+    for one in compiled.collectives:
+        sent, secs = one.bytes * one.count, clock.collective_secs(one)
+        beside = min(1.0, one.cycles_between / chip.clock_hz / secs) if secs else 0.0
+        found["+".join(one.axes), one.kind] += Counter(
+            calls=one.count, bytes=sent, asynchronous=sent * one.asynchronous, hidden=sent * one.asynchronous * beside
+        )
+    rows = (
+        Overlap(*key, row["calls"], row["bytes"], *(row[name] / row["bytes"] for name in ("asynchronous", "hidden")))
+        for key, row in found.items()
+        if row["bytes"]
+    )
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 def compiled_parts(time: StepTime) -> dict[str, float]:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
 from parallax.analysis.flops import (
-    active_parameters,
     flops_per_token,
     layer_parameters,
     parameters_by_component,
@@ -27,12 +26,14 @@ from parallax.analysis.flops import (
     scores_flops,
 )
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
-from parallax.analysis.memory import Memory, predicted_memory
+from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
+from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.step_time import (
     LAYER_PARTS,
     CompiledStep,
     Estimate,
     OpCost,
+    Overlap,
     StepTime,
     TracedWork,
     compile_and_read,
@@ -40,23 +41,23 @@ from parallax.analysis.step_time import (
     traced_work,
 )
 from parallax.analysis.topology import Topology
+from parallax.config.remat import saved_parts
 from parallax.config.settings import Settings
-from parallax.model.exchange import EXPERT_AXIS
 from parallax.model.traffic import exchange_of, exchanged_rows
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
-from parallax.runtime.errors import ConfigError
+from parallax.runtime.errors import ConfigError, errors_as
 from parallax.runtime.files import read_object, write_whole
 from parallax.runtime.svg import INK, PAPER, TIP, svg
 from parallax.runtime.units import in_bytes, percent
 from parallax.runtime.version import code_version, version_of
 from parallax.schedules import Costs, by_name, figures
+from parallax.sharding.activations import EXPERT_AXIS
 from parallax.sharding.plan import DATA_AXES, FLOAT32_BYTES, layouts_of_policy
 
 # Of the seven products of blockwise attention, forward and backward, these read weights or their gradients, and these
 # write scores or gradients of weights, in float32.
 SCORES_MOVED, FLOAT32_SCORES_MOVED = 4, 3
-DOWN = 1 / 3  # of a gated MLP's parameters: its result is no input of anything in the layer, so it is never made again
 
 
 class LeastWork:
@@ -66,47 +67,41 @@ class LeastWork:
         """`model` is the model on any mesh: its global shapes are the same on all."""
         self.settings, self.topology, self.shapes = settings, topology, model.shapes
         # Of one replica, which all do the same.
-        self.devices = topology.devices // settings.mesh.replica
+        self.devices, self.seq = topology.devices // settings.mesh.replica, settings.data.seq
         self.tokens = settings.data.global_batch * settings.data.seq // settings.mesh.replica
         self.parameters = layer_parameters(parameters_by_component(model.shapes))
-        self.active = active_parameters(settings.model, self.parameters)
         self.itemsize = jnp.dtype(settings.model.dtype).itemsize
         self.flops = flops_per_token(settings.model, model.shapes, seq=settings.data.seq)
 
     def bound(self, choice: Choice) -> float:
         """Seconds of a layout's least work, never above the layout's own estimate; the layout need not be legal."""
         sizes = choice.pp, choice.microbatches, choice.virtual
-        bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, self.shapes, choice.remat))
+        bubble = _bubble(choice.schedule, *sizes, costs_of(self.settings.model, choice.remat, seq=self.seq))
         traced = TracedWork(self._products(choice), self._sent(choice), 0, bubble)
         nothing_held = Memory(**dict.fromkeys(Memory._fields, 0))
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def _products(self, choice: Choice) -> list[OpCost]:
-        """Of a token: products of weights, with those that remat runs again; attention; what is kept for backward."""
-        model, size = self.settings.model, self.itemsize * self.settings.model.layers
+        """Of a token: products of weights; attention; those that remat runs again; what is kept for backward."""
+        model = self.settings.model
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        weights = self.flops - attention + 2 * self._made_again(choice)
+        weights = self.flops - attention
         if model.kernel == "xla":  # scores pass through memory, and are made once more for the backward pass
             pairs = model.layers * model.heads * self.settings.data.seq / 2
             attention += 2 * pairs * qk_width(model)
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
-        kept = 2 * self._width_kept(choice.remat) * size
-        costs = (weights, 0), (attention, scores), (0, kept)
+        remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
+        again = recomputed_flops(model, remat, seq=self.seq)
+        kept = 2 * self._width_kept(choice.remat) * self.itemsize
+        costs = (weights, 0), (attention, scores), (again, 0), (0, kept)
         return [OpCost(flops, moved, "forward", self.tokens / self.devices) for flops, moved in costs]
 
-    def _made_again(self, choice: Choice) -> float:
-        """Parameters of the products that remat runs once more for each token."""
-        again = {"attention": (1, 0), "layer": (1, 1 - DOWN), "stage": (1, 1 - DOWN)}
-        attention, mlp = again.get(choice.remat, (0, 0))
-        mlps = sum(self.active.get(name, 0) for name in ("mlp", "experts", "shared"))
-        return attention * self.active["attention"] + mlp * mlps
-
     def _sent(self, choice: Choice) -> list[Sent]:
-        """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider; over tp, columns
-        then rows, what a layer's two branches gather of their inputs and scatter of their outputs, forward and back;
-        over ep what the exchange of a mixture's tokens sends there and back. What attention sends over cp is left out,
-        and what routers send."""
+        """Over data axes, the layers' weights and sums of gradients, in the compute dtype or wider, or weights in 8
+        bits if they travel so; over tp, columns then rows, what a layer's two branches gather of their inputs and
+        scatter of their outputs, forward and back; over ep what the exchange of a mixture's tokens sends there and
+        back. What attention sends over cp is left out, and what routers send."""
         model, pieces = self.settings.model, choice.pp * choice.tp
         experts = self.parameters.get("experts", 0) / pieces / choice.ep
         layers = sum(self.parameters[name] for name in self.parameters if name not in ("experts", "router")) / pieces
@@ -120,6 +115,8 @@ class LeastWork:
         of_experts = tuple(axis for axis in data if axis != EXPERT_AXIS)
         tokens = self.tokens / choice.data_ranks / choice.microbatches * model.layers / choice.pp
         scatter = "all-to-all" if exchange else "reduce-scatter"
+        narrow = {self.settings.fsdp.gather_dtype, model.matmul} != {"compute"}
+        gathers *= 1 / self.itemsize if narrow else 1
         calls = [
             (kind, axes, entries, count)
             for axes, entries in ((data, layers), (of_experts, experts))
@@ -139,22 +136,17 @@ class LeastWork:
         ]
 
     def _width_kept(self, remat: str) -> float:
-        """Entries of a token and layer that are kept at least: the layer's input; gate and up; q and what attention
-        reads of the residual stream."""
+        """Entries of a token that are kept at least, in all layers: each layer's input, and the parts that are saved.
+        Of those of experts none where a backward pass may make each chunk of tokens again."""
+        if remat == "stage":
+            return 0
         model = self.settings.model
-        without_attention = model.d_model + self._width_of_products()
-        products = without_attention + model.heads * model.d_head
-        kept = {"stage": 0, "layer": model.d_model, "attention": without_attention, "elementwise": products}
-        return kept.get(remat, products + model.d_model)
-
-    def _width_of_products(self) -> float:
-        """Entries of a token that the wide products of a layer's MLP give, gate and up, on average over the layers.
-        Of experts' none where a backward pass may make each chunk of tokens again."""
-        model = self.settings.model
-        kinds = Counter(model.kinds)
-        chosen = 0 if self.settings.layout.expert_chunk_tokens else model.experts_per_token * model.d_expert
-        moe = chosen + model.sizes["d_shared"]
-        return 2 * (kinds["dense"] * model.d_ff + kinds["moe"] * moe) / model.layers
+        saved = () if remat == "layer" else saved_parts("elementwise" if remat == "none" else remat)
+        in_chunks = ("dispatch", "experts") if self.settings.layout.expert_chunk_tokens else ()
+        costs = part_costs(model, seq=self.seq)
+        return model.layers * model.d_model + sum(
+            costs[part].width for part in saved if part in costs and part not in in_chunks
+        )
 
 
 @cache
@@ -162,7 +154,7 @@ def _bubble(name: str, ranks: int, microbatches: int, virtual: int, costs: Costs
     return figures(by_name(name, ranks, microbatches, virtual), costs).lockstep_bubble
 
 
-PACKAGES = ("jax", "jaxlib", "libtpu")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 class Cache:
@@ -171,10 +163,8 @@ class Cache:
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
         self.versions = {"parallax": code_version()} | {name: version_of(name) for name in PACKAGES}
-        try:
+        with errors_as(ConfigError, f"--cache={folder} cannot be written (", "); name another folder."):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--cache={folder} cannot be written ({error.strerror}); name another folder.") from error
 
     def kept(self, what: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives and follows from `what`, both of which JSON can hold; it is made and stored where no file
@@ -211,7 +201,8 @@ class PricedLayout(NamedTuple):
 
 class Sweep:
     """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first; `passed` counts the
-    others by the reason why they were passed over: "not legal", "too large", "slower"."""
+    others by the reason why they were passed over: "not legal", "too large", "slower". `sets` are the settings' own
+    layout with other values of `pipeline.remat`, fastest first."""
 
     def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int):
         """ConfigError where the settings' own layout is not legal."""
@@ -219,6 +210,7 @@ class Sweep:
         self.own = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
+        self.sets: list[PricedLayout] = []
         self.topology = as_measured_first(topology, cache)
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
@@ -239,14 +231,33 @@ class Sweep:
                 self._look_at(choice)
         progress(len(waiting), len(waiting))
 
+    def run_sets(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Price the settings' own layout with each set of parts to make again, for `sets`; what does not fit is left
+        out."""
+        exchanges = self.own.ep > 1
+        sets = sets_to_try(self.settings.model, seq=self.settings.data.seq, exchanges=exchanges, apart=FINER)
+        tried = [*dict.fromkeys([self.own.remat, *sets])]
+        for done, remat in enumerate(tried):
+            progress(done, len(tried))
+            choice = self.own._replace(remat=remat)
+            found = self._priced(choice)
+            if not isinstance(found, str):
+                self.sets.append(PricedLayout(choice, found))
+        progress(len(tried), len(tried))
+        self.sets.sort(key=lambda row: row.estimate.secs)
+
     def _look_at(self, choice: Choice) -> None:
-        settings = choice.applied(self.settings)
-        found = self.cache.kept(key_of(settings, self.topology), lambda: price(settings, self.topology))
+        found = self._priced(choice)
         if isinstance(found, str):
             self.passed[found] += 1
         else:
-            self.rows.append(PricedLayout(choice, Estimate(*found)))
+            self.rows.append(PricedLayout(choice, found))
             self.rows.sort(key=lambda row: row.estimate.secs)
+
+    def _priced(self, choice: Choice) -> Estimate | str:
+        settings = choice.applied(self.settings)
+        found = self.cache.kept(key_of(settings, self.topology), lambda: price(settings, self.topology))
+        return found if isinstance(found, str) else Estimate(*found)
 
     def shown(self) -> list[PricedLayout]:
         """The rows of the table: the fastest, and the config's own where it is none of them."""
@@ -257,8 +268,8 @@ class Sweep:
         """What the compiler says of a layout, from the cache or compiled."""
         settings = choice.applied(self.settings)
         what = ["compiled", key_of(settings, self.topology)]
-        *sizes, time = self.cache.kept(what, lambda: compile_and_read(settings, self.topology, devices))
-        return CompiledStep(*sizes, time and StepTime(*time))
+        *sizes, time, sent = self.cache.kept(what, lambda: compile_and_read(settings, self.topology, devices))
+        return CompiledStep(*sizes, time and StepTime(*time), tuple(Overlap(*row) for row in sent))
 
 
 def as_measured_first(topology: Topology, cache: Cache) -> Topology:
@@ -277,10 +288,10 @@ def price(settings: Settings, topology: Topology) -> Estimate | str:
     model = build_if_legal(settings, topology)
     if model is None:
         return "not legal"
-    held = predicted_memory(model, settings)
+    held, host = predicted_memory(model, settings), predicted_host_memory(model, settings)
     if held.peak > topology.chip.usable_bytes:
         return "too large"
-    return estimate(settings, topology, held, traced_work(model, settings))
+    return estimate(settings, topology, held, traced_work(model, settings), host)
 
 
 def key_of(settings: Settings, topology: Topology) -> list[Any]:

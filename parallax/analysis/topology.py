@@ -1,4 +1,4 @@
-"""Where a step would run: chips of one kind, the links between them, and the compiler's devices of TPU slices."""
+"""Where a step would run: chips of one kind, the links between them, and the compiler's devices where none are."""
 
 import functools
 import importlib.util
@@ -21,6 +21,11 @@ from parallax.runtime.errors import ConfigError, how_to_install
 from parallax.sharding.mesh import resolve_sizes
 
 GET_LIBTPU = f"the TPU compiler, libtpu, is not installed: {how_to_install('tpu')}"
+GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin, is not installed: {how_to_install('gpu-compiler')}"
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+CUDNN_VERSION = "major: 9 minor: 10"  # which a GPU that is not here is said to have
+
+DEVICES_ARE_CORES = ("TPU v7x",)
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 # Share of a data sheet's FLOP/s that matrix products reach, what is fused with them included: with it, analytic steps
@@ -47,9 +52,11 @@ class Topology(NamedTuple):
     def is_tpu(self) -> bool:
         return self.chip.platform == "tpu"
 
-    def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s that matrix products reach; what was measured is not reduced."""
-        return self.chip.peak(dtype) * (1 if self.shared else MATMUL_EFFICIENCY)
+    def matmul_rate(self, dtype: str, matmul: str = "compute") -> float:
+        """FLOP/s that matrix products reach, in this dtype or in 8 bits; what was measured is not reduced."""
+        wide = dtype if matmul == "compute" or "bfloat16" not in self.chip.flops else "bfloat16"
+        peak = self.chip.peak(wide) * self.chip.matmul_speed(matmul)
+        return peak * (1 if self.shared else MATMUL_EFFICIENCY)
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
@@ -95,18 +102,72 @@ def sizes_on(config: MeshConfig, topology: Topology) -> dict[str, int]:
 def why_not(topology: Topology) -> str:
     """Why nothing can be compiled for chips that are not here; "" where it can."""
     if not topology.is_tpu:
-        return f"nothing is compiled for {topology.name}: only TPU slices can be compiled for without their devices"
+        return "" if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else GET_CUDA
+    if topology.chip.name in DEVICES_ARE_CORES:
+        return (
+            f"nothing is compiled for {topology.name}: the compiler has two devices for a {topology.chip.name}, one "
+            "for each core, and a plan counts chips"
+        )
     return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
 
 
-def devices_of(topology: Topology) -> list[Any]:
-    """The devices of a TPU slice, as the compiler describes them; ConfigError where it knows no such slice."""
-    options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
+def devices_of(topology: Topology | str) -> list[Any]:
+    """The devices of chips that need not be here, as their compiler describes them; ConfigError where it knows no such
+    slice, or is not installed."""
+    topology = read_topology(topology) if isinstance(topology, str) else topology
+    if reason := why_not(topology):
+        raise ConfigError(reason)
+    describe = _describe_slice if topology.is_tpu else _describe_hosts
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices
+        return describe(topology).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--topology={topology.name} is no slice that libtpu knows: {reason}") from error
+        raise ConfigError(f"--topology={topology.name} is nothing that the compiler knows: {reason}") from error
+
+
+def _describe_slice(topology: Topology) -> topologies.TopologyDescription:
+    options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+
+
+def _describe_hosts(topology: Topology) -> topologies.TopologyDescription:
+    """Of GPUs: one slice of hosts with so many GPUs on each."""
+    hosts, gpus = (1, *topology.shape)[-2:]
+    return topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=topology.name,
+        target_config=target_config(topology.chip),
+        topology=f"1x{hosts}x{gpus}",
+    )
+
+
+def target_config(chip: Chip) -> str:
+    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    target = chip.target
+    major, minor = target.capability
+    info = dict(
+        threads_per_block_limit=1024,
+        threads_per_warp=32,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_core=target.shared_kib * 2**10,
+        shared_memory_per_block_optin=(target.shared_kib - 1) * 2**10,
+        threads_per_core_limit=target.threads,
+        core_count=target.cores,
+        fpus_per_core=target.float_units,
+        block_dim_limit_x=2**31 - 1,
+        block_dim_limit_y=2**16 - 1,
+        block_dim_limit_z=2**16 - 1,
+        memory_bandwidth=int(chip.hbm_bandwidth),
+        l2_cache_size=target.l2_bytes,
+        clock_rate_ghz=target.clock_ghz,
+        device_memory_size=chip.usable_bytes,
+        registers_per_core_limit=2**16,
+        registers_per_block_limit=2**16,
+    )
+    lines = [f"{name}: {value}" for name, value in info.items()]
+    lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
+    named = f'platform_name: "CUDA" device_description_str: "{chip.name}"'
+    return f"gpu_device_info {{ {' '.join(lines)} }} dnn_version_info {{ {CUDNN_VERSION} }} {named}"
 
 
 def without_chips(argv: Sequence[str]) -> None:

@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.experts import USUAL_LOAD
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
@@ -110,7 +112,7 @@ def walk(program: ClosedJaxpr, *, at: Mapping[str, int], count: Count) -> Counte
     """The sum of `count` over every equation that the device at these mesh coordinates runs, as often as it does.
 
     Raises ValueError where it depends on data which side of a branch is taken, or how often a loop turns, and that
-    changes the sum.
+    changes the sum; of experts' branches the one for a usual load counts.
     """
     device = Walk(at, count)
     device.call(program, Invocation("", set()), [None] * len(program.jaxpr.invars))
@@ -202,6 +204,8 @@ class Walk:
         return [*carry, *[None] * made]
 
     def _branch(self, branches: list[ClosedJaxpr], how: Invocation, which: Known, *values: Known) -> list[Known]:
+        if which is None and USUAL_LOAD in how.stack.split("/"):
+            which = np.int32(1)
         if which is not None:
             return self.call(branches[min(max(int(which), 0), len(branches) - 1)], how, values)
         found = [self._apart(partial(self.call, branch, how, values))[0] for branch in branches]
@@ -302,6 +306,8 @@ def update_program(step: TrainStep) -> ClosedJaxpr:
 
     def update(state: Any, grads: Any) -> Any:
         with jax.named_scope(UPDATE):
-            return step.update(state.params, state.opt_state, grads, step.grad_norm(grads))
+            noise = jnp.stack([jnp.int32(step.seed), state.step])
+            return step.update(state.params, state.opt_state, grads, step.grad_norm(grads), noise)
 
-    return jax.make_jaxpr(update)(abstract_state(step.model, step.tx), step.model.shapes)
+    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), step.model.shapes)
+    return jax.make_jaxpr(update)(abstract_state(step.model, step.tx), grads)

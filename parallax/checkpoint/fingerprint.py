@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from parallax.sharding.host import rests_on_host
+
 WORD_BITS = 32
 # Elements that the host sums at once: what it holds for each is many times their size.
 BLOCK = 1 << 18
@@ -35,10 +37,15 @@ def fingerprint(x: Array) -> Array:
 def fingerprints(arrays: Mapping[str, Array]) -> dict[str, int]:
     """Of each array by name; a device reads only what it holds.
 
-    One program, and waited for: simulated devices may stop for ever in sums of two programs that run at once.
+    One program, and waited for: simulated devices may stop for ever in sums of two programs that run at once. Arrays
+    in host memory come to the devices one after the other, each for a program of its own.
     """
-    found = jax.device_get(_of_all(list(arrays.values())))
-    return {name: int(number) for name, number in zip(arrays, found, strict=True)}
+    waiting = {name: array for name, array in arrays.items() if rests_on_host(getattr(array, "sharding", None))}
+    here = {name: array for name, array in arrays.items() if name not in waiting}
+    found = dict(zip(here, jax.device_get(_of_all(list(here.values()))), strict=True)) if here else {}
+    for name, array in waiting.items():
+        found[name] = jax.device_get(_of_all([jax.device_put(array, array.sharding.with_memory_kind("device"))]))[0]
+    return {name: int(found[name]) for name in arrays}
 
 
 @jax.jit
@@ -56,16 +63,14 @@ class RunningFingerprint:
     def add(self, piece: np.ndarray) -> None:
         """Take in the next elements."""
         flat = np.ascontiguousarray(piece).reshape(-1)
+        all_words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(-1, max(flat.dtype.itemsize // 4, 1))
         for start in range(0, len(flat), BLOCK):
-            self._add_block(flat[start : start + BLOCK])
-
-    def _add_block(self, flat: np.ndarray) -> None:
-        words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 4)}")).reshape(len(flat), -1)
-        at = np.arange(self._at, self._at + len(flat), dtype=np.uint64).astype(np.uint32)
-        for half in range(words.shape[1]):
-            terms = words[:, half].astype(np.uint32) * _odd(at + np.uint32(half << 31))
-            self.value = (self.value + int(terms.sum(dtype=np.uint64))) % (1 << WORD_BITS)
-        self._at += len(flat)
+            words = all_words[start : start + BLOCK]
+            at = np.arange(self._at, self._at + len(words), dtype=np.uint64).astype(np.uint32)
+            for half in range(words.shape[1]):
+                terms = words[:, half].astype(np.uint32) * _odd(at + np.uint32(half << 31))
+                self.value = (self.value + int(terms.sum(dtype=np.uint64))) % (1 << WORD_BITS)
+            self._at += len(words)
 
 
 def _words(x: Array) -> list[Array]:

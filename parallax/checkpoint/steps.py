@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, first_few
+from parallax.runtime.errors import CheckpointError, errors_as, first_few
 from parallax.runtime.units import in_bytes
 
 FORMAT = 2
@@ -49,10 +49,8 @@ class CheckedSteps(NamedTuple):
 
 def numbered_steps(folder: Path) -> set[int]:
     """Numbers of all folders named like a step, complete or not."""
-    try:
+    with errors_as(CheckpointError, f"{folder} cannot be read (", "); let this user read it"):
         return {int(name) for name in files.names_in(folder) if NUMBER.fullmatch(name)}
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror}); let this user read it") from error
 
 
 def complete_steps(folder: Path) -> set[int]:

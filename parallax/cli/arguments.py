@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parallax.runtime.errors import ConfigError, quoted, why_not_local
+from parallax.runtime.errors import ConfigError, errors_as, quoted, why_not_local
 from parallax.runtime.files import write_file
 
 
@@ -61,10 +61,8 @@ def about_command(name: str, text: str, doc: str) -> str:
 
 def write_output(flag: str, path: str | Path, text: str) -> None:
     """Write the file that a flag names; ConfigError where that cannot be."""
-    try:
+    with errors_as(ConfigError, f"--{flag}={path} cannot be written: "):
         write_file(Path(path), text)
-    except OSError as error:
-        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
 
 
 def local_path(text: str) -> Path:

@@ -29,7 +29,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.errors import ConfigError, DataError, tell
     from parallax.runtime.run_files import RunFiles
     from parallax.sharding.activations import BATCH_AXES
-    from parallax.training.batches import own_rows, put_on
+    from parallax.training.batches import put_on
     from parallax.training.evaluation import mean_loss
     from parallax.training.step import make_eval_step
 
@@ -147,9 +147,8 @@ def open_text(trained: Run, config: DataConfig, data: str | None, folder: Path) 
         source = _source(data)
         cache = "" if source == "prepared" else config.cache
         config = dataclasses.replace(config, source=source, path=data, tokenizer=tokenizer, cache=cache)
-    rows = own_rows(trained.model.batch_sharding, (config.global_batch, config.seq))
     split = "eval" if data is None else "all"
-    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split, rows=rows)
+    reader = open_reader(config, folder=folder, vocab=trained.model.model.vocab, split=split)
     if reader.tokenizer.fingerprint != trained.tokenizer.fingerprint:  # a bpe of a corpus that has changed since
         raise DataError(
             f"{data or HELD_OUT} is read with another tokenizer than that of step {trained.step}: data.tokenizer="

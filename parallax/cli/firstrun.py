@@ -46,7 +46,7 @@ with loading(__name__, sys.stderr):
     from parallax.runtime.version import code_version, version_of, versions
     from parallax.sharding.compiler import compiler_options
     from parallax.sharding.mesh import make_mesh, resolve_sizes
-    from parallax.training.batches import own_rows, put_on
+    from parallax.training.batches import own_part, put_on
     from parallax.training.step import TrainState, TrainStep, model_of, step_of
 
 WARM_UP = 2  # steps that are left out of the times
@@ -105,9 +105,8 @@ def act(argv: Sequence[str]) -> None:
 
 def shortened(settings: Settings, steps: int) -> Settings:
     """The settings on these devices, of a run of so many steps whose learning rate rises at once."""
-    train = dataclasses.replace(settings.train, steps=steps, profile_steps="")
-    optimizer = dataclasses.replace(settings.optimizer, warmup_steps=1)
-    return placed(dataclasses.replace(settings, train=train, optimizer=optimizer))
+    train = {"steps": steps, "profile_steps": ""}
+    return placed(read_settings(settings, train=train, optimizer={"warmup_steps": 1}))
 
 
 def command(words: Sequence[str]) -> str:
@@ -159,7 +158,7 @@ def choose(rest: Sequence[str]) -> list[str]:
 def placed(settings: Settings) -> Settings:
     """The settings on the devices that are here: every mesh axis and the vocab a number."""
     sizes = resolve_sizes(settings.mesh, jax.device_count())
-    return with_likely_vocab(dataclasses.replace(settings, mesh=dataclasses.replace(settings.mesh, **sizes)))
+    return with_likely_vocab(read_settings(settings, mesh=sizes))
 
 
 def planned_memory(settings: Settings) -> int:
@@ -208,7 +207,7 @@ class Found:
     program: Any = None
     compile_secs: float | None = None
     compiled_bytes: int | None = None
-    compiled_step_secs: float | None = None  # as the compiler counts cycles
+    compiled_step_secs: float | None = None  # as the compiler counts cycles, on GPUs by a roofline
     step_flops: float | None = None  # of the model's mathematics, on all devices
     state: TrainState | None = None
     steps: list[Taken] = dataclasses.field(default_factory=list)
@@ -291,14 +290,15 @@ def compile_step(found: Found) -> None:
         new = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         together = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + new
         found.compiled_bytes = sizes.peak_memory_in_bytes if on_tpu else together
-    if on_tpu:  # the only compiler that estimates cycles
+    if jax.default_backend() != "cpu":  # whose compiler estimates no cycles, and of which no peak is known
         price_program(found)
 
 
 def price_program(found: Found) -> None:
-    """The step's time as the compiler counts cycles. What cannot be read is said: the program runs without."""
+    """The step's time as the compiler counts cycles, on GPUs by a roofline over the program's fusions. What cannot be
+    read is said: the program runs without."""
     try:
-        made = read_step(found.program, found.step.model)
+        made = read_step(found.program, found.step.model, seq=found.settings.data.seq)
         flops, dtype = found.step_flops / found.topology.devices, found.settings.model.dtype
         found.compiled_step_secs = step_time(made, found.topology.chip, flops, dtype=dtype).total_secs
     except Exception as error:
@@ -307,7 +307,10 @@ def price_program(found: Found) -> None:
 
 def make_state(found: Found) -> None:
     """The initial parameters and optimizer states."""
-    found.state = jax.block_until_ready(found.step.init())
+    batch = None
+    if found.settings.model.matmul != "compute":  # its first scales are those of a batch
+        batch = counting_batch(found.settings, found.step.model.batch_sharding)
+    found.state = jax.block_until_ready(found.step.init(batch))
 
 
 def take_steps(found: Found, count: int) -> None:
@@ -326,9 +329,10 @@ def take_steps(found: Found, count: int) -> None:
 def counting_batch(settings: Settings, sharding: Any) -> dict[str, Any]:
     """A batch whose tokens count up and begin anew: next tokens are known, and any corpus does without."""
     shape = settings.data.global_batch, settings.data.seq
-    starts = own_rows(sharding, shape)[:, None] * shape[1]
-    ids = (starts + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
-    return put_on(sharding, shape)(as_batch(ids.astype(np.int32)))
+    rows, columns = own_part(sharding, shape)
+    ids = (rows[:, None] * shape[1] + np.arange(shape[1] + 1)) % min(settings.model.vocab, LARGEST_ID)
+    batch = {name: array[:, columns.start : columns.stop] for name, array in as_batch(ids.astype(np.int32)).items()}
+    return put_on(sharding, shape)(batch)
 
 
 # ---- the file, as Markdown that an issue shows

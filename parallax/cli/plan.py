@@ -3,7 +3,7 @@
     python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4
     python -m parallax.plan --config=configs/llama2_7b_64.py --topology=v5p:4x4x4 --sweep --svg=layouts.svg
 
-Compiled plans for TPUs need libtpu, and no TPU.
+Compiled plans for TPUs need libtpu, and no TPU; those for GPUs JAX's CUDA plugin, and no GPU.
 """
 
 import sys
@@ -21,11 +21,13 @@ with loading(__name__, sys.stderr):
     from parallax.analysis.plan import (
         changes_table,
         compiled_lines,
+        eight_bit_lines,
         estimate_parts,
         fastest_line,
         helpful_changes,
         passed_over_line,
         plan_heading,
+        sets_table,
         sweep_table,
     )
     from parallax.analysis.render import parts_text
@@ -41,7 +43,7 @@ with loading(__name__, sys.stderr):
 
 USAGE = "python -m parallax.plan --config=FILE [--config.SECTION.KEY=VALUE ...] [--topology=CHIP:SIZES] [--sweep]"
 FLAGS = {
-    "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:8; without it, the devices that are"),
+    "topology": Flag("chips that need not be there, as v5p:4x4x4 or H100:1x8; without it, the devices that are"),
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
     "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
@@ -98,6 +100,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
     print("", *parts_text(estimate_parts(now, topology)), sep="\n", flush=True)
+    print(*(f"{line}\n" for line in eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
     with waiting("pricing what would change it") as show:
         changes = helpful_changes(settings, topology, now, show)
     if changes:
@@ -119,6 +122,8 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     try:
         with waiting("pricing layouts") as show:
             search.run(show)
+        with waiting("pricing sets of parts to make again") as show:
+            search.run_sets(show)
         if not values["analytic"]:
             compile_best(search, topology, values, compiled)
     except KeyboardInterrupt:
@@ -129,6 +134,8 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
         marked = front(search.rows)
         print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
         print(*fastest_line(compiled, search.own), sep="\n", end="")
+        if search.sets:
+            print("", *sets_table(search.sets, search.own), sep="\n")
         if values["svg"] is not None:
             write_output("svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 

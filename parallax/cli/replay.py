@@ -25,8 +25,8 @@ with loading(__name__, sys.stderr):
     from parallax.training.folder import RunFolder
     from parallax.training.logger import read_metrics
     from parallax.training.loop import checkpoint_parts, state_from
-    from parallax.training.run import RunComponents, build, checkpoint_settings, put_batches
-    from parallax.training.step import TrainState, abstract_state, init_state, make_train_step
+    from parallax.training.run import RunComponents, begin, build, checkpoint_settings, put_batches
+    from parallax.training.step import TrainState, abstract_state, make_train_step
 
 USAGE = "python -m parallax.replay --workdir=FOLDER --step=N [--config.SECTION.KEY=VALUE ...]"
 FLAGS = {
@@ -94,7 +94,7 @@ def load_before(parts: RunComponents, folder: RunFolder, step: int) -> tuple[int
                 f"{folder.path} has no checkpoint before this step, and began from "
                 f"train.init_from={parts.settings.train.init_from!r}; replay a step after its first checkpoint"
             )
-        return 0, init_state(parts.model, parts.tx, parts.settings.train.seed)
+        return begin(parts, folder, 0, print)[::-1]
     wanted = checkpoint_parts(abstract_state(parts.model, parts.tx))
     start, found, damaged = restore_newest(folder.checkpoints, wanted, settings=checkpoint_settings(parts), before=step)
     for error in damaged:

@@ -37,7 +37,9 @@ USAGE = "python -m parallax.report {--config=FILE [--config.SECTION.KEY=VALUE ..
 FLAGS = {
     "json": Flag("print everything as JSON", False),
     "html": Flag("write the report to this file, as one page"),
-    "topology": Flag("compile for TPU chips that need not be there, as v5e:4x4; without it, for the devices that are"),
+    "topology": Flag(
+        "compile for chips that need not be there, as v5e:4x4 or H100:1x8; without it, for the devices that are"
+    ),
     "trace": Flag(
         "a run's folder, or a trace: say where the time of its train.profile_steps went; with --json or alone"
     ),

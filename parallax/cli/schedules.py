@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from parallax.analysis.render import text_table
 from parallax.cli.arguments import Parser, positive, write_output
 from parallax.runtime.errors import ConfigError, check_local, exit_status
+from parallax.runtime.units import percent
 from parallax.schedules.csv_files import load_csv, save_csv
 from parallax.schedules.definitions import SCHEDULES, by_name, is_schedule_file
 from parallax.schedules.drawing import gantt
@@ -153,16 +154,12 @@ def _figures(schedule: Schedule, costs: Costs) -> str:
     return f"""\
 ticks {priced.ticks}
 lockstep time {priced.lockstep_time:g}
-lockstep bubble {_percent(priced.lockstep_bubble)}
+lockstep bubble {percent(abs(priced.lockstep_bubble))}
 asynchronous time {priced.asynchronous_time:g}
-asynchronous bubble {_percent(priced.asynchronous_bubble)}
+asynchronous bubble {percent(abs(priced.asynchronous_bubble))}
 activations at most {max(priced.activations):g} microbatches of a rank's layers; by rank {per_rank}
 sends by rank {" ".join(map(str, priced.sends))}
 slots {" ".join(f"{pool} {count}" for pool, count in schedule.slots.items())}"""
-
-
-def _percent(share: float) -> str:
-    return f"{100 * abs(share):.1f} %"  # abs: 1 - 1.0000000000000002 is no negative bubble
 
 
 NOTES = """
@@ -176,7 +173,8 @@ def _comparison(schedules: list[tuple[str, Schedule]], costs: Costs) -> str:
     head, rows = ["schedule", "ticks", "lockstep bubble", "asynchronous bubble", "most activations", "most sends"], []
     for label, schedule in schedules:
         priced = figures(schedule, costs)
-        bubbles = _percent(priced.lockstep_bubble), _percent(priced.asynchronous_bubble)
+        # abs: 1 - 1.0000000000000002 is no negative bubble
+        bubbles = (percent(abs(share)) for share in (priced.lockstep_bubble, priced.asynchronous_bubble))
         rows.append([label, str(priced.ticks), *bubbles, f"{max(priced.activations):g}", str(max(priced.sends))])
     return "\n".join([*text_table(head, rows, left=1), NOTES])
 

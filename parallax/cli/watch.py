@@ -152,8 +152,8 @@ class WatchedRun:
     def refresh(self) -> None:
         """Read what the run has written since."""
         self.metrics.read()
-        self.settings = _json(self.files.config) or self.settings
-        starts = _json(self.files.metadata).get("starts")
+        self.settings = files.object_if_readable(self.files.config, odd_numbers=True) or self.settings
+        starts = files.object_if_readable(self.files.metadata, odd_numbers=True).get("starts")
         self.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else self.starts
         self._look_at_checkpoints()
 
@@ -306,14 +306,6 @@ def _time_of(file: Path) -> float:
         return file.stat().st_mtime_ns / 1e9
     except OSError:
         return 0.0
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """A file's JSON object, empty if there is none yet."""
-    try:
-        return files.read_object(file, odd_numbers=True)
-    except (OSError, ValueError):
-        return {}
 
 
 # ---- a curve; `rich`, which draws the rest, has no plots

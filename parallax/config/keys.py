@@ -49,7 +49,10 @@ class Key:
         return kind(value)
 
     def _check_text(self, name: str, value: str) -> None:
-        _check_letters(name, value)
+        # No file, no terminal and no JSON takes these.
+        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+            wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
+            raise ConfigError(f"{name}={quoted(value)} {wrong}")
         if self.path:
             _check_path(name, value)
         if self.choices and not self.other and value not in self.choices:
@@ -97,13 +100,6 @@ class Section:
 
     def check(self) -> None:
         """Raise ConfigError where keys do not go together."""
-
-
-def _check_letters(name: str, value: str) -> None:
-    # No file, no terminal and no JSON takes these.
-    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        wrong = "holds a zero byte or half a surrogate pair, no text; leave it out"
-        raise ConfigError(f"{name}={quoted(value)} {wrong}")
 
 
 def _check_path(name: str, value: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallax.config.keys import ABOVE_ZERO, Section, key
+from parallax.config.remat import REMAT, REMAT_PARTS, RESIDUALS_ON, canonical_remat, canonical_residuals_on
 from parallax.runtime.errors import ConfigError, check_whole, divisors, listed, nearest, quoted
 from parallax.schedules import SCHEDULES, check_schedule
 
@@ -16,7 +17,6 @@ ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")
 AXES = ("pp", "dp", "tp")  # those that every mesh has; of the others, those of more than one device
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
-REMAT = ("none", "elementwise", "attention", "layer", "stage")
 PARTS = ("embedding", "blocks", "head")  # of a model
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
@@ -27,10 +27,15 @@ SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a document
 BELOW_ONE = 1 - 2**-24  # what is nearer to 1 is 1 in float32, and an average over nothing but the past divides 0 by 0
 LEAST_FLOAT = 1e-30  # well above float32's least: what divides by it, or by its root, stays finite
 LEAST_TEMPERATURE = 1e-6  # below, float32 tells no two logits apart; 0 is exact
+STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
+WEIGHTS_DTYPES = ("float32", "bfloat16")
+MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
+MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp")
 # Of model.layers_of: a group in parentheses or a kind by itself, and how often; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]+))(?:\*([1-9]\d{0,4}))?(?![\w*])")
+MOST_INT8_PRODUCTS = (2**31 - 1) // 127**2
 STEP_RANGE = re.compile(r"([1-9]\d{0,9}):([1-9]\d{0,9})")
 
 TOO_SMALL = "is too small; use {} or more"
@@ -132,15 +137,31 @@ class ModelConfig(Section, most=2**24):
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head is the embedding's transpose")
     dropout: float = key(0.0, "probability, on embedding and residual branches", below=1)
-    dtype: str = key("float32", "of compute; parameters are float32", choices=("float32", "bfloat16"))
+    dtype: str = key(
+        "float32", "of compute; optimizer.weights_dtype is that of parameters", choices=("float32", "bfloat16")
+    )
     kernel: str = key(
         "xla",
         "softmax core of attention, none of which holds heads x seq x seq scores. xla runs everywhere, block by block; "
         "splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for GPU (bfloat16)",
         choices=("xla", "cudnn", "splash"),
     )
+    matmul: str = key(
+        "compute",
+        "products of projections and MLPs, and gradients of their inputs; compute is model.dtype, int8 is fast on TPU "
+        "v5e, v5p and v6e, float8 on v7x, H100 and H200",
+        choices=MATMULS,
+        added=True,
+    )
+    matmul_parts: str = key(
+        " ".join(MATMUL_PARTS),
+        "int8, float8: of which parts of a layer: attention, its projections; mlp, that of dense layers and of shared "
+        "experts",
+        added=True,
+    )
 
     def check(self) -> None:
+        self._check_matmul()
         if self.rope_slow_turns >= self.rope_fast_turns:
             raise ConfigError(
                 f"model.rope_slow_turns={self.rope_slow_turns} must be below "
@@ -169,6 +190,31 @@ class ModelConfig(Section, most=2**24):
             )
         if "moe" in self.kinds:
             self._check_experts()
+
+    def _check_matmul(self) -> None:
+        for word in self.matmul_parts.split():
+            if word not in MATMUL_PARTS:
+                why = ": products of experts are made in model.dtype" if word == "experts" else ""
+                raise ConfigError(
+                    f"model.matmul_parts={quoted(self.matmul_parts)}: {quoted(word)} is no part{why}; "
+                    f"use a set of {', '.join(MATMUL_PARTS)}."
+                )
+        if not self.matmul_parts.split():
+            raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
+        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope))
+        if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
+            raise ConfigError(
+                f"model.matmul='int8' sums products of a dim of {widest} in int32, which holds {MOST_INT8_PRODUCTS} of "
+                "them; use matmul='float8' or 'compute'."
+            )
+
+    def matmul_of(self, part: str) -> str:
+        """How this part of a layer makes its products.
+
+        >>> [ModelConfig(matmul="int8", matmul_parts="mlp").matmul_of(part) for part in ("attention", "mlp")]
+        ['compute', 'int8']
+        """
+        return self.matmul if part in self.matmul_parts.split() else "compute"
 
     def _check_experts(self) -> None:
         groups, size = self.router_groups, self.experts // self.router_groups
@@ -226,8 +272,21 @@ class ModelConfig(Section, most=2**24):
         """Size of every dim that a parameter or an activation's last dims may have; of `vocab` with its padding."""
         names = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "d_latent", "d_latent_q", "d_rope")
         sizes = {name: getattr(self, name) for name in (*names, "experts", "d_expert")}
-        sizes |= {"d_shared": self.shared_experts * self.d_expert, "d_qk": self.d_head + self.d_rope}
+        sizes |= {"d_shared": self.shared_experts * self.d_expert, "d_qk": self.d_head + self.d_rope, "operands": 3}
         return {"vocab": self.padded_vocab, **sizes}
+
+    @property
+    def remat_parts(self) -> tuple[str, ...]:
+        """The parts that its layers have, of those that `pipeline.remat` names, in the order of a layer.
+
+        >>> ModelConfig(layers=2, attention="gqa").remat_parts, "experts" in ModelConfig(layers_of="moe*4").remat_parts
+        (('norm', 'q', 'kv', 'core', 'out', 'ffn', 'swiglu'), True)
+        """
+        kinds = self.kinds
+        has = dict.fromkeys(("router", "dispatch", "experts"), "moe" in kinds)
+        has |= dict.fromkeys(("ffn", "swiglu"), "dense" in kinds or self.shared_experts > 0)
+        has |= {"latent": self.attention == "mla", "qk": self.attention == "gqa" and self.qk_norm}
+        return tuple(part for part in REMAT_PARTS if has.get(part, True))
 
     @property
     def padded_vocab(self) -> int:
@@ -284,17 +343,32 @@ class LayoutConfig(Section):
 class PipelineConfig(Section, most=2**14):
     """When stages run and what they keep.
 
-    Kept per microbatch in flight, by `remat`: "none" all that the backward pass reads; "elementwise" each layer's input
-    and the outputs of its products and its attention; "attention" each layer's input and the MLP's wide products;
-    "layer" each layer's input; "stage" the stage's input.
+    Saved per microbatch in flight, by `remat`: "none" all that the backward pass reads; "layer" each layer's input;
+    "stage" the stage's input. All else is a set of parts of a layer, in any order: the layer's input is saved, and of
+    the parts that are not in the set what the backward pass reads; parallax/config/remat.py has their names. Two sets
+    have a word, which may stand in others: "elementwise" is all but products, "attention" these and attention.
     """
 
     schedule: str = key("gpipe", "when which stage runs", choices=tuple(SCHEDULES), other="a CSV file", path=True)
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
-    remat: str = key("layer", "what the backward pass computes again", choices=REMAT)
+    remat: str = key(
+        "layer",
+        "what the backward pass computes again",
+        choices=REMAT,
+        other='a set of parts, as "norm swiglu ffn"',
+    )
+    residuals_on: str = key(
+        "device",
+        "where what a pass saves waits for a later one; a set is of the parts that wait in host memory",
+        choices=RESIDUALS_ON,
+        other='a set of parts, as "input ffn"',
+        added=True,
+    )
 
     def check(self) -> None:
+        object.__setattr__(self, "remat", canonical_remat(self.remat))
+        object.__setattr__(self, "residuals_on", canonical_residuals_on(self.residuals_on))
         check_schedule(self.schedule, self.virtual)
 
 
@@ -338,11 +412,18 @@ class FsdpConfig(Section):
 
     With `prefetch` 0 a layer is gathered when it runs. With 1, while a layer computes, the next one is gathered and the
     gradients of the one before are scattered, in the forward pass and in the backward pass; two layers exist whole, not
-    one. The arithmetic is the same: a loss has the same bits, gradients too but for what XLA fuses.
+    one. The arithmetic is the same: a loss has the same bits, gradients too but for what XLA fuses. Of several kinds of
+    layers, each run of one kind is gathered so; the first of a run, and all where stages differ, when they run.
 
     `reduce` is the dtype in which gradients travel to the rank that stores them: "float32", by a reduce-scatter, or
     "compute", that of the model. bfloat16 is half the bytes; ranks exchange pieces and add them in float32, so that
     each summand is rounded once, to 8 bits, and no sum is.
+
+    `gather_dtype` is what matrices of layers are rounded to where they are gathered: "compute" is model.dtype, in
+    which tables of embedding and head always travel. In "int8" and "float8" (e4m3) each is over one scale, its largest
+    entry's over the whole mesh. They are rounded wherever they are used, also where no axis gathers them, so that the
+    loss depends on no mesh and no policy; what is trained are the weights before rounding. It pays where gathers wait
+    for slow links. Kernels of 8-bit products (`model.matmul`) travel as these read them, whatever it says.
     """
 
     prefetch: int = key(
@@ -353,6 +434,9 @@ class FsdpConfig(Section):
     )
     reduce: str = key(
         "float32", "dtype of gradients that travel; compute is model.dtype", choices=("float32", "compute")
+    )
+    gather_dtype: str = key(
+        "compute", "dtype of weights that travel", choices=("compute", "int8", "float8"), added=True
     )
 
 
@@ -380,7 +464,12 @@ class LossConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """How gradients become updates, and the learning rate over the steps."""
+    """How gradients become updates, and the learning rate over the steps.
+
+    Moments and weights in fewer bits than float32 are rounded stochastically. The random bits follow from train.seed,
+    the step, the parameter and the entry's place in it: they are the same on every mesh. The update is computed in
+    float32.
+    """
 
     name: str = key("adamw", "with muon, AdamW does embedding, head, norms and biases", choices=("adamw", "muon"))
     learning_rate: float = key(3e-4, "peak")
@@ -397,6 +486,40 @@ class OptimizerConfig(Section):
     balance_rate: float = key(
         0.0, "moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual", added=True
     )
+    m_dtype: str = key(
+        "float32",
+        "of first moments between steps; float8: e4m3, each block over a float32 scale",
+        choices=STATE_DTYPES,
+        added=True,
+    )
+    v_dtype: str = key(
+        "float32", "of second moments, AdamW's; float8 has their roots", choices=STATE_DTYPES, added=True
+    )
+    weights_dtype: str = key(
+        "float32",
+        "of parameters between steps; with bfloat16 there is no float32 copy of them",
+        choices=WEIGHTS_DTYPES,
+        added=True,
+    )
+    states_on: str = key(
+        "device",
+        "where moments are between steps, but those of norms and biases; host: the update moves a layer's at a time",
+        choices=MEMORIES,
+        added=True,
+    )
+    masters_on: str = key(
+        "device",
+        "the same of parameters; host: a step computes with a copy of them in model.dtype",
+        choices=MEMORIES,
+        added=True,
+    )
+
+    def check(self) -> None:
+        if self.masters_on == "host" and self.weights_dtype != "float32":
+            raise ConfigError(
+                f"optimizer.masters_on='host' moves float32 parameters, but with optimizer.weights_dtype="
+                f"{self.weights_dtype!r} there are none; use masters_on='device', or weights_dtype='float32'."
+            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +28,13 @@ SPLITS = ("train", "eval", "all")
 
 
 def open_reader(
-    config: DataConfig, *, folder: Path, vocab: int | None, split: str, rows: Sequence[int] | None = None
+    config: DataConfig,
+    *,
+    folder: Path,
+    vocab: int | None,
+    split: str,
+    rows: Sequence[int] | None = None,
+    columns: range | None = None,
 ) -> "Reader":
     """A reader of the configured source, which is prepared first where it is not yet.
 
@@ -36,7 +42,7 @@ def open_reader(
         folder: for prepared shards, unless `config.cache` names one; each corpus has its own folder in it.
         vocab: of the model; None where it is yet to be taken from the reader's tokenizer.
         split: "train", "eval" or "all".
-        rows: see `Reader`.
+        rows, columns: see `Reader`.
     Raises:
         ConfigError: the settings do not agree with the data.
         DataError: the data is missing, damaged or too small.
@@ -61,7 +67,7 @@ def open_reader(
             f"model.vocab={vocab} is less than the {tokenizer.vocab} ids of tokenizer {written!r}; "
             "use as many or more, or 0 to take them from the tokenizer"
         )
-    return Reader(config, prepared, tokenizer=tokenizer, split=split, rows=rows)
+    return Reader(config, prepared, tokenizer=tokenizer, split=split, rows=rows, columns=columns)
 
 
 def _open_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
@@ -94,12 +100,20 @@ class Reader:
 
     Args:
         rows: those of the global batch that this host reads, in any order; what is in a row does not depend on it.
+        columns: those of each row that this host reads, without gaps; what is in a column does not depend on it.
     Raises:
         DataError: a shard is missing or damaged, or the split has fewer windows than a global batch.
     """
 
     def __init__(
-        self, config: DataConfig, folder: Path, *, tokenizer: Tokenizer, split: str, rows: Sequence[int] | None = None
+        self,
+        config: DataConfig,
+        folder: Path,
+        *,
+        tokenizer: Tokenizer,
+        split: str,
+        rows: Sequence[int] | None = None,
+        columns: range | None = None,
     ):
         self.manifest = manifest = Manifest.read(folder)
         self.tokenizer, self.split, self.seq = tokenizer, split, config.seq
@@ -107,6 +121,11 @@ class Reader:
         if not len(self.rows) or self.rows.min() < 0 or self.rows.max() >= config.global_batch:
             last = config.global_batch - 1
             raise ConfigError(f"rows {rows} are not rows of data.global_batch={last + 1}; use 0 to {last}")
+        self.columns = range(config.seq) if columns is None else columns
+        if not self.columns or self.columns.step != 1 or self.columns[0] < 0 or self.columns[-1] >= config.seq:
+            raise ConfigError(
+                f"columns {columns} are not columns of data.seq={config.seq}; use a range in 0 to {config.seq - 1}"
+            )
         self._folder, self._seed = folder, config.seed
         self._global_batch, self._eval_fraction = config.global_batch, config.eval_fraction
         contents = sum(shard.tokens for shard in manifest.shards) * manifest.dtype.itemsize <= CHECKSUM_BYTES
@@ -170,14 +189,30 @@ class Reader:
         return total + round(guessed * self.manifest.bytes_per_token), not guessed
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """This host's rows of the global batch of `step`; see `batch_arrays` for the arrays.
+        """This host's rows and columns of the global batch of `step`; see `batch_arrays` for the arrays.
 
         Raises:
             DataError: a shard was changed meanwhile.
         """
-        starts = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
-        ids = self._stream.read(starts, self.seq + 1)
-        return batch_arrays(ids, self.tokens - starts, end=self.tokenizer.end)
+        windows = np.minimum(self._windows_in(step, self.rows) * self.seq, self.tokens)
+        starts = np.minimum(windows + self.columns.start, self.tokens)
+        ids = self._stream.read(starts, len(self.columns) + 1)
+        # Where windows begin, so do their first documents, as far as a model knows.
+        segments, positions = self._before(windows, starts) if self.columns.start else (1, 0)
+        left = self.tokens - starts
+        return batch_arrays(ids, left, end=self.tokenizer.end, segments=segments, positions=positions)
+
+    def _before(self, windows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Segment and position of the tokens at `starts`, of windows that begin at `windows`; no id is read for it: a
+        document ends where the table of documents says, and nowhere else."""
+        first, own = (np.searchsorted(self._ends, places, side="right") for places in (windows, starts))
+        begin = np.concatenate([[0], self._ends])[own]
+        return 1 + own - first, starts - np.maximum(windows, begin)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The place in the stream behind each document's last token."""
+        return np.cumsum(self.manifest.read_documents(self._folder)["tokens"][self._chosen()].astype(np.int64))
 
     def windows_of(self, step: int) -> np.ndarray:
         """The windows in the global batch of `step`, of all hosts, in the order of its rows."""
@@ -186,9 +221,8 @@ class Reader:
     def documents_of(self, windows: np.ndarray) -> np.ndarray:
         """The documents in any of these windows, counted from 0 in the order of the corpus."""
         chosen = np.flatnonzero(self._chosen())
-        ends = np.cumsum(self.manifest.read_documents(self._folder)["tokens"][chosen].astype(np.int64))
-        first = np.searchsorted(ends, windows * self.seq, side="right")
-        last = np.searchsorted(ends, np.minimum((windows + 1) * self.seq, self.tokens - 1), side="right")
+        first = np.searchsorted(self._ends, windows * self.seq, side="right")
+        last = np.searchsorted(self._ends, np.minimum((windows + 1) * self.seq, self.tokens - 1), side="right")
         return np.unique(np.concatenate([chosen[a : b + 1] for a, b in zip(first, last)]))
 
     def _chosen(self) -> np.ndarray:

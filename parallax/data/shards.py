@@ -1,12 +1,12 @@
 """Prepared data on disk: shards of token ids with tables of their documents, and the manifest of a folder of them."""
 
-import contextlib
 import hashlib
 import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallax.data.tokenizer import Tokenizer
-from parallax.runtime.errors import DataError, names_of
+from parallax.runtime.errors import DataError, errors_as, names_of
 from parallax.runtime.files import open_file, read_object, write_whole
 
 MANIFEST_FILE = "manifest.json"
@@ -209,13 +209,9 @@ def _write(file: Path, array: np.ndarray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-@contextlib.contextmanager
-def reading_shard(file: Path) -> Iterator[None]:
+def reading_shard(file: Path) -> AbstractContextManager[None]:
     """Turn an OSError while a shard is read into a DataError with the file's name and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"shard {file} cannot be read: {error.strerror}; put it back, or {ADVICE}") from error
+    return errors_as(DataError, f"shard {file} cannot be read: ", f"; put it back, or {ADVICE}")
 
 
 def check_file(file: Path, size: int, sha256: str | None) -> None:

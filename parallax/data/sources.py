@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from parallax.runtime.errors import ConfigError, DataError, how_to_install, names_of, quoted
+from parallax.runtime.errors import DataError, errors_as, how_to_install, imported, names_of, quoted
 from parallax.runtime.files import matching, names_in, object_of, open_file
 from parallax.runtime.progress import waiting
 
@@ -98,12 +98,8 @@ def _files(kind: str, files: list[Path], read: Callable[[Path], Iterator[str]], 
     return Source(description, None if compressed else text_bytes, documents)
 
 
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+def _reading(file: Path) -> contextlib.AbstractContextManager[None]:
+    return errors_as(DataError, f"{file} cannot be read: ", "", EOFError, zlib.error)
 
 
 def _hash(file: Path) -> bytes:
@@ -195,13 +191,10 @@ def read_parquet(file: Path, *, field: str) -> Iterator[str]:
         ConfigError: pyarrow is not installed.
         DataError: the file is damaged, or the column is missing or holds no strings.
     """
+    needs = f"data.source='parquet' needs pyarrow: {how_to_install('data')}"
+    pyarrow, parquet = (imported(name, needs) for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"data.source='parquet' needs pyarrow: {how_to_install('data')}") from None
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
+        with parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
             if field not in names:
                 raise DataError(f"{file} has no column {quoted(field)} (data.field); columns: {names_of(names)}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from parallax.config.sections import SMALLEST_BPE_VOCAB
-from parallax.runtime.errors import ConfigError, DataError, how_to_install
+from parallax.runtime.errors import ConfigError, DataError, errors_as, how_to_install, imported
 from parallax.runtime.files import make_folder, object_of, read_bytes, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -67,12 +67,9 @@ class Bytes:
         nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
         return {
             "version": "1.0",
-            "truncation": None,
-            "padding": None,
+            **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
             "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
-            "normalizer": None,
             "pre_tokenizer": level,
-            "post_processor": None,
             "decoder": level,
             "model": {
                 "type": "BPE",
@@ -230,12 +227,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 def _config_beside(path: Path) -> str:
     path = path.with_name(TOKENIZER_CONFIG)
-    try:
-        return _text(read_bytes(path))
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    with errors_as(DataError, f"{path} cannot be read: ", "", UnicodeDecodeError):
+        return _text(read_bytes(path)) if path.exists() else ""
 
 
 def _text(written: bytes) -> str:
@@ -244,9 +237,4 @@ def _text(written: bytes) -> str:
 
 
 def _library():
-    # An optional extra: whoever trains on bytes does without it.
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError(f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}") from None
-    return tokenizers
+    return imported("tokenizers", f"a bpe tokenizer needs the tokenizers library: {how_to_install('data')}")

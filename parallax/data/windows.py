@@ -6,8 +6,15 @@ from parallax.model.batch import IGNORED
 from parallax.runtime.errors import LARGEST_INT32, DataError
 
 
-def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, np.ndarray]:
-    """The arrays of windows.
+def batch_arrays(
+    ids: np.ndarray,
+    counts: np.ndarray,
+    *,
+    end: int,
+    segments: np.ndarray | int = 1,
+    positions: np.ndarray | int = 0,
+) -> dict[str, np.ndarray]:
+    """The arrays of windows, or of the same columns of windows.
 
     The model learns to predict a document's end; what follows an end is another document and has no label.
     A document that began in an earlier window starts here as document 1 at position 0: its context is only
@@ -17,6 +24,7 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
         ids: [rows, seq + 1]; the last column is only a label.
         counts: [rows], how many ids of each row are real; the rest is padding.
         end: id that ends a document.
+        segments, positions: [rows], of the first column; as they are where a window begins, unless given.
     Returns:
         int32 [rows, seq] each. `tokens`; `labels`, the next ids or `IGNORED`; `segments`, the document's
         number in the window from 1, or 0 in padding; `positions`, from the document's start in the window.
@@ -31,8 +39,8 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
     arrays = {
         "tokens": tokens,
         "labels": labels,
-        "segments": 1 + np.cumsum(begins, axis=1, dtype=np.int32),
-        "positions": place - np.maximum.accumulate(np.where(begins, place, 0), axis=1),
+        "segments": _column(segments) + np.cumsum(begins, axis=1, dtype=np.int32),
+        "positions": place - np.maximum.accumulate(np.where(begins, place, -_column(positions)), axis=1),
     }
     if (counts < ids.shape[1]).any():
         padding = counts[:, None] - 1
@@ -40,6 +48,10 @@ def batch_arrays(ids: np.ndarray, counts: np.ndarray, *, end: int) -> dict[str, 
         for name in ("tokens", "segments", "positions"):
             arrays[name][place >= np.maximum(padding, 0)] = 0
     return arrays
+
+
+def _column(of_rows: np.ndarray | int) -> np.ndarray:
+    return np.atleast_1d(np.int32(of_rows))[:, None]
 
 
 def as_batch(ids: np.ndarray, *, end: int = -1) -> dict[str, np.ndarray]:

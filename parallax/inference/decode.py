@@ -27,6 +27,7 @@ from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, arrangements, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
 from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
+from parallax.sharding.host import to_device
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
@@ -106,7 +107,15 @@ class Decoder:
         slots = jax.tree.leaves(caches)[0].shape[2]
         context = self._context(new, cursor, slots)
         x = self.parts.embedding.apply({"params": weights["embedding"]}, new.ids_BS, context.rows_B, None)
-        through = lambda x, caches: self._layers(weights["blocks"], x, caches, context)  # noqa: E731
+
+        # A padding layer has weights of zero, and adds nothing to the residual stream.
+        def layer(block, weights, x, cache):
+            x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
+            return as_varying(x), jax.tree.map(as_varying, cache)
+
+        def through(x, caches):
+            return self.parts.scan(layer, x, weights["blocks"], caches, self.arrangement.own_turns())
+
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
             return through(x, caches)
@@ -118,14 +127,6 @@ class Decoder:
 
         carry, _ = lax.scan(tick, (x, caches), jnp.arange(ranks))
         return carry
-
-    # A padding layer has weights of zero, and adds nothing to the residual stream.
-    def _layers(self, blocks: Any, x: Array, caches: Any, context: Context) -> tuple[Array, Any]:
-        def layer(block, weights, x, cache):
-            x, cache = block.apply({"params": weights}, x, context, cache, method="decode")
-            return as_varying(x), jax.tree.map(as_varying, cache)
-
-        return self.parts.scan(layer, x, blocks, caches, self.arrangement.own_turns())
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
         """New tokens see the slots up to their own, but not the empty ones."""
@@ -175,6 +176,7 @@ class Decoder:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
             return reshard(f"{whole} -> {wanted}", weight)
 
+        params = jax.tree.map(to_device, params)
         # One stage a rank, whatever the schedule that the model was trained with.
         kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)
         staged = [

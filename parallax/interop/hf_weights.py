@@ -3,7 +3,8 @@
 Their kernels are `[out, in]`, with heads side by side in `out`; ours have named dims. Each is a view of the other, but
 for rotated pairs: ours are (i, i + width/2), as Llama's are; DeepSeek's are neighbours, (2i, 2i + 1).
 
-Weights in float8, of which each block has a scale as in DeepSeek-V3, are read as float32.
+Weights in float8, of which each block has a scale as in DeepSeek-V3, are read as float32. Where all experts of a layer
+are in one tensor, each kernel is read from its place in it.
 """
 
 import math
@@ -22,6 +23,8 @@ from parallax.interop.safetensors import Tensor
 
 LAYER = "model.layers.{layer}."
 EXPERT = "{expert}"
+# Behind the layer; in files that have all experts of a layer in one tensor.
+FUSED_GATES_AND_UPS, FUSED_DOWNS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 LM_HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -262,4 +265,46 @@ def with_scales(tensors: Mapping[str, Tensor], block: ScaleBlock) -> dict[str, W
         fits = scales and scales.shape == scales_shape(tensor.shape, block) and len(tensor.shape) == 2
         if tensor.dtype == FLOAT8 and fits and scales.dtype in SCALE_DTYPES:
             found[name] = ScaledTensor(tensor, found.pop(name + SCALES), block)
+    return found
+
+
+# ---- all experts of a layer in one tensor
+
+
+class FusedTensor(NamedTuple):
+    """A tensor that stands for several, which follow one another in its rows."""
+
+    shape: tuple[int, ...]
+    parts: list[str]  # their names
+
+
+def fused_tensors(model: ModelConfig, architecture: str) -> dict[str, FusedTensor]:
+    """The tensors of mixtures, by name, as `transformers` 5 has them in memory, and saves them with
+    save_original_format=False: all experts of a layer in two, in the first the gate of each before its up."""
+    names, found = MIXTURES.get(architecture, USUAL_NAMES), {}
+    for layer, kind in enumerate(model.kinds):
+        if kind == "moe":
+            found |= _fused_layer(model, names, LAYER.format(layer=layer))
+    return found
+
+
+def _fused_layer(model: ModelConfig, names: MixtureNames, at: str) -> dict[str, FusedTensor]:
+    count, d_model, d_expert = model.experts, model.d_model, model.d_expert
+    kernels = lambda *of_expert: [  # noqa: E731
+        f"{at}{names.expert(name)}.weight".format(expert=expert) for expert in range(count) for name in of_expert
+    ]
+    return {
+        at + FUSED_GATES_AND_UPS: FusedTensor((count, 2 * d_expert, d_model), kernels(names.gate, names.up)),
+        at + FUSED_DOWNS: FusedTensor((count, d_model, d_expert), kernels(names.down)),
+        # Mixtral's has the others' name here, too.
+        f"{at}{USUAL_NAMES.at}.gate.weight": FusedTensor((count, d_model), [f"{at}{names.at}.gate.weight"]),
+    }
+
+
+def unfused(tensors: Mapping[str, Weight], fused: Mapping[str, FusedTensor]) -> dict[str, Weight]:
+    """Tensors by name, with the parts of fused ones in their place."""
+    found = {}
+    for name, tensor in tensors.items():
+        parts = fused[name].parts if name in fused else [name]
+        found |= zip(parts, tensor.matrices(len(parts)) if len(tensor.shape) > 2 else [tensor])
     return found

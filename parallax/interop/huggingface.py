@@ -1,5 +1,6 @@
 """Models in the folders of Hugging Face's `transformers`, into a run and out of one, tensor by tensor."""
 
+import collections
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,17 @@ from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tok
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
-from parallax.interop.hf_weights import ScaledTensor, Weight, WeightView
+from parallax.interop.hf_weights import (
+    FUSED_DOWNS,
+    FUSED_GATES_AND_UPS,
+    FusedTensor,
+    ScaledTensor,
+    Weight,
+    WeightView,
+)
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
+from parallax.model.products import is_scale
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError
 from parallax.runtime.run_files import RECORD
@@ -44,7 +53,7 @@ ROPE_TABLE = ".rotary_emb.inv_freq"  # which follows from the config, and which 
 def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
     """Make a run folder whose step 0 has the model of a folder; `settings` are the run's, but for its model.
 
-    Parameters are float32, as all runs have them; bfloat16 and float16 lose no bit.
+    Parameters have the dtype of optimizer.weights_dtype; bfloat16 and float16 lose no bit in float32.
 
     Raises:
         ConfigError: the model is none that is computed here, by the name of the field that says so.
@@ -70,7 +79,8 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
             "put the model's own tokenizer there"
         )
     views = hf_weights.weight_views(model, config.architecture, interleaved=config.interleaved)
-    tensors = _tensors_of_model(source, _hf_shapes(settings, views), config)
+    fused = hf_weights.fused_tensors(model, config.architecture)
+    tensors = _tensors_of_model(source, _hf_shapes(settings, views), fused, config)
     record = {
         # The config of the weights as they can be written again.
         "config": {
@@ -98,23 +108,23 @@ def from_hf(source: Path, workdir: Path, settings: Settings) -> HfConfig:
 def _our_parts(
     view: WeightView | None, tensors: Mapping[str, Weight], here: TensorSource
 ) -> Iterator[tuple[tuple[int, ...], Iterator[np.ndarray]]]:
-    """Where in its array each tensor is, and its rows in float32; expert by expert."""
+    """Where in its array each tensor is, and its rows in the array's dtype; expert by expert."""
     if view is None:
-        yield here.index, iter([np.zeros(here.shape, np.float32)])
+        yield here.index, iter([np.zeros(here.shape, here.dtype)])
         return
     for index, name in view.tensors(here):
-        yield index, _our_rows(view, tensors[name], here.shape)
+        yield index, _our_rows(view, tensors[name], here.shape, here.dtype)
 
 
-def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Rows of an array in float32: from the file where they are the tensor's rows, else from the whole tensor."""
+def _our_rows(view: WeightView, found: Weight, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
+    """Rows of an array in its dtype: from the file where they are the tensor's rows, else from the whole tensor."""
     limit = PIECE_BYTES // 2  # half: bfloat16 becomes float32
     if view.view:
         pieces = in_pieces(view.ours(found.whole()), limit)
     else:
         padding = np.broadcast_to(np.float32(0), (shape[0] - view.shape[0], *shape[1:]))  # of the vocab
         pieces = itertools.chain(found.pieces(limit), in_pieces(padding, limit))
-    return (np.ascontiguousarray(view.read(piece), np.float32) for piece in pieces)
+    return (np.ascontiguousarray(view.read(piece), dtype) for piece in pieces)
 
 
 def _dtypes_to_write(content: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, str]:
@@ -131,8 +141,13 @@ def _hf_shapes(settings: Settings, views: Mapping[str, WeightView | None]) -> di
     return {name: view.shape for view, here in of_view for _, name in view.tensors(here)}
 
 
-def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], config: HfConfig) -> dict[str, Weight]:
-    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them."""
+def _tensors_of_model(
+    source: Path, shapes: Mapping[str, tuple[int, ...]], fused: Mapping[str, FusedTensor], config: HfConfig
+) -> dict[str, Weight]:
+    """The tensors of the model; CheckpointError says which are missing, of no use, or not as the config has them.
+
+    A file has those of `fused` in place of their parts, if it has one with all experts of a layer.
+    """
     layers = config.model["layers"]
     further = tuple(hf_weights.LAYER.format(layer=layers + number) for number in range(config.further_layers))
     tensors = {
@@ -145,6 +160,12 @@ def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], confi
     head, table = tensors.get(hf_weights.LM_HEAD), tensors.get(hf_weights.TABLE)
     if head and table and hf_weights.LM_HEAD not in shapes and _same(head, table):
         del tensors[hf_weights.LM_HEAD]  # a tied table that is stored twice
+    if any(name.endswith((FUSED_GATES_AND_UPS, FUSED_DOWNS)) for name in tensors):
+        parts = {part for about in fused.values() for part in about.parts}
+        shapes = {name: shape for name, shape in shapes.items() if name not in parts}
+        shapes |= {name: about.shape for name, about in fused.items()}
+    else:
+        fused = {}
     differences = []
     for name in shapes.keys() & tensors.keys():
         tensor = tensors[name]
@@ -153,7 +174,7 @@ def _tensors_of_model(source: Path, shapes: Mapping[str, tuple[int, ...]], confi
         if tensor.dtype not in WEIGHT_DTYPES.values():
             differences.append(f"{name} is {tensor.dtype} and none of {', '.join(WEIGHT_DTYPES)}")
     export.check_tensors(source, tensors, shapes, differences)
-    return tensors
+    return hf_weights.unfused(tensors, fused)
 
 
 def _same(one: Weight, other: Weight) -> bool:
@@ -192,7 +213,7 @@ def to_hf(
 
     What was imported is written as it came: config.json, names, dtypes, tokenizer. So is a run that was trained from an
     import, which it knows itself, or by `like`, the import's run. Any other becomes the plainest architecture that
-    computes it, in float32. `dtype` overrules. Returns the step, and what was written in words.
+    computes it, in the dtype of its weights. `dtype` overrules. Returns the step, and what was written in words.
 
     Raises:
         DamagedError: a parameter, its config or its tokenizer is damaged.
@@ -210,7 +231,7 @@ def to_hf(
     if record is None or differing:
         record = {"files": {}, "dtypes": {}}
         content = hf_config.write_config(model, settings.data.seq) | _special_ids(tokenizer)
-        dtype = dtype or "float32"
+        dtype = dtype or settings.optimizer.weights_dtype
         config = hf_config.read_config(content)
     else:
         config = hf_config.read_config(record["config"])
@@ -226,6 +247,9 @@ def to_hf(
         params = SavedParams(source)
         tensors: dict[str, HfTensor] = {}
         for here in export.plain_names(params.stored, model.kinds).values():
+            if is_scale(here.name):
+                collections.deque(params.pieces(here.name, here.index), maxlen=0)  # `check` wants all to be read
+                continue
             view = views[here.name]
             if view is None:
                 _check_zeros(params, here, config.architecture)

@@ -84,6 +84,17 @@ class Tensor(NamedTuple):
         """All of it."""
         return next(self.pieces(nbytes(self)), np.empty(self.shape, self.dtype))  # no rows, no pieces
 
+    def matrices(self, count: int) -> list["Tensor"]:
+        """So many matrices of the same shape, one behind the other in the tensor's rows; each is read by itself.
+
+        >>> one, other = Tensor(Path("model.safetensors"), np.dtype(np.float32), (2, 3, 4), start=100).matrices(2)
+        >>> one.shape, one.start, other.shape, other.start
+        ((3, 4), 100, (3, 4), 148)
+        """
+        *rows, columns = self.shape
+        first = self._replace(shape=(math.prod(rows) // count, columns))
+        return [first._replace(start=self.start + place * nbytes(first)) for place in range(count)]
+
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, in the order of their bytes.

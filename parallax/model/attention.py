@@ -132,19 +132,21 @@ class GQA(nn.Module):
     qk_norm: bool
     temperature: float
     out_scale: float
+    matmul: str = "compute"
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
-        wide, dtype = activation(f"{self.kv} d_head"), self.dtype
-        self.q = Dense(q, x, out, self.sizes, dtype, self.bias)
-        self.k = Dense(kv, x, wide, self.sizes, dtype, self.bias)
-        self.v = Dense(kv, x, wide, self.sizes, dtype, self.bias)
-        self.out = Dense(
-            self.family.back("heads/tp d_head"), out, self.residual, self.sizes, dtype, scale=self.out_scale
-        )
+        wide = activation(f"{self.kv} d_head")
+        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        self.q = dense(q, x, out, bias=self.bias)
+        self.k = dense(kv, x, wide, bias=self.bias)
+        self.v = dense(kv, x, wide, bias=self.bias)
+        self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
         norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
         self.q_norm, self.k_norm = norm(out), norm(wide)
+        # Without a norm nothing reads them: to rotate them is linear.
+        self.read_by_norm = partial(checkpoint_name, name="qk") if self.qk_norm else _as_it_is
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, k, v = self._project(x, context)
@@ -163,9 +165,10 @@ class GQA(nn.Module):
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        q, k = self.q_norm(self.q(x)), self.k_norm(self.k(x))
-        heads = rotate(q, context.rope), rotate(k, context.rope), self.v(x)
-        return tuple(checkpoint_name(x, "attention") for x in heads)
+        q, k = self.q(x), self.k(x, like=self.q)
+        q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
+        q = checkpoint_name(rotate(q, context.rope), "q")
+        return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x, like=self.q), "kv")
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))

@@ -89,8 +89,8 @@ def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys
 
 
 def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> tuple[Array, Any]:
-    hops = _hops(q.shape[1], k.shape[1], keys)
-    blocks = _Blocks(q, k, segments, hops.size, scale)
+    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    blocks = _Blocks(q, k, segments, size, scale)
     q_blocks = blocks.of_queries(q)
     zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
     start = zeros(v.shape[-1]), zeros() + HIDDEN, zeros()
@@ -106,17 +106,17 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
         new = out * fade[..., None] + seen, higher, total * fade + weights.sum(axis=-1)
         return jax.tree.map(lambda all_blocks, own: _write(all_blocks, own, query), state, new), sums
 
-    (out, top, total), _ = hops.run(step, start, (blocks.of_keys(k), blocks.of_keys(v)))
+    (out, top, total), _ = _run_hops(pairs, step, start, (blocks.of_keys(k), blocks.of_keys(v)))
     out = blocks.of_tokens((out / total[..., None]).astype(q.dtype))
     logsumexp = top + jnp.log(total)
-    out, logsumexp = (checkpoint_name(x, "attention") for x in (out, logsumexp))
+    out, logsumexp = (checkpoint_name(x, "core") for x in (out, logsumexp))
     return out, (q, k, v, segments, out, logsumexp)
 
 
 def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, segments, out, logsumexp = saved
-    hops = _hops(q.shape[1], k.shape[1], keys)
-    blocks = _Blocks(q, k, segments, hops.size, scale)
+    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    blocks = _Blocks(q, k, segments, size, scale)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
     kv = blocks.of_keys(k), blocks.of_keys(v)
@@ -135,7 +135,7 @@ def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Ar
         return dq, tuple(_write(x, block, key) for x, block in zip(sums, (dk_block, dv_block)))
 
     zeros = lambda x: _like(q_blocks, x.shape)  # noqa: E731
-    dq, (dk, dv) = hops.run(step, zeros(q_blocks), kv, tuple(map(zeros, kv)))
+    dq, (dk, dv) = _run_hops(pairs, step, zeros(q_blocks), kv, tuple(map(zeros, kv)))
     dk, dv = (blocks.of_tokens(x).astype(k.dtype) for x in (dk, dv))
     return blocks.of_tokens(dq).astype(q.dtype), dk, dv, None
 
@@ -171,49 +171,43 @@ class _Blocks:
         return jnp.where(seen, self.scale * _product("BGQJ,BGTJ->BGQT", q, k), HIDDEN)
 
 
-class _Hops:
-    """The pairs of blocks to compute, [hops, ranks, pairs, 4]: which block of queries and of keys that are here,
-    and which these are in the whole row. Between two hops each rank hands its keys on."""
+def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
+    """`step(state, sums, kv, pair)` for all pairs, which gives the next state and sums. Between two hops keys and
+    values go from rank to rank, and behind them the sums over them, which begin as `zeros` and come home at the end.
+    What a hop sends is not what it computes: its own sums are added to those that arrive meanwhile."""
+    rank = lax.axis_index(CONTEXT_AXIS) if len(pairs[0]) > 1 else 0
+    tables = [jnp.asarray(of_hop) for of_hop in pairs]
 
-    def __init__(self, size: int, pairs: list[np.ndarray]):
-        self.size, self.pairs = size, pairs
+    def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
+        return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
 
-    def run(self, step: Callable, state: Any, kv: Any, zeros: tuple = ()) -> tuple[Any, tuple]:
-        """`step(state, sums, kv, pair)` for all pairs, which gives the next state and sums. Keys and values go from
-        rank to rank, and behind them the sums over them, which begin as `zeros` and come home at the end. What a hop
-        sends is not what it computes: its own sums are added to those that arrive meanwhile."""
-        rank = lax.axis_index(CONTEXT_AXIS) if len(self.pairs[0]) > 1 else 0
-        tables = [jnp.asarray(pairs) for pairs in self.pairs]
+    def send(arrays: Any) -> Any:
+        return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
 
-        def hop(state: Any, kv: Any, pairs: Array) -> tuple[Any, tuple]:
-            return lax.scan(lambda carry, pair: (step(*carry, kv, pair), None), (state, zeros), pairs)[0]
-
-        def send(arrays: Any) -> Any:
-            return to_next_rank(arrays, CONTEXT_AXIS, apart=_others_wait())
-
-        def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
-            state, kv, sums = carry
-            sent, arrived = send(kv), send(sums)
-            state, own = hop(state, kv, pairs)
-            return (state, sent, jax.tree.map(jnp.add, arrived, own)), None
-
-        last = len(tables) - 1
-        if not last:
-            return hop(state, kv, tables[0][rank])
-        sent = send(kv)
-        state, sums = hop(state, kv, tables[0][rank])
-        carry = state, sent, sums
-        if last > 1:
-            carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
+    def hop_and_send(carry: Any, pairs: Array) -> tuple[Any, None]:
         state, kv, sums = carry
-        arrived = send(sums)
-        state, own = hop(state, kv, tables[last][rank])
-        return state, send(jax.tree.map(jnp.add, arrived, own))
+        sent, arrived = send(kv), send(sums)
+        state, own = hop(state, kv, pairs)
+        return (state, sent, jax.tree.map(jnp.add, arrived, own)), None
+
+    last = len(tables) - 1
+    if not last:
+        return hop(state, kv, tables[0][rank])
+    sent = send(kv)
+    state, sums = hop(state, kv, tables[0][rank])
+    carry = state, sent, sums
+    if last > 1:
+        carry, _ = lax.scan(hop_and_send, carry, jnp.stack(tables[1:last])[:, rank])
+    state, kv, sums = carry
+    arrived = send(sums)
+    state, own = hop(state, kv, tables[last][rank])
+    return state, send(jax.tree.map(jnp.add, arrived, own))
 
 
 @functools.cache
 def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np.ndarray]]:
-    """The size of a block, and for each hop the pairs of each rank."""
+    """The size of a block, and the pairs of blocks to compute, for each hop [ranks, pairs, 4]: which block of queries
+    and of keys that are here, and which these are in the whole row."""
     if form == WHOLE:
         size, held = tokens_of_block(queries), np.arange(1)
         first = np.arange(queries // tokens_of_block(queries))[None]
@@ -231,10 +225,6 @@ def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The pairs of which some query sees some key, of numbers of blocks in the row."""
     query, key = np.nonzero(keys[None, :] <= queries[:, None])
     return np.stack([query, key, queries[query], keys[key]], axis=1).astype(np.int32)
-
-
-def _hops(queries: int, keys: int, form: str) -> _Hops:
-    return _Hops(*_pairs(queries, keys, form, context_ranks()))
 
 
 def _filled(x: Array, chunks: int, size: int, of: int = 0) -> Array:

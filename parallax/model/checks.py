@@ -6,11 +6,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from parallax.config.sections import ModelConfig
+from parallax.config.remat import REMAT_PARTS
+from parallax.config.sections import LayoutConfig, ModelConfig
 from parallax.model.blockwise import GATHERED, RING
 from parallax.model.families import CONTEXTS
 from parallax.model.kernels import ATTENTION_KERNELS, LANES, widest_head
-from parallax.runtime.errors import ConfigError, divisors, listed
+from parallax.runtime.errors import ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
@@ -48,6 +49,25 @@ def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int
     _check_dim(model, "heads", axes, axis_sizes, f", which cut them under layout.context={context!r}")
 
 
+def check_matmul(model: ModelConfig, layout: LayoutConfig, axis_sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where ranks would round other summands of a gradient to 8 bits than one device would: scales
+    are the same on every mesh."""
+    if model.matmul_of("attention") == "compute":
+        return
+    tp, cp, asked = axis_sizes["tp"], axis_sizes.get(CONTEXT_AXIS, 1), f"model.matmul={model.matmul!r} of attention"
+    if model.attention == "gqa" and model.kv_heads % tp and layout.tensor_parallel == "column_row":
+        raise ConfigError(
+            f"{asked}: mesh.tp={tp} ranks share model.kv_heads={model.kv_heads}, and each would round its own summand "
+            f"of their gradients; use tp in {listed(divisors(model.kv_heads))}, layout.tensor_parallel='scatter' or "
+            "model.matmul_parts='mlp'."
+        )
+    if model.attention == "mla" and cp > 1 and CONTEXTS[layout.context].meets == GATHERED:
+        raise ConfigError(
+            f"{asked}: with layout.context={layout.context!r} each of mesh.cp={cp} ranks would round its own summand "
+            "of the gradients of all keys; use layout.context='ring' or 'ulysses', or model.matmul_parts='mlp'."
+        )
+
+
 def check_layouts(model: ModelConfig, layouts: Any, axis_sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where a dim of a parameter does not divide over the axes that cut it."""
     for name, layout in named_leaves(layouts).items():
@@ -68,6 +88,25 @@ def _check_dim(model: ModelConfig, dim: str, axes: Sequence[str], axis_sizes: Ma
         raise ConfigError(
             f"model.{dim}={size}{padded} does not divide over {cut}{why}; "
             f"use {' x '.join(axes)} in {listed(divisors(size))} or {larger}."
+        )
+
+
+def check_remat(model: ModelConfig, remat: str, key: str = "pipeline.remat") -> None:
+    """Raise ConfigError where a set names a part that no layer of the model has."""
+    for part in remat.split():
+        if part in REMAT_PARTS and part not in model.remat_parts:
+            raise ConfigError(
+                f"{key}={quoted(remat)} has {part!r} ({REMAT_PARTS[part]}), which no layer of this model has; "
+                f"use a set of {', '.join(model.remat_parts)}."
+            )
+
+
+def check_masters(model: ModelConfig, masters_on: str) -> None:
+    """Raise ConfigError where a step would hold as much of parameters in host memory as there is of them."""
+    if masters_on != "device" and model.dtype == "float32":
+        raise ConfigError(
+            f"optimizer.masters_on={masters_on!r} saves nothing with model.dtype='float32': a step computes with a "
+            "copy in that dtype; use model.dtype='bfloat16', or masters_on='device'."
         )
 
 

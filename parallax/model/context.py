@@ -18,9 +18,7 @@ class Context(NamedTuple):
     key: Array | None  # of dropout; None drops nothing
     segments_BN: Array | None = None  # documents of whole windows, in order; None in cached decoding
     cursor: Array | int = 0  # cached decoding: entries that the cache holds already
-    row_weight: Array | None = (
-        None  # of a row in the auxiliary losses of mixtures, 1 / rows of the batch; None for none
-    )
+    row_weight: Array | None = None  # of a row in the auxiliary losses of mixtures: 1 / rows of the batch
     mask_B1ST: Array | None = None  # cached decoding: True where new token S may see entry T
 
 

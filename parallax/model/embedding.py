@@ -57,8 +57,6 @@ def vocab_table(module: nn.Module, form: TableForm, sizes: Mapping[str, int], en
 
     def initial(key: Array, shape: tuple[int, ...]) -> Array:
         table_VD = nn.initializers.normal(INITIAL_STD)(key, shape, jnp.float32)
-        if entries == sizes["vocab"]:
-            return table_VD
         return jnp.where(jnp.arange(shape[0])[:, None] < entries, table_VD, 0)
 
     return parameter(module, "table", str(form.table), sizes, initial, at_rest="d_model")

@@ -8,14 +8,21 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts import HeldExperts, collect, dispatch, sort_rows
 from parallax.model.kernels import platform_traced
-from parallax.sharding.activations import activation
-from parallax.sharding.collectives import all_gather, as_varying, is_bound, reshard, varying_axes
+from parallax.sharding.activations import EXPERT_AXIS, activation
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    is_bound,
+    reshard,
+    varying_axes,
+)
 from parallax.sharding.layout import Layout
 
-EXPERT_AXIS = "ep"
 NOWHERE = -1  # the id of no expert
 
 
@@ -29,7 +36,7 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
                   reduce_scatter of the gradient of x and the gradient of weights over ep
     """
     x, weights, ids = _gathered("d_model", x), _gathered("entries", weights), _gathered("entries", ids)
-    y = experts(_flat(x), _flat(weights), _flat(ids)).reshape(x.shape)
+    y = experts(x, _flat(weights), _flat(ids))
     # First over tp, whose links are the fastest.
     made, mine = Layout.parse(activation("d_model")).without(EXPERT_AXIS), Layout.parse(residual)
     scattered = mine.without(EXPERT_AXIS).with_partial(EXPERT_AXIS)
@@ -56,8 +63,8 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     rows = sort_rows(jnp.where(goes_NP, number[None], ranks), ranks, most=min(ids.shape[1], ranks))
     counts_PP = all_gather("rows/ep columns -> rows columns", rows.sizes_E[None])
     send = functools.partial(moved, counts=counts_PP, rows=ranks * len(x))
-    arrived = send(dispatch(x, rows)), send(dispatch(weights, rows))
-    y = experts(*arrived, send(ids[rows.choice_R // ranks], fill=NOWHERE))
+    arrived = send(dispatch(x, rows)), send(dispatch(weights, rows)), send(ids[rows.choice_R // ranks], fill=NOWHERE)
+    y = experts(*(checkpoint_name(array, "dispatch") for array in arrived))
     y = collect(moved(y, counts_PP.T, len(rows.choice_R)), rows).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
 
@@ -129,7 +136,9 @@ def ragged_all_to_all(
 
 def _gathered(dims: str, x: Array) -> Array:
     mine = Layout.parse(activation(dims))
-    return all_gather(f"{mine} -> {mine.without(EXPERT_AXIS)}", x)
+    gathered = all_gather(f"{mine} -> {mine.without(EXPERT_AXIS)}", x)
+    # With a name it would be saved beside x where nothing is sent.
+    return checkpoint_name(gathered, "dispatch") if bound_axis_sizes().get(EXPERT_AXIS, 1) > 1 else gathered
 
 
 def _flat(x_BSD: Array) -> Array:

@@ -1,19 +1,26 @@
 """The experts that a rank holds: tokens in rows, sorted by expert, and what comes of them summed for each token."""
 
-from typing import NamedTuple
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
-from parallax.model.grouped import grouped_dot
-from parallax.sharding.collectives import as_varying, offset, varying_axes
+from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.traffic import usual_rows
+from parallax.sharding.activations import EXPERT_AXIS
+from parallax.sharding.collectives import as_varying, is_bound, offset, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
+ALL = sys.maxsize  # rows, where each choice has one
+USUAL_LOAD = "usual_load"  # the scope of branches that are taken unless experts get more tokens than is usual
 INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
@@ -31,14 +38,15 @@ class Experts(nn.Module):
     def setup(self):
         self.gate = self._kernel("gate", INTO, self.model.d_model**-0.5)
         self.up = self._kernel("up", INTO, self.model.d_model**-0.5)
-        self.down = self._kernel("down", BACK, self.out_scale * self.model.d_expert**-0.5)
+        self.down = self._kernel("down", BACK, self.out_scale * self.model.d_expert**-0.5, "d_expert")
 
     def __call__(self) -> "HeldExperts":
         return HeldExperts(*(kernel.astype(self.model.dtype) for kernel in (self.gate, self.up, self.down)))
 
-    def _kernel(self, name: str, layout: str, deviation: float) -> Array:
+    def _kernel(self, name: str, layout: str, deviation: float, else_cut: str = "d_model") -> Array:
         init = nn.initializers.normal(deviation)
-        return parameter(self, name, layout, self.model.sizes, init, at_rest="d_model")
+        # Pieces of whole experts, or else of their rows, lie together in memory, as products make and take them.
+        return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {else_cut}")
 
 
 class HeldExperts(NamedTuple):
@@ -48,26 +56,122 @@ class HeldExperts(NamedTuple):
     up: Array
     down: Array
 
-    def __call__(self, x_ND: Array, weights_NK: Array, ids_NK: Array) -> Array:
-        """The sum of what a token's experts give that are here, times their weights [N, K], [N, D] of x's dtype.
+    def __call__(self, x: Array, weights_NK: Array, ids_NK: Array) -> Array:
+        """The sum of what a token's experts give that are here, times their weights [N, K], as x [..., D].
 
-        It is a partial sum over tp, and over ep where the others' experts were meant, too.
+        It is a partial sum over tp, and over ep where the others' experts were meant, too. There are rows for all that
+        may come; where no more come than is usual, fewer are computed, see `usual_rows`.
         """
-        axes = frozenset().union(*map(varying_axes, (x_ND, weights_NK, ids_NK, *self)))
-        x_ND, weights_NK, ids_NK = (as_varying(array, axes) for array in (x_ND, weights_NK, ids_NK))
+        axes = frozenset().union(*map(varying_axes, (x, weights_NK, ids_NK, *self)))
+        x, weights_NK, ids_NK, *kernels = (as_varying(array, axes) for array in (x, weights_NK, ids_NK, *self))
         count = len(self.gate)
         own_NK = ids_NK - offset(Layout.parse(INTO), "experts", count)
         rows = sort_rows(own_NK, count, most=min(ids_NK.shape[1], count))
+        ranks = lax.axis_size(EXPERT_AXIS) if is_bound(EXPERT_AXIS) else 1
+        usual = usual_rows(ids_NK.size, len(rows.choice_R), ranks) if ranks > 1 else ALL
+        return _summed(usual, x, weights_NK, HeldExperts(*kernels), rows)
+
+    def products(self, x_ND: Array, rows: "Rows") -> tuple[Array, Array]:
+        """Gate and up of each row's token, [R, U] both."""
         x_RD = dispatch(x_ND, rows)
-        gate, up = (checkpoint_name(grouped_dot(x_RD, w, rows.sizes_E), "mlp") for w in (self.gate, self.up))
+        return grouped_dot(x_RD, self.gate, rows.sizes_E), grouped_dot(x_RD, self.up, rows.sizes_E)
+
+
+# The gradient is written out: only the two products are kept for it, of as many rows as are usual, and where more came
+# they are made again. What multiplies with weights' gradients is apart, so that a divided backward pass has it later.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows") -> Array:
+    return _forward(usual, x, weights_NK, experts, rows)[0]
+
+
+def _forward(
+    usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows"
+) -> tuple[Array, tuple[Any, ...]]:
+    x_ND = x.reshape(-1, x.shape[-1])
+    products = partial(_products, usual, experts, x_ND)
+    kept = [checkpoint_name(array, "experts") for array in _at_load(usual, rows, products)]
+
+    # Apart, so that a backward pass that makes the products again makes no more than these.
+    def run(rows: Rows, sums: Callable) -> Array:
+        gate, up = kept if _is_usual(usual, rows) else experts.products(x_ND, rows)
         # Times the weights before the last product, not after it: then its result is not kept for their gradient.
-        hidden = _gated(gate, up, dispatch(weights_NK.reshape(-1, 1), rows.of_choices()))
-        return collect(grouped_dot(hidden, self.down, rows.sizes_E), rows)
+        hidden = gated(gate, up, _weights(weights_NK, rows)).astype(gate.dtype)
+        return sums(grouped_dot(hidden, experts.down, rows.sizes_E))
+
+    y_ND = _at_load(usual, rows, run)
+    return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, *kept)
 
 
-@jax.checkpoint
-def _gated(gate: Array, up: Array, weight: Array) -> Array:
-    return (nn.silu(gate) * up * weight).astype(gate.dtype)
+def _products(usual: int, experts: HeldExperts, x_ND: Array, rows: "Rows", sums: Callable) -> tuple[Array, Array]:
+    """The usual rows' products; of more rows none are kept, but zeros in their place."""
+    if _is_usual(usual, rows):
+        return experts.products(x_ND, rows)
+    shape = usual, experts.gate.shape[2]
+    none = as_varying(jnp.zeros(shape, x_ND.dtype), varying_axes(x_ND))
+    return none, none
+
+
+def _is_usual(usual: int, rows: "Rows") -> bool:
+    return len(rows.choice_R) <= usual
+
+
+def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Array, HeldExperts, None]:
+    x, weights_NK, experts, rows, *kept = saved
+    x_ND, dy_ND = (array.reshape(-1, x.shape[-1]) for array in (x, dy))
+
+    def of_products(rows: Rows) -> tuple[Array, ...]:
+        products = kept if _is_usual(usual, rows) else experts.products(x_ND, rows)
+        dhidden = grouped_dot(dispatch(dy_ND, rows), experts.down, rows.sizes_E, transposed=True)
+        hidden, pull = jax.vjp(gated, *products, _weights(weights_NK, rows))
+        return *pull(dhidden.astype(hidden.dtype)), hidden.astype(dhidden.dtype)
+
+    def of_tokens(rows: Rows, sums: Callable) -> tuple[Array, ...]:
+        dgate, dup, dweights, hidden = of_products(rows)
+        pairs = (dgate, experts.gate), (dup, experts.up)
+        dx_ND = sums(*(grouped_dot(d, w, rows.sizes_E, transposed=True) for d, w in pairs))
+        return dx_ND, collect(dweights, rows.of_choices()), dgate[:usual], dup[:usual], hidden[:usual]
+
+    dx_ND, dweights, *found = _at_load(usual, rows, of_tokens)
+
+    def of_kernels(rows: Rows, sums: Callable) -> HeldExperts:
+        x_RD, dy_RD = dispatch(x_ND, rows), dispatch(dy_ND, rows)
+        dgate, dup, hidden = found
+        if not _is_usual(usual, rows):
+            dgate, dup, _, hidden = of_products(rows)
+        pairs = (x_RD, dgate), (x_RD, dup), (hidden, dy_RD)
+        return HeldExperts(*(grouped_sums(left, right, rows.sizes_E) for left, right in pairs))
+
+    return dx_ND.reshape(x.shape), dweights.reshape(weights_NK.shape), _at_load(usual, rows, of_kernels), None
+
+
+_summed.defvjp(_forward, _backward)
+
+
+def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
+    """silu(gate) * up * weight, [R, U] in float32. No communication."""
+    return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
+
+
+def _at_load(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
+    """`run` of the rows that are usual if no others are in use, of all else, and of what adds up each token's rows: of
+    arrays [R, D] that of all, [N, D]."""
+    if usual == ALL:
+        return run(rows, partial(_sums, rows.row_NK, mode="promise_in_bounds"))
+    few = rows._replace(choice_R=rows.choice_R[:usual])
+    last = usual - 1  # is in no use then, and stands for all rows that are not there
+
+    def sums(*found: Array) -> Array:
+        zero_there = [y_RD.at[last].set(0) for y_RD in found]
+        return _sums(jnp.minimum(rows.row_NK, last), *zero_there, mode="promise_in_bounds")
+
+    with jax.named_scope(USUAL_LOAD):
+        return lax.cond(
+            rows.sizes_E.sum() < usual, lambda: run(few, sums), lambda: run(rows, partial(_sums, rows.row_NK))
+        )
+
+
+def _weights(weights_NK: Array, rows: "Rows") -> Array:
+    return dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
 
 
 class Rows(NamedTuple):
@@ -102,8 +206,13 @@ def dispatch(x_ND: Array, rows: Rows) -> Array:
 @jax.custom_vjp
 def collect(y_RD: Array, rows: Rows) -> Array:
     """Of each token the sum of its rows, in float32, as y's dtype, [N, D]."""
-    found_NKD = y_RD.at[rows.row_NK].get(mode="fill", fill_value=0)
-    return found_NKD.sum(axis=1, dtype=jnp.float32).astype(y_RD.dtype)
+    return _sums(rows.row_NK, y_RD)
+
+
+def _sums(row_NK: Array, *arrays_RD: Array, mode: str = "fill") -> Array:
+    # Added up one after the other, all in one pass; of a sum over a dim of K XLA makes a slower one on TPU.
+    found = (y_RD.at[row_N].get(mode=mode, fill_value=0) for y_RD in arrays_RD for row_N in row_NK.T)
+    return sum(y_ND.astype(jnp.float32) for y_ND in found).astype(arrays_RD[0].dtype)
 
 
 def _dispatched(x_ND: Array, rows: Rows) -> tuple[Array, Rows]:
@@ -114,10 +223,6 @@ def _collected(y_RD: Array, rows: Rows) -> tuple[Array, Rows]:
     return collect(y_RD, rows), rows
 
 
-def _dispatch_in_use(rows: Rows, dy_ND: Array) -> tuple[Array, None]:
-    in_use_R = jnp.arange(len(rows.choice_R)) < rows.sizes_E.sum()
-    return jnp.where(in_use_R[:, None], dispatch(dy_ND, rows), 0), None
-
-
 dispatch.defvjp(_dispatched, lambda rows, dx: (collect(dx, rows), None))
-collect.defvjp(_collected, _dispatch_in_use)
+# Rows that are not in use get a gradient, too, which no grouped product and no exchange reads.
+collect.defvjp(_collected, lambda rows, dy: (dispatch(dy, rows), None))

@@ -1,13 +1,13 @@
 """Products of rows with the matrix of their group: those of a mixture's experts, none of which computes for a row that
 is not its own."""
 
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from parallax.model.grouped_kernel import ragged_dot
+from parallax.model.grouped_kernel import ragged_dot, ragged_sums
 from parallax.model.kernels import platform_traced
 from parallax.sharding.collectives import as_varying, varying_axes
 
@@ -18,23 +18,41 @@ LEAST_ROWS = 8
 MOST_ROWS, PIECES = {"cpu": 128, "gpu": 512}, {"cpu": 4, "gpu": 2}
 
 
-def grouped_dot(x_NI: Array, w_EIO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
-    """Each row times its group's matrix, [N, O] of x's dtype; sums are float32. No communication.
+def grouped_dot(
+    x_NI: Array, w_EIO: Array, sizes_E: Array, *, transposed: bool = False, form: str | None = None
+) -> Array:
+    """Each row times its group's matrix, or, of rows [N, O], times it transposed: [N, O], or [N, I], of x's dtype; sums
+    are float32. No communication.
 
-    The first `sizes_E[0]` rows are of group 0, those behind them of group 1. Rows behind the last group give 0, and
-    their gradient is 0. `form` is "blocks" or "ragged_dot", which gives the same; without it the faster one is taken:
-    ragged_dot on TPUs, which have a kernel for it. On CPUs and GPUs XLA makes of it the products of all rows with all
-    matrices.
+    The first `sizes_E[0]` rows are of group 0, those behind them of group 1. Rows behind the last group give 0. `form`
+    is "blocks" or "ragged_dot", which gives the same; without it the faster one is taken: ragged_dot on TPUs, which
+    have a kernel for it. On CPUs and GPUs XLA makes of it the products of all rows with all matrices.
 
     >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), 2 * jnp.ones((2, 1))])
     >>> grouped_dot(x, w, jnp.array([1, 1])).tolist()
     [[2.0], [4.0], [0.0]]
     """
-    form = form or ("ragged_dot" if platform_traced() in ("tpu", "") else "blocks")
-    sizes_E = sizes_E.astype(jnp.int32)
-    axes = frozenset().union(*map(varying_axes, (x_NI, w_EIO, sizes_E)))
-    x_NI, w_EIO, sizes_E = (as_varying(array, axes) for array in (x_NI, w_EIO, sizes_E))
-    return FORMS[form](x_NI, w_EIO, sizes_E)
+    return _form(form).rows_times(*_alike(x_NI, w_EIO, sizes_E), transposed)
+
+
+def grouped_sums(x_NI: Array, y_NO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
+    """Of each group the sum over its rows of their outer products, [E, I, O] of x's dtype: the gradient of the matrices
+    of `grouped_dot`. Sums are float32. No communication.
+
+    >>> x, y = jnp.ones((3, 1)), jnp.array([[1.0], [2.0], [4.0]])
+    >>> grouped_sums(x, y, jnp.array([1, 1])).tolist()
+    [[[1.0]], [[2.0]]]
+    """
+    return _form(form).rows_with_rows(*_alike(x_NI, y_NO, sizes_E)).astype(x_NI.dtype)
+
+
+def _alike(x: Array, y: Array, sizes_E: Array) -> list[Array]:
+    axes = frozenset().union(*map(varying_axes, (x, y, sizes_E)))
+    return [as_varying(array, axes) for array in (x, y, sizes_E.astype(jnp.int32))]
+
+
+def _form(name: str | None) -> "Form":
+    return FORMS[name or ("ragged_dot" if platform_traced() in ("tpu", "") else "blocks")]
 
 
 def rows_of_block(rows: int, groups: int) -> int:
@@ -50,31 +68,11 @@ def rows_of_block(rows: int, groups: int) -> int:
     return size
 
 
-@jax.custom_vjp
-def _in_blocks(x_NI: Array, w_EIO: Array, sizes_E: Array) -> Array:
-    return _rows_times("bI,IO->bO", x_NI, w_EIO, sizes_E)
-
-
-def _forward(x: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _in_blocks(x, w, sizes), (x, w, sizes)
-
-
-def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-    # Two loops, so that a divided backward pass can leave the weights' for later.
-    x, w, sizes = saved
-    return _rows_times("bO,IO->bI", dy, w, sizes), _rows_with_rows(x, dy, sizes).astype(w.dtype), None
-
-
-_in_blocks.defvjp(_forward, _backward)
-
-FORMS = {"blocks": _in_blocks, "ragged_dot": ragged_dot}
-
-
-def _rows_times(product: str, x_NA: Array, w_EIO: Array, sizes_E: Array) -> Array:
+def _rows_times(x_NA: Array, w_EIO: Array, sizes_E: Array, transposed: bool) -> Array:
     """The product of each block with its group's matrix. A block that ends behind its group's last row writes rows of
     the next group, whose own blocks come later."""
     rows, size = len(x_NA), rows_of_block(len(x_NA), len(sizes_E))
-    width = jax.eval_shape(functools.partial(jnp.einsum, product), x_NA[:1], w_EIO[0]).shape[1]
+    product, width = ("bO,IO->bI", w_EIO.shape[1]) if transposed else ("bI,IO->bO", w_EIO.shape[2])
     filled = jnp.pad(x_NA, ((0, size), (0, 0)))
 
     def step(y_NA: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
@@ -118,3 +116,13 @@ def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
     first = (ends_E - sizes_E)[group] + (number - (last_E - needed_E)[group]) * size
     own = jnp.clip(ends_E[group] - first, 0, size)
     return group, jnp.where(is_needed, first, rows), jnp.where(is_needed, own, 0)
+
+
+class Form(NamedTuple):
+    """How products are made of rows with their group's matrices, and of rows with rows."""
+
+    rows_times: Callable[[Array, Array, Array, bool], Array]
+    rows_with_rows: Callable[[Array, Array, Array], Array]
+
+
+FORMS = {"blocks": Form(_rows_times, _rows_with_rows), "ragged_dot": Form(ragged_dot, ragged_sums)}

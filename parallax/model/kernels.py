@@ -6,6 +6,7 @@ summed; it is told from outside: what goes in varies over all axes of any operan
 vary is the sum, and the forward and the backward pass are each a program of one device, which sends nothing.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -73,11 +74,11 @@ def cudnn_attention(
 
     With `is_causal`, of queries and keys in order, blocks after the diagonal are skipped. The mask is what else hides
     keys: cuDNN takes it as a bias, and computes the scores that it hides, too. JAX looks for a GPU when it traces the
-    call; on a mesh of no devices, where nothing can run, a Pallas call of the same operands, results and products takes
-    its place, so that a step for GPUs is reported and planned on any machine.
+    call; where none is, a call of the same operands, results and products takes its place, so that a step for GPUs is
+    reported, planned and compiled on any machine.
     """
     arrays = q_BSHJ, k_BTGJ, v_BTGJ, mask_B1ST
-    if devices_known():
+    if platform_traced() and not is_for_absent_gpus():
         how = dict(is_causal=is_causal, scale=scale, implementation="cudnn")
         return _named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), *arrays)
     axes = frozenset().union(*map(varying_axes, arrays))
@@ -98,7 +99,7 @@ def _named(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> Ar
 
 def _named_forward(attention: Callable, q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, Callable]:
     out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask), q, k, v)
-    name = functools.partial(checkpoint_name, name="attention")
+    name = functools.partial(checkpoint_name, name="core")
     named = name(out)
     # The logsumexp alone is float32.
     keep = lambda leaf: named if leaf is out else name(leaf) if leaf.dtype == jnp.float32 else leaf  # noqa: E731
@@ -129,10 +130,9 @@ def platform_traced() -> str:
     return jax.default_backend() if mesh.empty else ""
 
 
-def devices_known() -> bool:
-    """Whether what is traced now is for devices: not where its mesh is abstract."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.abstract_device is not None
+def is_for_absent_gpus() -> bool:
+    """Whether what is traced now is for GPUs that are not here: it can be compiled, and nothing of it runs."""
+    return platform_traced() == "gpu" != jax.default_backend()
 
 
 def splash_block_tokens(seq: int, ranks: int = 1) -> int:
@@ -149,19 +149,14 @@ def splash_block_tokens(seq: int, ranks: int = 1) -> int:
 # ---- the kernel and its gradient
 
 
-class Pull(NamedTuple):
-    """How the backward pass is put together again: its structure, and where each of its arrays stands."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pull:
+    """How the backward pass is put together again: its structure, and where each of its arrays stands. JAX carries it
+    along as it is; it is equal to nothing but itself."""
 
     structure: Any
     places: tuple[int, ...]  # among q, k, v, those of the kernel, the output and the rest that is kept
-
-
-@jax.tree_util.register_static
-class Fixed:
-    """A value that JAX carries along as it is; equal to nothing but itself."""
-
-    def __init__(self, value: Any):
-        self.value = value
 
 
 class SplashKernel(NamedTuple):
@@ -192,8 +187,8 @@ def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]
         return out, rest
 
     out, rest = unchecked(run, q, k, v, _kernel_of(q, k, segments))
-    out, rest = jax.tree.map(functools.partial(checkpoint_name, name="attention"), (out, rest))
-    return out, (q, k, v, segments, out, rest, Fixed(made["pull"]))
+    out, rest = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, rest))
+    return out, (q, k, v, segments, out, rest, made["pull"])
 
 
 def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
@@ -201,7 +196,7 @@ def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
 
     def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
         leaves = jax.tree.leaves(arrays)
-        return jax.tree.unflatten(pull.value.structure, [leaves[at] for at in pull.value.places])(dy)
+        return jax.tree.unflatten(pull.structure, [leaves[at] for at in pull.places])(dy)
 
     # The kernel's tables and segments are made again, so that a layer keeps none.
     return *unchecked(run, dy, q, k, v, _kernel_of(q, k, segments), out, rest), None
@@ -215,7 +210,7 @@ def _kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
     keys are those of this context rank."""
     (heads, queries), keys = q.shape[1:3], k.shape[2]
     ranks = keys // queries
-    kernel = _splash_kernel(heads, keys, ranks, _interpreted())
+    kernel = _splash_kernel(heads, keys, ranks, interpreted=platform_traced() == "cpu")
     if ranks == 1:
         return SplashKernel(kernel, splash.SegmentIds(segments, segments))
 
@@ -245,7 +240,8 @@ class ContextMask(splash.CausalMask):
 
 @functools.cache
 def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Callable:
-    """The kernel of all context ranks: its tables are those of one after those of the other."""
+    """The kernel of all context ranks: its tables are those of one after those of the other. Pallas interprets it on
+    CPUs."""
     size = splash_block_tokens(seq, ranks)
     forward = dict(block_q=size, block_kv=size, block_kv_compute=size)
     # Two backward kernels, one for dq: the fused one keeps a float32 dq for every block of keys.
@@ -259,12 +255,6 @@ def _splash_kernel(heads: int, seq: int, ranks: int, interpreted: bool) -> Calla
             q_seq_shards=ranks,
             interpret=interpreted,
         )
-
-
-def _interpreted() -> bool:
-    """Whether what is traced now will run on CPUs, where Pallas interprets its kernels."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform if device else jax.default_backend()) == "cpu"
 
 
 def unchecked(function: Callable, *arrays: Any) -> Any:
@@ -287,7 +277,7 @@ def unchecked(function: Callable, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: as_varying(x, axes), local(*arrays))
 
 
-# ---- what cuDNN takes, gives and multiplies, as Pallas calls
+# ---- what cuDNN takes, gives and multiplies, as Pallas calls; for GPUs that are not here, as calls of nothing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -307,7 +297,7 @@ def _described_forward(q: Array, k: Array, v: Array, bias: Array, scale: float) 
 
     rows, seq, heads, _ = q.shape
     shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, seq), jnp.float32)]
-    out, logsumexp = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_fwd", interpret=True), q, k, v, bias)
+    out, logsumexp = unchecked(_described_call("cudnn_fwd", kernel, shapes), q, k, v, bias)
     return out, (q, k, v, bias, out, logsumexp)
 
 
@@ -324,11 +314,19 @@ def _described_backward(scale: float, saved: Any, dy: Array) -> tuple[Array, Arr
         dk_ref[...] = jnp.einsum("BGHST,BSGHJ->BTGJ", dscores, _by_group(q, k.shape[2]))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
-    grads = unchecked(pl.pallas_call(kernel, shapes, name="cudnn_bwd", interpret=True), *saved, dy)
+    grads = unchecked(_described_call("cudnn_bwd", kernel, shapes), *saved, dy)
     return *grads, jnp.zeros_like(saved[3])
 
 
 described_attention.defvjp(_described_forward, _described_backward)
+
+
+def _described_call(name: str, kernel: Callable, shapes: list[jax.ShapeDtypeStruct]) -> Callable:
+    """For absent GPUs what the compiler knows nothing of but operands and results: an interpreted kernel is compiled as
+    what it says, with all scores in memory."""
+    if is_for_absent_gpus():
+        return jax.ffi.ffi_call(name, shapes)
+    return pl.pallas_call(kernel, shapes, name=name, interpret=True)
 
 
 def _by_group(x_BSHJ: Array, groups: int) -> Array:
@@ -378,7 +376,7 @@ def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: i
 
 
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
-    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this module's.
+    """FLOPs of a Pallas call of this name, traced or compiled; None where it is not one of this project's.
 
     `float_shapes` are those of its operands that are not whole numbers, in order; a batch of one row may be left out.
     """

@@ -1,8 +1,5 @@
 """Cross-entropy in float32 over chunks of tokens, the vocab cut or not; never more than one chunk of logits."""
 
-import math
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,7 +7,7 @@ from jax import Array, lax
 from parallax.config.sections import LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.padding import without_padding
-from parallax.sharding.collectives import as_varying, bound_axis_sizes, max_over, offset, sum_over, varying_axes
+from parallax.sharding.collectives import as_varying, max_over, offset, ranks_over, sum_over, varying_axes
 from parallax.sharding.layout import Layout
 from parallax.sharding.plan import GRADIENTS
 
@@ -40,7 +37,7 @@ def cross_entropy(
     is_label_CV = columns_V[None, :] == labels_C[:, None]
     label_logit_C = sum_over(jnp.where(is_label_CV, logits_CV, 0).sum(axis=-1), axes)
     losses_2C = jnp.stack([logsumexp_C - label_logit_C, z_coefficient * jnp.square(logsumexp_C)])
-    vocab = entries or logits_CV.shape[1] * math.prod(size for axis, size in bound_axis_sizes().items() if axis in axes)
+    vocab = entries or logits_CV.shape[1] * ranks_over(axes)
     known_C = (labels_C == IGNORED) | (labels_C >= 0) & (labels_C < vocab)
     losses_2C *= jnp.where(known_C, 1, jnp.nan)[None]  # a factor: the gradient is NaN, too
     return jnp.where(labels_C[None] == IGNORED, 0, losses_2C)
@@ -56,9 +53,13 @@ def chunked_loss(
     entries: int | None = None,
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
-    loss_of = partial(_chunk_loss, table_VD, layout=table, z_coefficient=config.z_coefficient, entries=entries)
-    _, losses = lax.scan(lambda _, chunk: (None, loss_of(*chunk)), None, _chunks(config, hidden_ND, labels_N))
-    return losses.sum(axis=0)
+
+    def step(_, chunk):
+        hidden_CD, labels_C = chunk
+        logits_CV = _logits(hidden_CD, table_VD)
+        return None, cross_entropy(logits_CV, labels_C, table, config.z_coefficient, entries).sum(axis=1)
+
+    return lax.scan(step, None, _chunks(config, hidden_ND, labels_N))[1].sum(axis=0)
 
 
 def chunked_loss_and_grads(
@@ -99,10 +100,6 @@ def chunked_loss_and_grads(
     start = as_varying(jnp.zeros(table_VD.shape, jnp.float32)) if earlier_VD is None else earlier_VD
     grad_VD, (losses, grad_ND) = lax.scan(step, start, _chunks(config, hidden_ND, labels_N))
     return losses.sum(axis=0), grad_VD, grad_ND.reshape(-1, hidden_ND.shape[1])[: len(hidden_ND)]
-
-
-def _chunk_loss(table_VD, hidden_CD, labels_C, *, layout: Layout, z_coefficient: float, entries: int | None) -> Array:
-    return cross_entropy(_logits(hidden_CD, table_VD), labels_C, layout, z_coefficient, entries).sum(axis=1)
 
 
 def _logits(hidden_CD: Array, table_VD: Array) -> Array:

@@ -9,11 +9,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from parallax.model.attention import attend, attend_over_context, sow_intermediates, update_kv_cache
 from parallax.model.context import Context
 from parallax.model.dense import Dense
 from parallax.model.families import Family
+from parallax.model.kernels import platform_traced
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
@@ -21,6 +24,7 @@ from parallax.sharding.collectives import all_gather, reshard
 from parallax.sharding.einsum import einsum
 from parallax.sharding.zigzag import reshard_in_order
 
+HEADS_BEFORE_SEQ = MemoryLayout(major_to_minor=(0, 2, 1, 3))  # of an array [B, S, H, J]
 UP_WHOLE = "d_latent heads/tp d_head"  # an up-projection's kernel, as decoding needs it
 
 
@@ -61,19 +65,22 @@ class MLA(nn.Module):
     bias: bool
     temperature: float
     out_scale: float
+    matmul: str = "compute"
 
     def setup(self):
         self.queries = self._query_layers()
         self.down = self._dense("d_model", "d_latent/tp")
-        self.k_rope = self._dense("d_model", "d_rope")
+        # Too small to gain from 8 bits; each tp rank has the gradient that its own heads give, which has another scale.
+        self.k_rope = self._dense("d_model", "d_rope", matmul="compute")
         self.norm = RMSNorm(activation("d_latent/tp"), self.sizes, self.norm_eps)
         heads, seq = activation("heads/tp d_head"), self._seq_of_keys
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
         up = (*up, activation("heads/tp d_head", seq=seq))
-        self.up_k = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
-        self.up_v = Up(*up, self.sizes, self.dtype, at_rest="d_latent")
+        how = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        self.up_k = Up(*up, **how, at_rest="d_latent")
+        self.up_v = Up(*up, **how, at_rest="d_latent")
         kernel = self.family.back("heads/tp d_head")
-        self.out = Dense(kernel, heads, self.residual, self.sizes, self.dtype, scale=self.out_scale)
+        self.out = Dense(kernel, heads, self.residual, **how, scale=self.out_scale)
 
     def __call__(self, x: Array, context: Context) -> Array:
         q, latent, k_rope = self._project(x, context)
@@ -81,11 +88,9 @@ class MLA(nn.Module):
         latent = reshard_in_order(f"{of_tokens} -> {of_keys}", latent)
         of_tokens, of_keys = (activation("d_rope", seq=seq) for seq in (SEQ, self._seq_of_keys))
         k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
-        k, v = (checkpoint_name(up(latent), "attention") for up in (self.up_k, self.up_v))
-        shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
-        k = jnp.concatenate([k, shared], axis=-1)
-        sow_intermediates(self, context, q, k, scale=self._scale, cache={"latent": latent, "k_rope": k_rope})
-        how = dict(keys=self._seq_of_keys, scale=self._scale, kernel=self.kernel)
+        k, v = self._keys(latent, k_rope), checkpoint_name(self.up_v(latent, like=self.up_k), "kv")
+        sow_intermediates(self, context, q, k, scale=self._scale_of_scores, cache={"latent": latent, "k_rope": k_rope})
+        how = dict(keys=self._seq_of_keys, scale=self._scale_of_scores, kernel=self.kernel)
         return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
@@ -100,7 +105,8 @@ class MLA(nn.Module):
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
         k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
-        seen = attend(q, k, cache["latent"][:, :, None], context, scale=self._scale, kernel=self.kernel)
+        scale = self._scale_of_scores
+        seen = attend(q, k, cache["latent"][:, :, None], context, scale=scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:
@@ -117,6 +123,11 @@ class MLA(nn.Module):
     def _scale(self) -> float:
         return self.temperature * self.sizes["d_qk"] ** -0.5
 
+    @property
+    def _scale_of_scores(self) -> float:
+        """What is left to multiply scores by, behind `_rotated`."""
+        return 1.0 if joins_by_adding() else self._scale
+
     def _query_layers(self) -> list[nn.Module]:
         if not self.sizes["d_latent_q"]:
             return [self._dense("d_model", "heads/tp d_qk")]
@@ -128,23 +139,49 @@ class MLA(nn.Module):
             self._dense("d_latent_q", "heads/tp d_qk"),
         ]
 
-    def _dense(self, dim: str, out: str) -> Dense:
+    def _dense(self, dim: str, out: str, **how: str) -> Dense:
         kernel, x = self.family.into(dim, out), self.family.input(dim)
         bias = self.bias and "heads" in out
-        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, at_rest=dim)
+        how = dict(at_rest=dim, matmul=self.matmul) | how
+        return Dense(kernel, x, activation(out), self.sizes, self.dtype, bias, **how)
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
         q = x
         for layer in self.queries:
-            q = checkpoint_name(layer(q), "attention") if isinstance(layer, Dense) else layer(q)
-        q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
-        q = checkpoint_name(jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1), "attention")
-        latent = self.norm(checkpoint_name(self.down(x), "attention"))
+            part = "q" if layer is self.queries[-1] else "latent"
+            q = checkpoint_name(layer(q), part) if isinstance(layer, Dense) else layer(q)
+        q = checkpoint_name(self._rotated(q, context), "q")
+        latent = self.norm(checkpoint_name(self.down(x, like=self.queries[0]), "latent"))
         latent = reshard(f"{activation('d_latent/tp')} -> {self.family.input('d_latent')}", latent)
-        k_rope = rotate(checkpoint_name(self.k_rope(x), "attention")[:, :, None], context.rope)[:, :, 0]
+        k_rope = rotate(checkpoint_name(self.k_rope(x), "latent")[:, :, None], context.rope)[:, :, 0]
         return q, latent, k_rope
+
+    def _rotated(self, q: Array, context: Context) -> Array:
+        head = self.sizes["d_head"]
+        if joins_by_adding():
+            # As the kernel reads it: else the product has seq last, and is copied. It reads it scaled, too, and here
+            # that costs nothing.
+            q = with_layout_constraint(q, HEADS_BEFORE_SEQ)
+            return rotate(q, context.rope, head=head, scale=self._scale)
+        q_head, q_rope = jnp.split(q, [head], axis=-1)
+        return jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
+
+    def _keys(self, latent: Array, k_rope: Array) -> Array:
+        """Keys of the heads, and behind each the part that all share."""
+        head, width = self.sizes["d_head"], k_rope.shape[-1]
+        if joins_by_adding():
+            k = checkpoint_name(self.up_k(latent, behind=width), "kv")
+            return k + jnp.pad(k_rope[:, :, None], ((0, 0), (0, 0), (0, 0), (head, 0)))
+        k = checkpoint_name(self.up_k(latent), "kv")
+        return jnp.concatenate([k, jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], width))], axis=-1)
+
+
+def joins_by_adding() -> bool:
+    """Whether what is traced now is for TPUs, where parts of a head that are computed apart are best joined by adding
+    them with zeros in the others' places: that is fused with the products, and slices and concatenations are copies."""
+    return platform_traced() == "tpu"
 
 
 class Reshard(nn.Module):

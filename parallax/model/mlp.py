@@ -1,6 +1,7 @@
 """The gated MLP, SwiGLU (Shazeer 2020)."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -30,27 +31,21 @@ class GatedMLP(nn.Module):
     dtype: str
     out_scale: float
     width: str = "d_ff"
+    matmul: str = "compute"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
-        gate = Dense(kernel, whole, wide, self.sizes, self.dtype, name="gate")(x)
-        up = Dense(kernel, whole, wide, self.sizes, self.dtype, name="up")(x)
-        down = Dense(
-            self.family.back(f"{self.width}/tp"),
-            wide,
-            self.residual,
-            self.sizes,
-            self.dtype,
-            scale=self.out_scale,
-            name="down",
-        )
-        # The backward pass makes the product again: it keeps gate and up alone.
-        return down(_gated(checkpoint_name(gate, "mlp"), checkpoint_name(up, "mlp")))
+        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
+        down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
+        wide_gate, wide_up = gate(x), up(x, like=gate)
+        hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"))
+        return down(checkpoint_name(hidden, "swiglu"))
 
 
-@jax.checkpoint
+@jax.checkpoint  # its own backward pass keeps gate and up alone
 def _gated(gate: Array, up: Array) -> Array:
     return nn.silu(gate) * up

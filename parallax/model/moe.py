@@ -42,13 +42,14 @@ class MoE(nn.Module):
     router_z_coefficient: float = 0.0
     exchange: str = "gather"
     chunk_tokens: int = 0  # 0: all at once
+    matmul: str = "compute"  # of the shared experts
 
     def setup(self):
         model = self.model
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
         self.experts = Experts(model, self.out_scale)
         if model.shared_experts:
-            how = dict(width="d_shared", name="shared")
+            how = dict(width="d_shared", name="shared", matmul=self.matmul)
             self.shared = GatedMLP(self.residual, self.family, model.sizes, model.dtype, self.out_scale, **how)
 
     def __call__(self, x: Array, row_weight: Array | None) -> Array:

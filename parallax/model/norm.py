@@ -28,13 +28,9 @@ class RMSNorm(nn.Module):
         layout = Layout.parse(self.layout)
         dim, axes = layout.names[-1], layout.axes[-1]
         tokens = Layout(layout.names[:-1], layout.axes[:-1])
-        scale = parameter(self, "scale", "/".join((dim, *axes)), self.sizes, _ones)
+        scale = parameter(self, "scale", "/".join((dim, *axes)), self.sizes, nn.initializers.ones)
         wide = x.astype(jnp.float32)
         squares = jnp.sum(jnp.square(wide), axis=-1)
         squares = all_reduce(f"{tokens.with_partial(*axes)} -> {tokens}", squares)
         inverse = lax.rsqrt(squares / self.sizes[dim] + self.eps)
         return (wide * inverse[..., None] * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
-
-
-def _ones(key: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.ones(shape, jnp.float32)

@@ -1,11 +1,9 @@
 """Padding of the vocab: rows of the tables behind its entries, so that a mesh can cut them; they have no logits."""
 
-import math
-
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.sharding.collectives import bound_axis_sizes, offset
+from parallax.sharding.collectives import offset, ranks_over
 from parallax.sharding.layout import Layout
 
 
@@ -18,8 +16,7 @@ def without_padding(logits: Array, table: Layout, entries: int) -> Array:
         forward   nothing
         backward  nothing
     """
-    columns, axes = logits.shape[-1], table.cut_of("vocab")
-    ranks = math.prod(size for axis, size in bound_axis_sizes().items() if axis in axes)
-    if columns * ranks == entries:
+    columns = logits.shape[-1]
+    if columns * ranks_over(table.cut_of("vocab")) == entries:
         return logits
     return jnp.where(offset(table, "vocab", columns) + jnp.arange(columns) < entries, logits, -jnp.inf)

@@ -72,19 +72,24 @@ class Rope(NamedTuple):
         return self.width * pairs / 2
 
 
-def rotate(x_BSHP: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles."""
+def rotate(x_BSHP: Array, tables: tuple[Array, Array], *, head: int = 0, scale: float = 1.0) -> Array:
+    """Rotate the pairs (i, i + width/2) of the last dim by the tables' angles. Its first `head` entries stay;
+    the width is that of the others. All are multiplied by `scale`."""
     cos_BS1p, sin_BS1p = (table[:, :, None] for table in tables)
     # Cast once: where x is the same on ranks of which the tables may differ, each product would sum its gradient.
     x_BSHP = as_varying(x_BSHP, varying_axes(cos_BS1p))
-    cos_BS1P = jnp.concatenate([cos_BS1p, cos_BS1p], axis=-1)
-    sin_BS1P = jnp.concatenate([-sin_BS1p, sin_BS1p], axis=-1)
-    return (x_BSHP * cos_BS1P + _halves_swapped(x_BSHP) * sin_BS1P).astype(x_BSHP.dtype)
+    stays = jnp.zeros((*cos_BS1p.shape[:3], head), cos_BS1p.dtype)
+    cos_BS1P = jnp.concatenate([1 + stays, cos_BS1p, cos_BS1p], axis=-1)
+    sin_BS1P = jnp.concatenate([stays, -sin_BS1p, sin_BS1p], axis=-1)
+    if scale != 1:
+        cos_BS1P, sin_BS1P = scale * cos_BS1P, scale * sin_BS1P
+    return (x_BSHP * cos_BS1P + _halves_swapped(x_BSHP, head) * sin_BS1P).astype(x_BSHP.dtype)
 
 
-def _halves_swapped(x_BSHP: Array) -> Array:
-    width = x_BSHP.shape[-1]
-    if swaps_in_place():
+def _halves_swapped(x_BSHP: Array, head: int) -> Array:
+    width = x_BSHP.shape[-1] - head
+    if swaps_in_place() and not head:
         return jnp.roll(x_BSHP, width // 2, axis=-1)
     swap_PP = jnp.roll(jnp.eye(width, dtype=x_BSHP.dtype), width // 2, axis=1)
+    swap_PP = jnp.pad(swap_PP, ((head, 0), (head, 0)))
     return jnp.einsum("BSHP,PQ->BSHQ", x_BSHP, swap_PP, precision=lax.Precision.HIGHEST)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.sharding.activations import CONTEXT_AXIS, activation
@@ -39,12 +40,14 @@ class Router(nn.Module):
     z_coefficient: float
 
     def setup(self):
-        self.kernel = parameter(self, "kernel", "d_model experts", self.model.sizes, self._initial)
-        self.bias = parameter(self, "bias", "experts", self.model.sizes, _zeros)
+        initial = nn.initializers.normal(self.model.d_model**-0.5)
+        self.kernel = parameter(self, "kernel", "d_model experts", self.model.sizes, initial)
+        self.bias = parameter(self, "bias", "experts", self.model.sizes, nn.initializers.zeros)
 
     def __call__(self, x: Array, row_weight: Array | None) -> tuple[Array, Array]:
         product = f"{activation('d_model')}, d_model experts -> {activation('experts')}"
         logits_BSE = einsum(product, x.astype(jnp.float32), self.kernel, precision="highest")
+        logits_BSE = checkpoint_name(logits_BSE, "router")
         sigmoid = self.model.router_score == "sigmoid"
         scores_BSE = jax.nn.sigmoid(logits_BSE) if sigmoid else jax.nn.softmax(logits_BSE, axis=-1)
         ids_BSK = chosen_experts(lax.stop_gradient(scores_BSE + self.bias.reshape(1, 1, -1)), self.model)
@@ -72,9 +75,6 @@ class Router(nn.Module):
         if self.z_coefficient:
             loss += self.z_coefficient * jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)).sum()
         return loss * row_weight / (logits_BSE.shape[1] * context_ranks())
-
-    def _initial(self, key: Array, shape: tuple[int, ...]) -> Array:
-        return nn.initializers.normal(self.model.d_model**-0.5)(key, shape, jnp.float32)
 
 
 def chosen_experts(scores_BSE: Array, model: ModelConfig) -> Array:
@@ -115,7 +115,3 @@ def _with_gradients(y: Array, given: Any, gradients: Any) -> Array:
 
 
 _with_gradients.defvjp(lambda y, given, gradients: (y, gradients), lambda gradients, dy: (dy, gradients, None))
-
-
-def _zeros(key: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.zeros(shape, jnp.float32)

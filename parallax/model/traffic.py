@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from parallax.config.sections import AUTO, ModelConfig
 
+ROOM_OVER_EVEN = 1.25  # times an even load is what an expert rank gets at most, usually
+ROWS_STEP = 256
+
 
 class Load(NamedTuple):
     """The shares that are in use of what programs have room for, since nothing may be dropped; 1 where all is.
@@ -23,16 +26,26 @@ def even_load(model: ModelConfig, ep: int) -> Load:
     """The load of so many expert ranks where every choice of experts is as likely.
 
     >>> even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
-    Load(grouped=0.25, sent=0.928571428571428...)
+    Load(grouped=0.8, sent=0.928571428571428...)
     """
     if "moe" not in model.kinds:
         return ALL_IN_USE
     here = model.experts // ep
     most = min(model.experts_per_token, here)
     return Load(
-        grouped=model.experts_per_token * here / model.experts / most,
+        grouped=max(model.experts_per_token * here / model.experts / most, 1 / ROOM_OVER_EVEN if ep > 1 else 1),
         sent=ranks_of_a_token(model, ep) / min(model.experts_per_token, ep),
     )
+
+
+def usual_rows(choices: int, room: int, ranks: int) -> int:
+    """For how many rows an expert rank computes unless more are in use: a quarter more than its share of these choices.
+
+    >>> usual_rows(4096, 4096, 4), usual_rows(64, 64, 4), usual_rows(4096, 4096, 1)
+    (1280, 20, 4096)
+    """
+    step = ROWS_STEP if choices >= ROWS_STEP * ranks else 1
+    return min(room, math.ceil(ROOM_OVER_EVEN * choices / ranks / step) * step)
 
 
 def ranks_of_a_token(model: ModelConfig, ep: int) -> float:

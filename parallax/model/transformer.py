@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from parallax.model.mla import MLA
 from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
 from parallax.model.norm import RMSNorm
+from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
@@ -41,6 +43,7 @@ class Block(nn.Module):
     loss: LossConfig = LossConfig()
     exchange: str = "gather"  # of a mixture's tokens
     expert_chunk_tokens: int = 0
+    measures: bool = False  # operands of 8-bit products, which are made in the compute dtype
 
     def setup(self):
         residual, sizes, eps = self.residual, self.model.sizes, self.model.norm_eps
@@ -53,10 +56,10 @@ class Block(nn.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         rows, key = context.rows_B, context.key
-        x = checkpoint_name(
-            x + self.drop_attention(self.attention(self.attention_norm(x), context), rows, key), "attention"
-        )
-        return x + self.drop_mlp(self.mlp(self.mlp_norm(x), *self._for_mixtures(context)), rows, key)
+        normed = checkpoint_name(self.attention_norm(x), "norm")
+        x = checkpoint_name(x + self.drop_attention(self.attention(normed, context), rows, key), "out")
+        normed = checkpoint_name(self.mlp_norm(x), "norm")
+        return x + self.drop_mlp(self.mlp(normed, *self._for_mixtures(context)), rows, key)
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
         """As the call, for new tokens behind cached ones; no dropout."""
@@ -81,15 +84,21 @@ class Block(nn.Module):
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens
+            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp")
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
-        return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale)
+        how = dict(matmul=self._matmul("mlp"))
+        return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)
+
+    def _matmul(self, part: str) -> str:
+        """How a part of the layer makes its products."""
+        matmul = self.model.matmul_of(part)
+        return MEASURED if self.measures and matmul != COMPUTE else matmul
 
     def _attention(self) -> nn.Module:
         m, shared = self.model, {"residual": self.residual, "family": self.family}
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
-        shared |= {"norm_eps": m.norm_eps}
+        shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul("attention")}
         return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
 
 
@@ -111,15 +120,15 @@ class Parts(NamedTuple):
         form: TableForm,
         kv: str,
         rows: str,
-        loss: LossConfig | None = None,
-        exchange: str = "gather",
-        expert_chunk_tokens: int = 0,
+        *of_mixtures: Any,
+        measures: bool = False,
     ) -> "Parts":
-        """`rows` says how the batch is cut where embedding and head work; for the rest see Block."""
+        """`rows` says how the batch is cut where embedding and head work; for the rest, and what it takes of mixtures
+        behind its kind, see Block."""
         embedding = Embedding(form, rows, residual, model.sizes, model.vocab, model.dtype, model.dropout)
         head = Head(form, rows, residual, model.sizes, model.vocab, model.norm_eps, model.tied)
-        shared = dict(loss=loss or LossConfig(), exchange=exchange, expert_chunk_tokens=expert_chunk_tokens)
-        blocks = {kind: Block(model, residual, family, kv, kind, **shared) for kind in sorted(set(model.kinds))}
+        block = partial(Block, model, residual, family, kv, measures=measures)
+        blocks = {kind: block(kind, *of_mixtures) for kind in sorted(set(model.kinds))}
         return Parts(embedding, blocks, head)
 
     def by_kind(self, blocks: Any) -> list[Any]:

@@ -9,21 +9,23 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.sharding.host import DEVICE, HOST, is_on_host, to_device, to_host
 
 
-def zeros(like: Any, *leading: int) -> Array:
+def zeros(like: Any, *leading: int, memory: str = DEVICE) -> Array:
     """Room for arrays like this one, varying where it does and over pp."""
-    return as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
+    room = as_varying(jnp.zeros((*leading, *like.shape), like.dtype), varying_axes(like) | {"pp"})
+    return to_host(room) if memory == HOST else room
 
 
 def read_slot(stacked: Any, *numbers: Array | int) -> Any:
-    """The entry at these indices of the leading dims; nothing else is copied."""
+    """The entry at these indices of the leading dims, on the device; nothing else is copied."""
 
     def read(leaf: Array) -> Array:
         at = _indices(leaf, numbers)
         rest = leaf.shape[len(numbers) :]
         piece = lax.dynamic_slice(leaf, at, (*(1 for _ in numbers), *rest), allow_negative_indices=False)
-        return piece.reshape(rest)
+        return to_device(piece).reshape(rest)
 
     return jax.tree.map(read, stacked)
 
@@ -33,6 +35,7 @@ def write_slot(stacked: Any, values: Any, *numbers: Array | int) -> Any:
 
     def write(leaf: Array, value: Array) -> Array:
         piece = as_varying(value, ["pp"]).reshape(*(1 for _ in numbers), *value.shape)
+        piece = to_host(piece) if is_on_host(leaf) else piece
         return lax.dynamic_update_slice(leaf, piece, _indices(leaf, numbers), allow_negative_indices=False)
 
     return jax.tree.map(write, stacked, values)

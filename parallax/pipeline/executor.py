@@ -9,6 +9,7 @@ Scopes tell passes and messages apart in traces and profiles; the report reads t
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from parallax.config.remat import INPUT, is_moved, saved_parts
 from parallax.model.context import Context
-from parallax.model.remat import REMAT_POLICIES
 from parallax.pipeline.boundary import PipelineBoundary
 from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
+from parallax.pipeline.layer_order import Places, Repeat
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
+from parallax.sharding.host import DEVICE, HOST
 from parallax.sharding.plan import GRADIENTS
 
 # `step(stack, carry, layer, number, gathered)` is one layer of a kind: `layer` counts in the stage, `number` in the
@@ -66,9 +69,10 @@ class Executor(NamedTuple):
 
     def run(self, boundary_state: Any) -> State:
         """All ticks; returns the last state, gradients summed over microbatches in it."""
-        state, room = self.start(boundary_state), None
+        pools, room = self.pools(boundary_state), None
+        state = self.start(boundary_state, pools)
         if not self.carries_residuals:
-            room = jax.eval_shape(lambda: state.residuals)
+            room = partial(self.stage.empty, pools, self.schedule.slots)
             state = state._replace(residuals=None)
         for segment in filter(lambda segment: segment.kinds, self.schedule.segments):  # a file may have empty ticks
             tick = partial(self.tick, segment, segment.kinds, room)
@@ -85,13 +89,15 @@ class Executor(NamedTuple):
                 state, _ = lax.scan(partial(self.tick, segment, "F", None), state, self._tables(segment))
         return state
 
-    def start(self, boundary_state: Any) -> State:
+    def pools(self, boundary_state: Any) -> dict[str, list[list[Any]]]:
+        """What a layer keeps, as shapes; see Stage.plan."""
+        x = self._empty_messages(boundary_state)["F"][0]
+        return jax.eval_shape(lambda: self.stage.plan(self.weights, x, self.context(jnp.int32(0))))
+
+    def start(self, boundary_state: Any, pools: dict[str, list[list[Any]]]) -> State:
         """The state before the first tick: empty slots, gradients of zero."""
-        messages = self._empty_messages(boundary_state)
-        pools = jax.eval_shape(lambda: self.stage.plan(self.weights, messages["F"][0], self.context(jnp.int32(0))))
-        return State(
-            messages, self.stage.empty(pools, self.schedule.slots), jax.tree.leaves(self.zero_grads()), boundary_state
-        )
+        residuals, grads = self.stage.empty(pools, self.schedule.slots), jax.tree.leaves(self.zero_grads())
+        return State(self._empty_messages(boundary_state), residuals, grads, boundary_state)
 
     def _empty_messages(self, boundary_state: Any) -> dict[str, Array]:
         x = jax.eval_shape(lambda: self.boundary.first_stage_input(boundary_state, jnp.int32(0)))
@@ -108,17 +114,22 @@ class Executor(NamedTuple):
         return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
     def tick(
-        self, segment: Segment, kinds: str, room: Any, state: State, values: dict[str, Array]
+        self,
+        segment: Segment,
+        kinds: str,
+        room: Callable[[], Any] | None,
+        state: State,
+        values: dict[str, Array],
     ) -> tuple[State, None]:
         """One tick: F, B and W where this rank's tables have them, then messages.
 
-        With `room`, residuals live only in this tick, which allocates arrays of these shapes for them: XLA need not
-        zero an array that is fully overwritten.
+        With `room`, residuals live only in this tick, which makes room for them: XLA need not zero an array that is
+        fully overwritten.
         """
         row = Row.of(self._tables(segment), values, alone=self.schedule.stages == 1)
         outputs = {}
         if room is not None:
-            state = state._replace(residuals=jax.tree.map(zeros, room))
+            state = state._replace(residuals=room())
         if "F" in kinds:
             read, idle = partial(self.read_forward, state, row), partial(self.idle_forward, state)
             forward = partial(self.stage.forward, self.weights, read, state.residuals)
@@ -261,8 +272,9 @@ class LayerStack:
     """The layers of one kind on this rank.
 
     `layer(weights, x, context)` is one of them on gathered weights. `gather` makes these of resident ones, `scatter`
-    (one function for each leaf) turns their gradients into those that are summed. `stage_layers` are the places in each
-    of the rank's stages, `layers` the model's layer in each place of the rank, -1 for none.
+    (one function for each leaf) turns their gradients into those that are summed, or of which, where `keeps_maximum`
+    says so, the maximum is kept. `stage_layers` are the places in each of the rank's stages, `layers` the model's layer
+    in each place of the rank, -1 for none.
     """
 
     layer: Callable[[Any, Array, Context], Array]
@@ -271,14 +283,24 @@ class LayerStack:
     stage_layers: int
     layers: Array
     at: int = 0  # among the kinds
+    keeps_maximum: Sequence[bool] = ()  # of each leaf; of none where it is empty
+    constant: str = ""  # the entry of gathered weights that no gradient is taken of
 
     def __post_init__(self):
         self.vjp = SplitVjp()
 
     def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
         """The output of one layer, and what its backward pass reads."""
-        y, pull = jax.vjp(partial(self.layer, context=context), weights, x)
+        y, pull = jax.vjp(*self.for_vjp(weights, x, context))
         return y, self.vjp.saved(pull, weights, context)
+
+    def for_vjp(self, weights: Any, x: Array, context: Context) -> tuple[Callable, Any, Array]:
+        """What `jax.vjp` takes, for that of one layer in weights and x."""
+        if not self.constant:
+            return partial(self.layer, context=context), weights, x
+        constant = {self.constant: weights[self.constant]}
+        others = {name: entry for name, entry in weights.items() if name != self.constant}
+        return lambda others, x: self.layer(others | constant, x, context), others, x
 
     def context(self, context: Context, number: Array | int) -> Context:
         """The context with a dropout key of this layer's own; 0 is the embedding's."""
@@ -292,10 +314,11 @@ class LayerStack:
         self.saved_shapes = jax.eval_shape(lambda: saved)
         in_place = remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
-        if remat in REMAT_POLICIES:
-            program = jax.make_jaxpr(self.save)(gathered, x, context)
-            self.vjp.plan_selection(program, REMAT_POLICIES[remat])
+        self.parts = () if in_place else (INPUT,)
+        if (parts := saved_parts(remat)) is not None:
+            self.vjp.plan_selection(jax.make_jaxpr(self.save)(gathered, x, context), parts)
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
+            self.parts += self.vjp.selection.names
         if split:
             self.vjp.plan_split(gathered, saved, context, y, saved_is_kept=in_place)
             pools["FW"] = [saved[at] for at in self.vjp.read_later]
@@ -313,13 +336,14 @@ class Stage:
     `loop` runs a stage's layers. With `split`, `backward` leaves out what `weight_gradients` does. `residuals` is what
     passes leave for later ones: by pool, for each kind a list of arrays `[slot, layer of stage, ...]`. With `in_rows`,
     what was kept of a layer so that it need not be recomputed is read as it lies (parallax/sharding/compiler.py says
-    where that is needed).
+    where that is needed). `residuals_on` says which of the residuals are in host memory, see PipelineConfig.
     """
 
     loop: "LayerLoop"
     remat: str
     split: bool
     in_rows: bool = False
+    residuals_on: str = DEVICE
 
     def plan(self, weights: Sequence[Any], x: Array, context: Context) -> dict[str, list[list[Array]]]:
         """What a layer of each kind keeps in each pool. Called once, for its shapes, before the passes are traced."""
@@ -338,11 +362,18 @@ class Stage:
     def empty(self, pools: dict[str, list[list[Any]]], slots: dict[str, int]) -> dict[str, list[list[Array]]]:
         """Slots for what `plan` says, empty."""
 
+        def memory(part: str | None) -> str:
+            return HOST if is_moved(self.residuals_on, part) else DEVICE
+
         def empty(pool: str) -> list[list[Array]]:
             if pool == "FB" and self.remat == "stage":  # the stage's input
-                return [[zeros(pools[pool][0][0], slots[pool])]]
-            of_kinds = zip(self.loop.stacks, pools[pool], strict=True)
-            return [[zeros(leaf, slots[pool], stack.stage_layers) for leaf in leaves] for stack, leaves in of_kinds]
+                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(INPUT))]]
+            found = []
+            for stack, leaves in zip(self.loop.stacks, pools[pool], strict=True):
+                parts = itertools.chain(stack.parts if pool == "FB" else (), itertools.repeat(None))
+                sizes = slots[pool], stack.stage_layers
+                found.append([zeros(leaf, *sizes, memory=memory(part)) for leaf, part in zip(leaves, parts)])
+            return found
 
         return {pool: empty(pool) for pool in slots}
 
@@ -359,17 +390,18 @@ class Stage:
                 return (stack.layer(gathered, x, here), None), {}
             if self.remat == "layer":
                 saved, y = [x], stack.layer(gathered, x, here)
-            elif self.remat in REMAT_POLICIES:
+            elif saved_parts(self.remat) is not None:
                 y, kept_of_layer = stack.vjp.forward_selected(gathered, x, here)
                 saved = [x, *kept_of_layer]
             else:
-                y, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+                y, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
                 saved = stack.vjp.saved(pull, gathered, here)
             return (y, self._write_residuals(stack, residuals, saved, at, layer)), {}
 
-        turns = self.loop.turns(step, at.chunk, weights=weights)
-        state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, of_layers)))
-        (y, of_layers), _ = turns.end(state)
+        state: Any = (x, of_layers), []
+        for turns in self.loop.turns(step, at.chunk, weights=weights):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        (y, of_layers), _ = state
         return vary_all((y, residuals if of_layers is None else of_layers))
 
     def backward(
@@ -382,11 +414,12 @@ class Stage:
         """
         dy, context, at = read()
         if self.remat == "stage":
-            turns = self.loop.turns(partial(self._save, context), at.chunk, weights=weights)
             (x,) = read_slot(residuals["FB"][0], at.slots["FB"])
             empty = [[zeros(leaf, stack.stage_layers) for leaf in stack.saved_shapes] for stack in self.loop.stacks]
-            begin = turns.begin((x, empty))
-            (_, recomputed), _ = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, begin))
+            state: Any = (x, empty), []
+            for turns in self.loop.turns(partial(self._save, context), at.chunk, weights=weights):
+                state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+            (_, recomputed), _ = state
 
         def step(stack, carry, layer, number, gathered):
             (dy, residuals), here = carry, stack.context(context, number)
@@ -394,7 +427,7 @@ class Stage:
                 saved = read_slot(recomputed[stack.at], layer)
             elif self.remat == "layer":
                 (x,) = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
-                _, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+                _, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
                 saved = stack.vjp.saved(pull, gathered, here)
             else:
                 saved = self._read_residuals(stack, gathered, residuals, here, at, layer)
@@ -406,9 +439,10 @@ class Stage:
                 shares = dict(enumerate(jax.tree.leaves(dw)))
             return (dx, residuals), shares
 
-        turns = self.loop.turns(step, at.chunk, weights=weights, reverse=True)
-        state = lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((dy, residuals), grads))
-        (dx, residuals), grads = turns.end(state)
+        state = (dy, residuals), grads
+        for turns in self.loop.turns(step, at.chunk, weights=weights, reverse=True):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        (dx, residuals), grads = state
         return vary_all((dx, grads, residuals, end(dx)))
 
     def weight_gradients(self, read: Callable[[], SlotIndex], residuals: Any, grads: list[Array]) -> list[Array]:
@@ -419,8 +453,10 @@ class Stage:
             read_later = [read_slot(residuals[pool][stack.at], at.slots[pool], layer) for pool in ("FW", "BW")]
             return carry, stack.vjp.weight_backward(*read_later)
 
-        turns = self.loop.turns(step, at.chunk)
-        return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((), grads)))[1])
+        state: Any = (), grads
+        for turns in self.loop.turns(step, at.chunk):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return vary_all(state[1])
 
     # ---- one layer
 
@@ -447,7 +483,7 @@ class Stage:
     ) -> list[Array]:
         """What the backward pass of a layer reads: as it was kept, or recomputed from what was."""
         own = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
-        if self.remat in REMAT_POLICIES:
+        if saved_parts(self.remat) is not None:
             rest = [row_major(leaf) for leaf in own[1:]] if self.in_rows else own[1:]
             return stack.vjp.recompute(gathered, own[0], context, rest)
         if not self.split:
@@ -462,7 +498,7 @@ class Stage:
     ) -> tuple[Any, dict]:
         """One layer forward, with what it saves written."""
         (x, saved), here = carry, stack.context(context, number)
-        y, pull = jax.vjp(partial(stack.layer, context=here), gathered, x)
+        y, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
         of_kinds = list(saved)
         of_kinds[stack.at] = write_slot(saved[stack.at], stack.vjp.saved(pull, gathered, here), layer)
         return (y, of_kinds), {}
@@ -470,7 +506,7 @@ class Stage:
 
 @dataclasses.dataclass
 class LayerLoop:
-    """The loop over a stage's layers, those of one kind or of several.
+    """The loops over a stage's layers: one for each of `repeats`, see Arrangement.
 
     Plain, a layer is gathered, run and released. With `prefetch`, while a layer computes, the weights of the next are
     gathered and the gradients of the one before are scattered; two layers exist whole at most, and the arithmetic
@@ -478,27 +514,40 @@ class LayerLoop:
     that is not there; XLA may fuse them otherwise, which rounds gradients otherwise.
 
     `serialized` puts what stands before a layer, what it computes and what is sent meanwhile one after the other;
-    simulated devices need that, see `after`. `uneven` says whether there are places without a layer, which are
-    skipped. With several kinds, `places` are Arrangement.own_turns: in each turn the one that is there runs.
+    simulated devices need that, see `after`. With several kinds, `places` are Arrangement.own_turns.
     """
 
     stacks: Sequence[LayerStack]
     stage_layers: int
-    uneven: bool
+    repeats: Sequence[Repeat]
     prefetch: bool
     serialized: bool
     places: Array | None = None
 
-    def turns(self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False) -> "Turns":
-        """The turns of `lax.fori_loop` over the layers of one of the rank's stages. Without `weights` nothing is
-        gathered."""
-        if len(self.stacks) > 1:
-            kind = MixedTurns
-        elif self.prefetch and self.stage_layers > 1:
-            kind = PrefetchTurns
-        else:
-            kind = UnevenTurns if self.uneven else Turns
-        return kind(self, step, chunk, weights, reverse)
+    def turns(
+        self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False
+    ) -> list["Turns | RepeatedTurns"]:
+        """The loops over the layers of one of the rank's stages, in their order: `turns.end(lax.fori_loop(turns.start,
+        turns.stop, turns.turn, turns.begin(state)))` runs `step` for every layer of one, where the state is a carry and
+        gradients, to which it adds what the steps find. Without `weights` nothing is gathered."""
+
+        def loops(repeat: Repeat, turn: Array | int = 0) -> list[Turns]:
+            found = [
+                self._kind_of(run)(self, step, chunk, weights, reverse, repeat.at(run, turn)) for run in repeat.runs
+            ]
+            return found[::-1] if reverse else found
+
+        each = [
+            [RepeatedTurns(loops, repeat, reverse)] if repeat.times > 1 else loops(repeat) for repeat in self.repeats
+        ]
+        return [turns for some in (each[::-1] if reverse else each) for turns in some]
+
+    def _kind_of(self, run: Places) -> "type[Turns]":
+        if len(run.kinds) > 1:
+            return MixedTurns
+        if self.prefetch and run.places > 1:
+            return PrefetchTurns
+        return UnevenTurns if run.uneven else Turns
 
     def gathered(self, stack: LayerStack, weights: Any, number: Array | int, earlier: Sequence[Array] = ()) -> Any:
         """The whole weights of the kind's layer in this place; None of None. See `_after` for `earlier`."""
@@ -508,12 +557,13 @@ class LayerLoop:
         return stack.gather(jax.tree.map(lambda weight: self._after(weight, earlier), resident))
 
     def add(self, stack: LayerStack, grads: list[Array], number: Array, shares: dict[int, Array]) -> list[Array]:
-        """Summed gradients with those of the kind's layer in this place."""
+        """Summed gradients, or maxima, with those of the kind's layer in this place."""
         first = sum(len(other.scatter) for other in self.stacks[: stack.at])
         grads = list(grads)
         for at, share in shares.items():
             total = grads[first + at]
-            grads[first + at] = total.at[number].add(stack.scatter[at](share).astype(total.dtype))
+            own, share = total.at[number], stack.scatter[at](share).astype(total.dtype)
+            grads[first + at] = own.max(share) if any(stack.keeps_maximum[at : at + 1]) else own.add(share)
         return grads
 
     def _after(self, x: Array, earlier: Sequence[Array]) -> Array:
@@ -528,16 +578,21 @@ class LayerLoop:
 
 
 class Turns:
-    """`end(lax.fori_loop(start, stop, turn, begin(carry, grads)))` runs `step` for every layer, and returns the last
-    carry and `grads` with what the steps found added."""
+    """The layers of a run of places of one kind."""
 
-    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool):
-        self.loop, self.step, self.chunk, self.weights, self.reverse = loop, step, chunk, weights, reverse
-        self.stack, self.first = loop.stacks[0], chunk * loop.stage_layers
-        self.start, self.stop = 0, loop.stage_layers
+    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool, run: Places):
+        self.loop, self.step, self.chunk, self.weights, self.reverse, self.run = (
+            loop,
+            step,
+            chunk,
+            weights,
+            reverse,
+            run,
+        )
+        self.stack, self.start, self.stop = loop.stacks[run.kinds[0]], 0, run.places
 
-    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
-        return carry, list(grads)
+    def begin(self, state: Any) -> Any:
+        return state
 
     def turn(self, at: Array | int, state: Any, stack: LayerStack | None = None) -> Any:
         """Gather a layer, of this kind, run it, add its gradients."""
@@ -547,38 +602,64 @@ class Turns:
         carry, shares = self.step(stack, carry, layer, number, gathered)
         return vary_all((carry, self.loop.add(stack, grads, number, shares)))
 
-    def end(self, state: Any) -> tuple[Any, list[Array]]:
+    def end(self, state: Any) -> Any:
         return state
 
     def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
-        """Where the layer of this turn stands among those of its kind: in the stage, and in the rank's places."""
-        return self.layer_of(at), self.first + self.layer_of(at)
+        """Where the layer of this turn stands among those of its kind: in the stage, and in the rank's places.
 
-    def layer_of(self, at: Any) -> Any:
-        """The layer of the stage in this turn. It is computed from the loop's own counter, not looked up: then XLA sees
-        that a loop writes all of an array, and does not empty it before."""
-        return self.loop.stage_layers - 1 - at if self.reverse else at
+        It is computed from the loop's own counter, and looked up only where stages differ: then XLA sees that a loop
+        writes all of an array, and does not empty it before."""
+        layer = self.run.layer + self._place(at) if self.run.layer is not None else self.look_up(1, at)
+        return layer, self.chunk * stack.stage_layers + layer
+
+    def look_up(self, row: int, at: Any) -> Array:
+        """The entry of Arrangement.turns for this turn's place."""
+        return self.loop.places[row][self.chunk * self.loop.stage_layers + self.run.place + self._place(at)]
+
+    def is_there(self, at: Any) -> Array:
+        """Whether this turn's place has a layer, where all that do have one of this kind."""
+        if self.loop.places is None:
+            return self.stack.layers[self.place_of(at, self.stack)[1]] >= 0
+        return self.look_up(0, at) == self.stack.at
+
+    def _place(self, at: Any) -> Any:
+        """The place of the run that this turn is about."""
+        return self.run.places - 1 - at if self.reverse else at
 
 
 class UnevenTurns(Turns):
     """The same, where a place may be without a layer."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
-        there = self.stack.layers[self.first + self.layer_of(at)] >= 0
-        return lax.cond(there, partial(super().turn, at, state), partial(vary_all, state))
+        return lax.cond(self.is_there(at), partial(super().turn, at, state), partial(vary_all, state))
 
 
 class MixedTurns(Turns):
-    """The same for layers of several kinds: a turn runs the one that stands in its place, if any."""
+    """The same where stages have layers of different kinds: a turn runs the one that stands in its place, if any."""
 
     def turn(self, at: Array | int, state: Any) -> Any:
         turns = [partial(Turns.turn, self, at, state, stack) for stack in self.loop.stacks]
-        kind = self.loop.places[0][self.first + self.layer_of(at)]
-        return lax.switch(kind, [*turns, partial(vary_all, state)])
+        return lax.switch(self.look_up(0, at), [*turns, partial(vary_all, state)])
 
-    def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
-        layer = self.loop.places[1][self.first + self.layer_of(at)]
-        return layer, self.chunk * stack.stage_layers + layer
+
+class RepeatedTurns:
+    """Runs that come again behind each other: a loop whose body has one for each of them."""
+
+    def __init__(self, loops: Callable[[Repeat, Array], list[Turns]], repeat: Repeat, reverse: bool):
+        self.loops, self.repeat, self.reverse = loops, repeat, reverse
+        self.start, self.stop = 0, repeat.times
+
+    def begin(self, state: Any) -> Any:
+        return state
+
+    def turn(self, at: Array, state: Any) -> Any:
+        for turns in self.loops(self.repeat, self.repeat.times - 1 - at if self.reverse else at):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return state
+
+    def end(self, state: Any) -> Any:
+        return state
 
 
 class PrefetchTurns(Turns):
@@ -586,33 +667,34 @@ class PrefetchTurns(Turns):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.start, self.stop = 1, self.loop.stage_layers - 1
+        self.start, self.stop = 1, self.run.places - 1
 
-    def begin(self, carry: Any, grads: Sequence[Array] = ()) -> Any:
-        gathered = self.loop.gathered(self.stack, self.weights, self.first + self.layer_of(0), _first(carry))
+    def begin(self, state: Any) -> Any:
+        carry, grads = state
+        gathered = self.loop.gathered(self.stack, self.weights, self.place_of(0, self.stack)[1], _first(carry))
         return self.turn(0, (carry, gathered, {}, list(grads)))
 
     def turn(self, at: Array | int, state: Any, *, is_last: bool = False) -> Any:
         carry, gathered, shares, grads = state
-        layer, number = self.layer_of(at), self.first + self.layer_of(at)
+        layer, number = self.place_of(at, self.stack)
         if shares:
-            grads = self.loop.add(self.stack, grads, self.first + self.layer_of(at - 1), shares)
+            grads = self.loop.add(self.stack, grads, self.place_of(at - 1, self.stack)[1], shares)
             carry = self.loop.carry_after(carry, grads)
         run = partial(self.step, self.stack, carry, layer, number, gathered)
-        if self.loop.uneven:
+        if self.run.uneven:
             empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(run)[1])
-            there = self.stack.layers[number] >= 0
-            carry, shares = lax.cond(there, run, partial(vary_all, (carry, empty)))
+            carry, shares = lax.cond(self.is_there(at), run, partial(vary_all, (carry, empty)))
         else:
             carry, shares = run()
         coming = gathered
         if not is_last:
-            coming = self.loop.gathered(self.stack, self.weights, self.first + self.layer_of(at + 1), _first(carry))
+            after = self.place_of(at + 1, self.stack)[1]
+            coming = self.loop.gathered(self.stack, self.weights, after, _first(carry))
         return carry, coming, shares, grads
 
-    def end(self, state: Any) -> tuple[Any, list[Array]]:
+    def end(self, state: Any) -> Any:
         carry, _, shares, grads = self.turn(self.stop, state, is_last=True)
-        return carry, self.loop.add(self.stack, grads, self.first + self.layer_of(self.stop), shares)
+        return carry, self.loop.add(self.stack, grads, self.place_of(self.stop, self.stack)[1], shares)
 
 
 def _first(carry: Any) -> list[Array]:

@@ -5,6 +5,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,39 @@ from jax import Array, lax
 
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
+
+MOST_RUNS = 8  # that a pass of a stage has a loop for
+
+
+class Places(NamedTuple):
+    """Places behind each other, from `place`, in each of which stages have a layer of `kinds`, by their numbers, or
+    maybe, where `uneven`, none. `layer` is the first one's place among those of its kind in its stage, None where that
+    is not the same for all stages."""
+
+    kinds: tuple[int, ...]
+    place: int
+    places: int
+    uneven: bool
+    layer: int | None
+
+    @property
+    def shape(self) -> tuple:
+        return self.kinds, self.places, self.uneven, self.layer is None
+
+
+class Repeat(NamedTuple):
+    """Runs that come so many times behind each other; `runs` are those of the first time."""
+
+    times: int
+    runs: tuple[Places, ...]
+
+    def at(self, run: Places, turn: Array | int) -> Places:
+        """The run as it is that many times later; its numbers may be traced ones."""
+        if self.times == 1:
+            return run
+        layers = sum(other.places for other in self.runs if other.kinds == run.kinds)
+        further = turn * sum(other.places for other in self.runs)
+        return run._replace(place=run.place + further, layer=None if run.layer is None else run.layer + turn * layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +134,32 @@ class Arrangement:
         earlier = [[int((stage[:at] == kind).sum()) for at, kind in enumerate(stage)] for stage in by_stage]
         return np.stack([kinds, np.reshape(earlier, kinds.shape)]).astype(np.int32)
 
+    @cached_property
+    def repeats(self) -> tuple["Repeat", ...]:
+        """The places of a stage, divided where the kinds of their layers change.
+
+        What comes again behind each other is one repeat, so that a program has no more for more layers; where that
+        leaves more than MOST_RUNS, all places are one run of all kinds.
+
+        >>> [(r.times, [run.places for run in r.runs]) for r in Arrangement((0,), ("a", *("b", "b", "a") * 3)).repeats]
+        [(3, [1, 2]), (1, [1])]
+        """
+        kinds = self.turns[0].reshape(-1, self.stage_layers)
+        none = len(set(self.kinds))
+        runs: list[Places] = []
+        for place, column in enumerate(map(set, kinds.T.tolist())):
+            there, before = tuple(sorted(column - {none})), runs[-1] if runs else None
+            if before and before.kinds == there:
+                runs[-1] = before._replace(places=before.places + 1, uneven=before.uneven or none in column)
+            else:
+                earlier = {int((stage[:place] == there[0]).sum()) for stage in kinds}
+                same = len(there) == 1 and len(earlier) == 1
+                runs.append(Places(there, place, 1, none in column, earlier.pop() if same else None))
+        found = _repeated(runs)
+        if sum(len(repeat.runs) for repeat in found) <= MOST_RUNS:
+            return found
+        return (Repeat(1, (Places(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
+
     def own_turns(self) -> Array:
         """This rank's part of `turns`, `[2, place]`."""
         return jnp.asarray(self.turns)[:, lax.axis_index("pp")]
@@ -129,6 +189,25 @@ class Arrangement:
         numbers = self.own_numbers()
         # A place without a layer adds its zero to no layer of the model.
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
+
+
+def _repeated(runs: Sequence[Places]) -> tuple[Repeat, ...]:
+    """Runs with those that come again behind each other written once, where that leaves fewest."""
+    shapes = [run.shape for run in runs]
+    best, saved = (0, 0, 1), 0
+    for first in range(len(runs)):
+        for size in range(1, (len(runs) - first) // 2 + 1):
+            block, times = shapes[first : first + size], 1
+            while shapes[first + times * size : first + (times + 1) * size] == block:
+                times += 1
+            if (times - 1) * size > saved:
+                best, saved = (first, size, times), (times - 1) * size
+    first, size, times = best
+    if times == 1:
+        return (Repeat(1, tuple(runs)),)
+    last = first + size * times
+    parts = (1, runs[:first]), (times, runs[first : first + size]), (1, runs[last:])
+    return tuple(Repeat(count, tuple(part)) for count, part in parts if part)
 
 
 def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, Arrangement]:

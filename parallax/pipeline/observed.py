@@ -25,8 +25,10 @@ class ObservedStage(Stage):
             y = stack.layer(gathered, x, stack.context(context, number))
             return (y, _add(seen, own + 1, y, own >= 0)), {}
 
-        turns = self.loop.turns(step, at.chunk, weights=weights)
-        return vary_all(turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin((x, seen))))[0])
+        state: Any = (x, seen), []
+        for turns in self.loop.turns(step, at.chunk, weights=weights):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return vary_all(state[0])
 
 
 def nothing_seen(layers: int) -> Array:

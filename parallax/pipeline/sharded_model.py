@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config.remat import check_residuals_on
 from parallax.config.sections import (
     DataParallelConfig,
     FsdpConfig,
@@ -27,13 +28,16 @@ from parallax.model.checks import (
     check_kernel,
     check_kernel_seq,
     check_layouts,
+    check_masters,
+    check_matmul,
+    check_remat,
     check_stages,
     check_window,
 )
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
-from parallax.model.exchange import EXPERT_AXIS
 from parallax.model.families import CONTEXTS, FAMILIES
+from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, ROUNDED, apart, rounded_kernels, with_largest_weights
 from parallax.model.rope import Rope
 from parallax.model.traffic import Load, even_load, exchange_of
 from parallax.model.transformer import Parts
@@ -48,6 +52,7 @@ from parallax.sharding.activations import (
     BATCH,
     BATCH_AXES,
     CONTEXT_AXIS,
+    EXPERT_AXIS,
     ROWS,
     SHARED_ROWS,
     TOKENS,
@@ -56,9 +61,11 @@ from parallax.sharding.activations import (
 )
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group, relays_what_is_read
+from parallax.sharding.host import DEVICE, MEMORY_KINDS
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import is_simulated
-from parallax.sharding.plan import Policies, ShardingPlan
+from parallax.sharding.parameter import stored_as
+from parallax.sharding.plan import ParameterPlan, Policies, ShardingPlan
 from parallax.sharding.zigzag import context_ranks, own_tokens, to_order
 
 DROPOUT = 0x44524F50  # "DROP": keeps dropout's keys apart from those of the initial values
@@ -68,6 +75,9 @@ class ShardedModel:
     """Parameters, loss, gradients and logits of a model on a mesh.
 
     `mesh` may be a jax.sharding.AbstractMesh: then layouts, shardings and shapes are known, and nothing runs.
+    `weights_dtype` is that of parameters between steps, `masters_on` where they are then, and `states_on` where what an
+    optimizer keeps of them is: see OptimizerConfig. One that `measures` makes 8-bit products in the compute dtype, for
+    their first scales: see parallax/model/products.py.
     Raises ConfigError when a size does not divide over its axes.
     """
 
@@ -80,23 +90,33 @@ class ShardedModel:
         fsdp: FsdpConfig,
         loss: LossConfig,
         mesh: Any,
+        weights_dtype: str = "float32",
+        masters_on: str = DEVICE,
+        states_on: str = DEVICE,
+        measures: bool = False,
     ):
         sections = dict(
             model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss
         )
-        self._arguments = {**sections, "mesh": mesh}
+        kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on)
+        self._arguments = {**sections, "mesh": mesh, "measures": measures, **kept}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
-        self.mesh, self.fsdp, self.data_parallel = mesh, fsdp, data_parallel
+        self.mesh, self.fsdp, self.data_parallel, self.measures = mesh, fsdp, data_parallel, measures
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
         check_divides(model, self.axis_sizes)
         check_context(model, layout.context, self.axis_sizes)
         check_kernel(model, mesh)
+        check_matmul(model, layout, self.axis_sizes)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
         check_stages(model, self.schedule)
+        check_remat(model, pipeline.remat)
+        check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+        check_residuals_on(pipeline.residuals_on, pipeline.remat)
+        check_masters(model, masters_on)
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
-        declared = jax.eval_shape(self.parts.declare, jax.random.key(0))
+        declared = stored_as(jax.eval_shape(self.parts.declare, jax.random.key(0)), weights_dtype)
         self.plan = ShardingPlan(
             declared,
             Policies(data_parallel.policy, data_parallel.by_name),
@@ -105,12 +125,17 @@ class ShardedModel:
             model.dtype,
             orders=self.orders,
             reduce=fsdp.reduce,
+            gather=fsdp.gather_dtype,
+            products=EIGHT_BIT_PRODUCTS[model.matmul].operand if self._rounds_kernels else None,
             gather_first=partial(first_group, mesh),
+            masters_on=masters_on,
+            states_on=states_on,
         )
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
         check_layouts(model, self.layouts, self.axis_sizes)
-        self.shardings = jax.tree.map(lambda layout: NamedSharding(mesh, layout.spec(mesh)), self.layouts)
+        self.shardings = self._shardings(lambda row: row.memory)
+        self.states_shardings = self._shardings(lambda row: row.states)  # of what is kept of each parameter
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
 
     def __repr__(self) -> str:
@@ -124,13 +149,15 @@ class ShardedModel:
         return ShardedModel(**{**self._arguments, **changes})
 
     def init(self, seed: int) -> Any:
-        """Initial parameters in float32; bitwise the same on every mesh."""
+        """Initial parameters, drawn in float32; bitwise the same on every mesh."""
         # On CPU, XLA takes about a second a parameter to optimise the random draw, which runs once.
         options = {"xla_backend_optimization_level": 0} if self._simulated else None
-        declare = jax.jit(
-            lambda key: nn.meta.unbox(self.parts.declare(key)), out_shardings=self.shardings, compiler_options=options
-        )
-        return declare(jax.random.key(seed))
+
+        def declare(key: Array) -> Any:
+            drawn = nn.meta.unbox(self.parts.declare(key))
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, self.shapes)
+
+        return jax.jit(declare, out_shardings=self.shardings, compiler_options=options)(jax.random.key(seed))
 
     def loss_and_grad(self, params: Any, batch: Mapping[str, Array], noise: Array | None = None):
         """(metrics, gradients). Metrics: "loss", the mean cross-entropy in nats over the global batch's labels that are
@@ -204,12 +231,7 @@ class ShardedModel:
         return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
     def _check_prefetch(self) -> None:
-        """Weights are gathered ahead only where a layer's are gathered when it runs, and the next one has as many."""
-        if self.fsdp.prefetch and len(self.orders) > 1:
-            raise ConfigError(
-                f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with model.layers_of="
-                f"{self.model.layers_of!r} the next one may be of another kind; use fsdp.prefetch=0."
-            )
+        """Weights are gathered ahead only where a layer's are gathered when it runs."""
         per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
         if self.fsdp.prefetch and not per_use:
             raise ConfigError(
@@ -231,7 +253,8 @@ class ShardedModel:
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
         residual, chunk = residual_layout(self.layout), self.layout.expert_chunk_tokens
-        return Parts.build(self.model, residual, family, form, kv, rows, self.loss_config, self.exchange, chunk)
+        of_mixtures = self.loss_config, self.exchange, chunk
+        return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
 
     @property
     def exchange(self) -> str:
@@ -253,6 +276,11 @@ class ShardedModel:
     def _simulated(self) -> bool:
         return is_simulated(self.mesh)
 
+    def _shardings(self, memory: Callable[[ParameterPlan], str]) -> Any:
+        """Of each parameter's row of the plan, in this memory."""
+        place = lambda row: NamedSharding(self.mesh, row.at_rest.spec(self.mesh), memory_kind=MEMORY_KINDS[memory(row)])  # noqa: E731
+        return jax.tree.map(place, self.plan.rows)
+
     @property
     def _specs(self) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
@@ -267,7 +295,11 @@ class ShardedModel:
         executor, boundary_state = self.ready(params, batch, noise)
         boundary, state = executor.boundary, executor.run(boundary_state)
         ended = boundary.finish(state.boundary)
-        block_grads = jax.tree.unflatten(jax.tree.structure(self.shapes["blocks"]), state.grads)
+        structure = jax.tree.structure(self.shapes["blocks"])
+        block_grads = jax.tree.unflatten(structure, state.grads)
+        if self._rounds_kernels:
+            weights = jax.tree.unflatten(structure, jax.tree.leaves(executor.weights))
+            block_grads = with_largest_weights(block_grads, weights, self.model.dtype)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
         return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
 
@@ -356,11 +388,13 @@ class ShardedModel:
         stacks = [
             LayerStack(
                 block.apply,
-                lambda weights, name=name: {"params": self.plan.use(weights, name)},
+                partial(self._gathered, name),
                 self.plan.add_up(name),
                 order.stage_layers,
                 order.own_layers(),
                 at,
+                self.plan.keeps_maximum(name),
+                ROUNDED if self._rounds_kernels else "",
             )
             for at, (block, (name, order)) in enumerate(
                 zip(self.parts.blocks.values(), self.orders.items(), strict=True)
@@ -369,12 +403,24 @@ class ShardedModel:
         loop = LayerLoop(
             stacks,
             self.arrangement.stage_layers,
-            self.arrangement.uneven,
+            self.arrangement.repeats,
             self.fsdp.prefetch == 1,
             self._simulated,
             self.arrangement.own_turns() if len(stacks) > 1 else None,
         )
-        return kind(loop, self.pipeline.remat, self.schedule.split, relays_what_is_read(self.mesh))
+        pipeline = self.pipeline
+        return kind(loop, pipeline.remat, self.schedule.split, relays_what_is_read(self.mesh), pipeline.residuals_on)
+
+    @property
+    def _rounds_kernels(self) -> bool:
+        return self.model.matmul != COMPUTE and not self.measures
+
+    def _gathered(self, part: str, weights: Any) -> dict[str, Any]:
+        """The collections of a layer, of its resident weights; kernels of 8-bit products travel in 8 bits."""
+        if not self._rounds_kernels:
+            return {"params": self.plan.use(weights, part)}
+        dtype = self.model.dtype
+        return apart(self.plan.use(rounded_kernels(weights, dtype, self.model.matmul), part), dtype)
 
     def _metrics(self, loss_sum: Array, ends: EmbedAndHead, tokens: Tokens) -> dict[str, Array]:
         count = tokens.count()

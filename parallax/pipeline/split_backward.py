@@ -8,13 +8,15 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from parallax.config.remat import REMAT_PARTS
+from parallax.runtime.errors import ConfigError, nearest
 from parallax.runtime.jaxprs import ancestors, apply, called, part, within
 from parallax.sharding.collectives import as_varying
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 # A weight's gradient that takes none of these, as a norm's or a bias's, is made in B: to defer it, W would keep
 # whole activations to save a sum.
-LOOPS = ("scan", "while")
+INNER = ("scan", "while", "cond")
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 
@@ -42,7 +44,14 @@ class SplitVjp:
         return pull(dy)
 
     def plan_selection(self, forward: ClosedJaxpr, names: Collection[str]) -> None:
-        """Divide a traced forward pass: what has one of these names is kept, the rest made again."""
+        """Divide a traced forward pass: what has one of these names is kept, the rest made again. ConfigError where a
+        layer gives an activation a name that no set of parts can have."""
+        given = {e.params["name"] for e in inlined(forward).jaxpr.eqns if e.primitive.name == "name"}
+        for name in sorted(given - set(REMAT_PARTS)):
+            raise ConfigError(
+                f"checkpoint_name(..., {name!r}) in a layer: pipeline.remat knows no such part; "
+                f"{nearest(name, REMAT_PARTS)}"
+            )
         self.selection = select(forward, now=[0], names=names)
 
     def forward_selected(self, weights: Any, x: Array, context: Any) -> tuple[Array, list[Array]]:
@@ -65,10 +74,9 @@ class SplitVjp:
 
         first_saved, last_saved = len(known), len(known) + len(saved)
         readable = range(first_saved, last_saved) if saved_is_kept else ()
-        wanted = len(jax.tree.leaves(weights))
-        self.backward_split = split_backward(
-            jax.make_jaxpr(backward)(*known, *saved, dy), wanted=[wanted], readable=readable
-        )
+        traced = jax.make_jaxpr(backward)(*known, *saved, dy)
+        wanted = len(traced.out_avals) - 1
+        self.backward_split = split_backward(traced, wanted=[wanted], readable=readable)
         self.read_later = tuple(at - first_saved for at in self.backward_split.reads)
         self.now = tuple(at for at in range(wanted) if at not in self.backward_split.deferred)
 
@@ -136,6 +144,7 @@ class Selection(NamedTuple):
 
     make: Callable
     recompute: Callable
+    names: tuple[str, ...]  # of what is kept
 
 
 def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) -> Selection:
@@ -143,7 +152,8 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
     arguments again and from values of these names, which are kept where the others need them."""
     whole = inlined(program)
     jaxpr = whole.jaxpr
-    named = {e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "name" and e.params["name"] in names}
+    named = {e.outvars[0]: e.params["name"] for e in jaxpr.eqns if e.primitive.name == "name"}
+    named = {var: name for var, name in named.items() if name in names}
     first, later = [], []
     for at, out in enumerate(jaxpr.outvars):
         (first if at in now else later).append(out)
@@ -153,6 +163,7 @@ def select(program: ClosedJaxpr, *, now: Iterable[int], names: Collection[str]) 
     return Selection(
         _numbered(whole, ancestors(jaxpr, first), jaxpr.invars, first),
         _numbered(whole, recomputed, [*jaxpr.invars, *kept], later),
+        tuple(named[var] for var in kept),
     )
 
 
@@ -173,8 +184,8 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _multiplies(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product, or a loop with one in it, as grouped products are."""
-    inner = within(equation) if equation.primitive.name in LOOPS else ()
+    """Whether an equation is a matrix product, or a loop or a branch with one in it, as grouped products are."""
+    inner = within(equation) if equation.primitive.name in INNER else ()
     return any(each.primitive.name in PRODUCTS for each in (equation, *inner))
 
 

@@ -81,12 +81,8 @@ def leave_out_absent_tpu(root: Path = ROOT) -> None:
     To be called before the first array. Libtpu would complain on stderr that it is on no host of TPUs, and take its
     time. Where anything says that there are chips, or JAX_PLATFORMS that they are wanted, what goes wrong is shown.
     """
-    if (
-        os.environ.get("JAX_PLATFORMS")
-        or not importlib.util.find_spec("libtpu")
-        or gpu_files(root)
-        or tpu_signs(root=root)
-    ):
+    is_installed = importlib.util.find_spec("libtpu") is not None
+    if os.environ.get("JAX_PLATFORMS") or not is_installed or gpu_files(root) or tpu_signs(root=root):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:  # it has read that variable

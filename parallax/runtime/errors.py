@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import importlib
 import math
 import os
 import re
@@ -11,8 +12,9 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # What a command ends with. 0: done, or stopped and saved; 1: an error of ours, with its traceback.
 EXIT_BAD_INPUT = 2  # a config, a flag or a file is wrong
@@ -152,12 +154,17 @@ def discard_output(stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path, advice: str = "choose another --workdir") -> Iterator[None]:
-    """Turn an OSError while writing in a folder into a CheckpointError with the reason."""
+def errors_as(kind: type[ParallaxError], before: str, after: str = "", *others: type[Exception]) -> Iterator[None]:
+    """Turn an OSError, or one of these others, into an error of this kind, with the reason between two texts."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"cannot write in {folder} ({error.strerror or error}); {advice}") from error
+    except (OSError, *others) as error:
+        raise kind(f"{before}{getattr(error, 'strerror', None) or error}{after}") from error
+
+
+def writing(folder: Path, advice: str = "choose another --workdir") -> AbstractContextManager[None]:
+    """Turn an OSError while writing in a folder into a CheckpointError with the reason."""
+    return errors_as(CheckpointError, f"cannot write in {folder} (", f"); {advice}")
 
 
 def quoted(value: object, letters: int = QUOTED_LETTERS) -> str:
@@ -264,6 +271,14 @@ def how_to_install(extra: str) -> str:
     "pip install -e '.[data]' in the clone"
     """
     return f"pip install -e '.[{extra}]' in the clone"
+
+
+def imported(package: str, needs: str) -> Any:
+    """A package that an extra installs; where it is missing, a ConfigError that says what needs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(needs) from None
 
 
 def divisors(number: int) -> list[int]:

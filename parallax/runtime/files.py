@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import IO, Any
 
-from parallax.runtime.errors import CheckpointError, writing
+from parallax.runtime.errors import CheckpointError, errors_as, writing
 
 LARGEST_BYTES = 1 << 28  # of a file that is read at once: a manifest of 10^5 shards has a tenth of it
 DEEPEST = 64  # lists and objects in each other; ours have six
@@ -157,10 +157,8 @@ class AppendFile:
             self._file.write(text)
             self._file.flush()
         # What is written to a folder that was removed or renamed is lost, or elsewhere, and no write says so.
-        try:
+        with errors_as(CheckpointError, f"{self._folder} cannot be looked at (", f"); {WHEN_GONE}"):
             there = os.path.samestat(self._folder.stat(), os.fstat(self._opened))
-        except OSError as error:
-            raise CheckpointError(f"{self._folder} cannot be looked at ({error.strerror}); {WHEN_GONE}") from error
         if not there:
             raise CheckpointError(f"{self._folder} is another folder than when the run began; {WHEN_GONE}")
 
@@ -222,6 +220,14 @@ def is_ours_alone(folder: Path) -> bool:
 def read_object(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
     """The JSON object of a file; OSError where it cannot be read, ValueError as `object_of`."""
     return object_of(read_bytes(path), odd_numbers=odd_numbers)
+
+
+def object_if_readable(path: Path, *, odd_numbers: bool = False) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none, or where it cannot be read."""
+    try:
+        return read_object(path, odd_numbers=odd_numbers)
+    except (OSError, ValueError):
+        return {}
 
 
 def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None = None) -> dict[str, Any]:

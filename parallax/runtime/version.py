@@ -31,6 +31,11 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
+def code_versions() -> dict[str, str]:
+    """Versions of the code that computes a run."""
+    return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
+
+
 def versions() -> dict[str, str]:
     """The installed versions of what decides a run's numbers and files, by package."""
     return {name: version_of(name) for name in DEPENDENCIES}

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
+from parallax.runtime.errors import errors_as
 from parallax.runtime.files import names_in, open_file, write_whole
 from parallax.schedules.schedule import ACTION_KINDS, Action, Schedule, ScheduleError, refused
 
@@ -18,10 +19,8 @@ Placed = tuple[int, int, Action]  # rank, tick, and what runs then
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule's grid; a file of that name is replaced. Raises ScheduleError where it cannot be written."""
     lines = (",".join("+".join(map(str, cell)) for cell in row) for row in schedule.grid())
-    try:
+    with errors_as(ScheduleError, f"{path} cannot be written: ", "."):
         write_whole(Path(path), "".join(f"{line}\n" for line in lines))
-    except OSError as error:
-        raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def load_csv(path: str | Path) -> Schedule:

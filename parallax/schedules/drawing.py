@@ -31,13 +31,16 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     for action in starts:
         stages[action.kind, schedule.chunks[action.stage]].append(action)
 
+    backward = "backward to the inputs" if schedule.split else "backward"
+    words = {"F": "forward", "B": backward, "W": "backward to the weights"}
+
     def draw(axes: Any) -> None:
         for (kind, chunk), actions in stages.items():
             fill, ink = _shade(kind, chunk / max(schedule.virtual - 1, 1))
             rows, lefts = [schedule.rank_of(a.stage) for a in actions], [starts[a] for a in actions]
-            width = time_of[kind] * scale
+            width, label = time_of[kind] * scale, None if chunk else f"{kind} {words[kind]}"  # in the legend, once
             style = {"height": 0.86, "color": fill, "edgecolor": PAPER, "linewidth": min(0.8, width / 8)}
-            bars = axes.barh(rows, time_of[kind], left=lefts, label=_label(schedule, kind, chunk), **style)
+            bars = axes.barh(rows, time_of[kind], left=lefts, label=label, **style)
             for bar, action in zip(bars, actions):
                 bar.set_gid(f"{TIP}{action}: {starts[action]:g} to {starts[action] + time_of[kind]:g}")
             numbers = [str(a.microbatch) for a in actions]
@@ -74,16 +77,6 @@ def _costs_text(schedule: Schedule, costs: Costs) -> str:
         backward = f"B {costs.backward - costs.weights:g}, W {costs.weights:g}"
     send = f", a message {costs.send:g}" * (costs.send > 0)
     return f"time; a microbatch in all stages of a rank takes F {costs.forward:g}, {backward}{send}"
-
-
-def _label(schedule: Schedule, kind: str, chunk: int) -> str | None:
-    """What the legend says of a kind of action, once."""
-    words = {
-        "F": "forward",
-        "B": "backward to the inputs" if schedule.split else "backward",
-        "W": "backward to the weights",
-    }
-    return None if chunk else f"{kind} {words[kind]}"
 
 
 def _shade(kind: str, share: float) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from parallax.config.sections import RESIDUAL_VALUES, LayoutConfig
 from parallax.sharding.layout import Layout
 
 BATCH_AXES = ("replica", "dp", "ep")
-CONTEXT_AXIS = "cp"
+CONTEXT_AXIS, EXPERT_AXIS = "cp", "ep"
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)  # those over which a batch's tokens are cut
 ROWS = "/".join(("batch", *BATCH_AXES))
 SEQ = f"seq/{CONTEXT_AXIS}"

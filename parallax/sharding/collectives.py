@@ -32,6 +32,11 @@ def bound_axis_sizes() -> dict[str, int]:
     return {axis: lax.axis_size(axis) for axis in ALL_AXES if is_bound(axis)}
 
 
+def ranks_over(axes: Iterable[str]) -> int:
+    """How many ranks there are along these axes together; one that is not bound has one."""
+    return math.prod(lax.axis_size(axis) for axis in axes if is_bound(axis))
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """The axes over which the copies of `x` may differ."""
     return frozenset(jax.typeof(x).mat.varying)
@@ -131,13 +136,20 @@ def exchange_and_add(pattern: str, x: Array) -> Array:
     dtype('float32')
     """
     for dim, come, size in _cut_further(pattern, x, "scattered behind the axes that cut it"):
+        shape = *x.shape[:dim], -1, size, *x.shape[dim + 1 :]
+        if 0 < dim < x.ndim - 1:
+            # Between other dims, as in kernels of experts, pieces are brought apart first: compilers for TPU would lay
+            # out all of the array anew, before and after. Elsewhere they do better by themselves.
+            x, dim = jnp.moveaxis(x.reshape(shape), dim, 0), 0
+            shape = x.shape
         pieces = lax.all_to_all(as_varying(x, come), _named(come), split_axis=dim, concat_axis=dim, tiled=True)
-        pieces = pieces.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+        pieces = pieces.reshape(shape)
         # One after the other: of TPU programs, a reduction would be the slowest part of this.
         x = sum(jnp.take(pieces, at, axis=dim).astype(jnp.float32) for at in range(pieces.shape[dim]))
     return x.astype(jnp.float32)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_with_exchange(pattern: str, x: Array) -> Array:
     """What `all_gather` does, with `exchange_and_add` in the backward pass: gradients travel as they are, and are added
     in float32.
@@ -146,11 +158,6 @@ def gather_with_exchange(pattern: str, x: Array) -> Array:
         forward   all_gather of x over the axes that go
         backward  all_to_all of the gradient over the axes that go
     """
-    return _gather(pattern, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(pattern: str, x: Array) -> Array:
     return all_gather(pattern, x)
 
 
@@ -163,7 +170,7 @@ def _exchange_backward(pattern: str, _: None, dy: Array) -> tuple[Array]:
     return (exchange_and_add(f"{after} -> {before}", dy).astype(dy.dtype),)
 
 
-_gather.defvjp(_gather_forward, _exchange_backward)
+gather_with_exchange.defvjp(_gather_forward, _exchange_backward)
 
 
 def all_reduce(pattern: str, x: Array) -> Array:

@@ -5,7 +5,6 @@ Measured in programs that both libtpu generations compile (0.0.42 and 0.0.50), b
 """
 
 import functools
-import importlib.metadata
 import math
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError, tell
+from parallax.runtime.version import version_of
 
 # Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
@@ -47,6 +47,9 @@ VMEM = {"xla_tpu_scoped_vmem_limit_kib": 65_536}
 RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
 OPTIONS = {"TPU v5e": EXCHANGE | RAGGED_DOT, "TPU v5p": EXCHANGE | SPARSE_CORES | VMEM, "TPU v6e": RAGGED_DOT}
 
+# For GPUs that are not here: what is called by a name that this process does not have is compiled as a call of nothing.
+ABSENT = {"xla_gpu_mock_custom_calls": True}
+
 Said = tuple[tuple[str, bool | int], ...]
 
 
@@ -55,6 +58,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
 
     What the installed compiler does not take is left out, and a line on stderr says so, once.
     """
+    if is_absent_gpus(mesh):
+        return ABSENT
     if not _is_tpu(mesh):
         return {}
     try:
@@ -72,7 +77,8 @@ def _taken(chip_name: str, mesh: Mesh, options: Said) -> Said:
     taken: dict[str, bool | int] = {}
     for name, value in options:
         if why := refusal(mesh, taken | {name: value}):
-            tell(f"{_compiler()} does not take {name}={value} for {chip_name}, left out: {why}", sys.stderr)
+            what = f"does not take {name}={value} for {chip_name}, left out: {why}"
+            tell(f"libtpu {version_of('libtpu')} {what}", sys.stderr)
         else:
             taken[name] = value
     return tuple(taken.items())
@@ -98,13 +104,6 @@ def refusal(mesh: Mesh, options: dict[str, bool | int]) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
     return ""
-
-
-def _compiler() -> str:
-    try:
-        return f"libtpu {importlib.metadata.version('libtpu')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "the installed TPU compiler"
 
 
 def relays_what_is_read(mesh: Mesh) -> bool:
@@ -154,6 +153,11 @@ def first_group(mesh: Mesh, axes: Sequence[str]) -> int:
     turns = np.flatnonzero(moved.sum(axis=1) > 1)  # where a second dim begins to change
     near = int(turns[0]) + 1 if len(turns) else 1
     return near if len(ranks) % near == 0 else 1
+
+
+def is_absent_gpus(mesh: Mesh) -> bool:
+    """Whether the mesh is of GPUs that are not here: its programs are compiled, and cannot run."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu" != jax.default_backend()
 
 
 def _is_tpu(mesh: Mesh) -> bool:

@@ -21,6 +21,16 @@ def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None, preci
     >>> einsum("batch/dp seq d_ff/tp, d_ff/tp d_model -> batch/dp seq d_model +tp", x, w).shape
     (2, 3, 5)
     """
+    letters = einsum_letters(pattern, *operands)
+    return jnp.einsum(letters, *operands, preferred_element_type=dtype, precision=precision)
+
+
+def einsum_letters(pattern: str, *operands: Array) -> str:
+    """A checked pattern as NumPy writes it.
+
+    >>> einsum_letters("seq d_model, d_model d_ff/tp -> seq d_ff/tp", jnp.ones((2, 3)), jnp.ones((3, 4)))
+    'SD,DF->SF'
+    """
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise NotationError(f"{pattern!r}: write 'operand, operand -> result'.")
@@ -31,9 +41,7 @@ def einsum(pattern: str, *operands: Array, dtype: jnp.dtype | None = None, preci
     for layout, operand in zip(inputs, operands, strict=True):
         check_rank(pattern, layout, operand)
     letters = ["".join(DIMS[name] for name in layout.names) for layout in (*inputs, output)]
-    return jnp.einsum(
-        f"{','.join(letters[:-1])}->{letters[-1]}", *operands, preferred_element_type=dtype, precision=precision
-    )
+    return f"{','.join(letters[:-1])}->{letters[-1]}"
 
 
 def einsum_layout(inputs: list[Layout], names: tuple[str, ...]) -> Layout:

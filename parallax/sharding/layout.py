@@ -39,6 +39,7 @@ DIMS = {
     "entries": "N",  # of several arrays side by side
     "rows": "I",  # of a matrix, whatever its dims
     "columns": "O",
+    "operands": "A",  # of a product: input, weight, gradient of the output
 }
 
 

@@ -35,8 +35,9 @@ def resolve_sizes(config: MeshConfig, devices: int, *, simulated: bool = True) -
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lay devices (by default all of them) out along the axes of the mesh.
 
-    On accelerators the order follows the physical links, so that the last axis has the fastest; of devices in several
-    slices, `replica` has the slow network between these, or pp where there are no replicas.
+    On TPUs the order follows the physical links, so that the last axis has the fastest; of devices in several slices,
+    `replica` has the slow network between these, or pp where there are no replicas. GPUs stay in the order of their
+    hosts, so that the last axes stay within a host, and any axis may reach over the network.
     """
     devices = jax.devices() if devices is None else list(devices)
     if config.simulate and len(devices) != config.simulate:
@@ -91,7 +92,7 @@ def place_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarr
     """
     sizes = resolve_sizes(config, len(devices))
     shape = tuple(sizes.values())
-    if devices[0].platform == "cpu":
+    if devices[0].platform != "tpu":  # JAX calls a host of GPUs a slice; whatever goes between hosts is ours to say
         return np.array(devices).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:

@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import pack, unpack
-from jax import Array
+from jax import Array, lax
 
 from parallax.config.sections import PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
@@ -34,13 +34,17 @@ from parallax.sharding.collectives import (
     as_varying,
     bound_axis_sizes,
     exchange_and_add,
+    max_over,
     reduce_scatter,
     sum_over,
 )
+from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
+from parallax.sharding.host import DEVICE, HOST, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
-from parallax.sharding.parameter import Declared, layouts_of
+from parallax.sharding.parameter import Declared, is_amax, layouts_of
 
 DATA_AXES = ("dp", "cp", "ep")  # axes that may cut a parameter at rest, major first; `replica` never does
+WITHIN_STAGE = (*DATA_AXES, "tp")  # axes that may cut a layer's parameters
 SMALL = 1 << 18  # entries; smaller arrays are limited by latency, so they share one message
 GRADIENTS = "gradients"  # the scope of messages of gradients that no transposed program sends, for traces
 
@@ -115,8 +119,11 @@ class ParameterPlan:
     resident: Layout
     compute: Layout
     summed: Layout
-    dtype: str | None  # in which weights travel over data axes; None for those that no data axis cuts
-    memory: str = "device"
+    dtype: str | None  # that of compute, in which weights travel over data axes; None for those that no data axis cuts
+    rounded_to: str | None = None  # "int8" or "float8", as which they travel then; see FsdpConfig
+    rounded_for: str | None = None  # the same of a kernel of 8-bit products, where each use gathers it
+    memory: str = DEVICE  # where it is between steps
+    states: str = DEVICE  # the same of what an optimizer keeps of it
 
     @property
     def is_gathered_per_use(self) -> bool:
@@ -125,7 +132,7 @@ class ParameterPlan:
     @property
     def is_cast_at_load(self) -> bool:
         """Whether `load` casts: what it moves, and what is not cast where it is used."""
-        moves = self.at_rest != self.staged or self.staged != self.resident
+        moves = self.at_rest != self.staged or self.staged != self.resident or self.memory == HOST
         return self.dtype is not None and (moves or not self.is_gathered_per_use)
 
     @property
@@ -135,8 +142,31 @@ class ParameterPlan:
         further = sum(old != new for old, new in zip(self.summed.axes, self.at_rest.axes, strict=True))
         return further == 1 and self.resident == self.summed and self.at_rest != self.staged != self.summed
 
+    @property
+    def travels(self) -> str | None:
+        """The dtype in which weights travel over data axes."""
+        kind = self.rounded_to or (self.rounded_for if self.is_gathered_per_use else None)
+        return EIGHT_BIT_DTYPES[kind].name if kind else self.dtype
+
     def cast(self, weight: Array) -> Array:
-        return weight.astype(self.dtype) if self.dtype else weight
+        """In the dtype of compute; but what is in 8 bits stays."""
+        return weight.astype(self.dtype) if self.dtype and weight.dtype.itemsize > 1 else weight
+
+    def load_cast(self, weight: Array) -> Array:
+        """What `load` moves; those that are never cast to travel are float32 in a step, however they are stored."""
+        if self.dtype is None:
+            return weight if weight.dtype == jnp.float32 else weight.astype(jnp.float32)
+        if self.memory == HOST:
+            return self._cast_from_host(to_host(weight))
+        return self.cast(weight) if self.is_cast_at_load else weight
+
+    def _cast_from_host(self, weight: Array) -> Array:
+        """What `load` moves of an array in host memory, of layers one after the other: no more than one of them is on
+        the device as it is stored."""
+        if self.at_rest.names[0] != "layers":
+            return self.cast(to_device(weight))
+        layer = lambda at: to_device(lax.dynamic_slice_in_dim(weight, at, 1))[0]  # noqa: E731
+        return lax.map(lambda at: self.cast(layer(at)), jnp.arange(len(weight)))
 
 
 class ShardingPlan:
@@ -156,45 +186,73 @@ class ShardingPlan:
         *,
         orders: Mapping[str, Any] = MappingProxyType({}),
         reduce: str = "float32",
+        gather: str = "compute",
+        products: str | None = None,
         gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1,
+        masters_on: str = DEVICE,
+        states_on: str = DEVICE,
     ):
         """
         Args:
             declared: parameters as `Declared`, a tree of them.
             sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
-            dtype: of compute, in which weights travel; `reduce` is how gradients do, see FsdpConfig.
+            dtype: of compute, in which weights travel unless `gather` says otherwise; `reduce` is how gradients do,
+                see FsdpConfig.
+            products: the numbers of 8 bits that products round their kernels to.
             orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" where there are
                 several kinds; without it no layer moves over pp.
             gather_first: `first` of `all_gather`.
+            masters_on: where parameters are between steps, and `states_on` what an optimizer keeps of them; but what no
+                data axis may cut, norms and biases, is on the device.
         Raises:
             ConfigError: the policies do not fit these parameters.
         """
-        policies.check(named_leaves(layouts_of(declared)))
+        layouts = named_leaves(layouts_of(declared))
+        policies.check(layouts)
         self.policies, self.axis_sizes, self.shapes = policies, axis_sizes, nn.meta.unbox(declared)
         self.orders, self.reduce, self.gather_first = orders, reduce, gather_first
-        row = partial(_row, policies=policies, orders=orders, sizes=sizes, axis_sizes=axis_sizes, dtype=dtype)
+        scaled = {name.rpartition("/")[0] for name, layout in layouts.items() if is_amax(layout)}
+        row = partial(
+            _row,
+            scaled=scaled,
+            policies=policies,
+            orders=orders,
+            sizes=sizes,
+            axis_sizes=axis_sizes,
+            dtype=dtype,
+            rounded_to=None if gather == "compute" else gather,
+            products=products,
+            memory=masters_on,
+            states=states_on,
+        )
         self.rows = jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
 
     def __repr__(self) -> str:
         """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
-        during a step, in a layer, and its summed gradient."""
+        during a step, in a layer, and its summed gradient; where something is in host memory, in which memory the
+        parameter is between steps, and what an optimizer keeps of it."""
         lines = [("parameter", "at rest", "in a step", "on a device")]
         lines += [(line.cells[0], line.cells[1], " ".join(line.cells[2:5]), line.cells[-1]) for line in self._lines()]
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:>10}" for a, b, c, d in lines]
+        if self.uses_host:
+            memories = [("memory", "states"), *((line.memory, line.states) for line in self._lines())]
+            text = [f"{line}  {memory:6}  {states}" for line, (memory, states) in zip(text, memories)]
         return "\n".join([self.heading, *text])
 
     def _repr_html_(self) -> str:
         lines, left = self._lines(), 'style="text-align:left"'
-        most = max(line.held[0] for line in lines)
+        most = max(line.held[0] for line in lines) or 1
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
         body = [
             f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
             + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
+            + "".join(f"<td>{c}</td>" for c in (line.memory, line.states) if self.uses_host)
             + f"<td>{bar.format(8 * line.held[0] / most)}</td></tr>"
             for line in lines
         ]
-        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(HEAD))
+        names = (*HEAD, *(("memory", "states") if self.uses_host else ()))
+        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(names))
         return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
 
     @property
@@ -204,16 +262,31 @@ class ShardingPlan:
         total = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
         found = [in_bytes(sum(line.held[at] for line in self._lines())) for at in range(3)]
         policy = " ".join([self.policies.policy, *(f"{name}={p}" for name, p in self.policies.exceptions.items())])
-        travels = sorted({row.dtype for row in jax.tree.leaves(self.rows) if row.dtype and row.at_rest != row.compute})
+        moving = [row for row in jax.tree.leaves(self.rows) if row.travels and row.at_rest != row.compute]
+        travels = sorted({row.travels for row in moving})
         return (
             f"{total:,} parameters on {mesh}, {found[0]} of them on a device\n"
             f"policy {policy}: in a step {found[1]} of weights, {found[2]} of gradients"
             + "".join(f"; weights travel as {dtype}" for dtype in travels)
+            + self._on_host
         )
+
+    @property
+    def _on_host(self) -> str:
+        """Of how many parameters what is in host memory, as a line; "" of none."""
+        rows = jax.tree.leaves(self.rows)
+        counts = {"parameters": [row.memory for row in rows], "optimizer's states": [row.states for row in rows]}
+        said = [f"{what} of {on.count(HOST)}" for what, on in counts.items() if HOST in on]
+        return f"\nin host memory between steps: {' and '.join(said)} of {len(rows)} arrays" if said else ""
 
     def _lines(self) -> list["_Line"]:
         shapes = named_leaves(self.shapes)
         return [_Line.of(name, row, shapes[name], self.axis_sizes) for name, row in named_leaves(self.rows).items()]
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything of a parameter is in host memory between steps."""
+        return any(HOST in (row.memory, row.states) for row in jax.tree.leaves(self.rows))
 
     @property
     def at_rest(self) -> Any:
@@ -229,12 +302,20 @@ class ShardingPlan:
     def use(self, weights: Any, part: str = "") -> Any:
         """The weights that a layer computes with, of resident ones: those of a part, or of one of its
         layers; without a part, of all."""
-        return jax.tree.map(self._use, self._rows(part), weights)
+        rows = jax.tree.leaves(self.rows_of(part))
+        leaves, structure = jax.tree.flatten(weights)
+        resident, compute = [row.resident for row in rows], [row.compute for row in rows]
+        whole = self._gather_all(rows, resident, compute, leaves, [row.is_gathered_per_use for row in rows])
+        return jax.tree.unflatten(structure, whole)
 
     def add_up(self, part: str) -> list[Callable[[Array], Array]]:
         """For each leaf of a part the move of its gradient from compute to summed; float32."""
-        rows = jax.tree.leaves(self._rows(part))
+        rows = jax.tree.leaves(self.rows_of(part))
         return [lambda grad, row=row: self._scatter(row, row.compute, row.summed, grad) for row in rows]
+
+    def keeps_maximum(self, part: str) -> list[bool]:
+        """Whether of each leaf of a part not the sum over uses counts, but the maximum."""
+        return [is_amax(row.compute) for row in jax.tree.leaves(self.rows_of(part))]
 
     def added_up(self, part: str, grads: Any) -> Any:
         """The same for a tree of gradients, which may lack some of the part's leaves."""
@@ -242,7 +323,8 @@ class ShardingPlan:
         return jax.tree.map(lambda row, grad: self._scatter(row, row.compute, row.summed, grad), rows, grads)
 
     def store(self, grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them."""
+        """Gradients as their parameters lie at rest, of summed ones; summed over the axes that do not cut them, scales
+        of 8-bit products as the maximum over these."""
         with jax.named_scope(GRADIENTS):
             return self._sum({part: self._of_stacks(part, self._store, grads[part]) for part in PARTS})
 
@@ -252,15 +334,14 @@ class ShardingPlan:
         def zeros(row: ParameterPlan, weight: Array) -> Array:
             layers = weight.shape[: row.compute.names[0] == "layers"]
             one = jax.ShapeDtypeStruct(weight.shape[len(layers) :], weight.dtype)
-            made = lambda w: self._scatter(row, row.compute, row.summed, self._use(row, w))  # noqa: E731
+            whole = lambda w: self._gather(row, row.resident, row.compute, w)  # noqa: E731
+            made = lambda w: self._scatter(row, row.compute, row.summed, whole(w))  # noqa: E731
             return as_varying(jnp.zeros((*layers, *jax.eval_shape(made, one).shape), jnp.float32))
 
         return jax.tree.map(zeros, self.rows[part], weights)
 
-    def _use(self, row: ParameterPlan, weight: Array) -> Array:
-        return self._gather(row, row.resident, row.compute, weight)
-
-    def _rows(self, part: str) -> Any:
+    def rows_of(self, part: str) -> Any:
+        """The rows of a part, as "blocks" or "blocks/KIND"; without one, all."""
         return functools.reduce(lambda rows, name: rows[name], filter(None, part.split("/")), self.rows)
 
     def _of_stacks(self, part: str, move: Callable[[str, Any], Any], tree: Any) -> Any:
@@ -269,18 +350,18 @@ class ShardingPlan:
         return {kind: move(f"{part}/{kind}", tree[kind]) for kind in kinds} if kinds else move(part, tree)
 
     def _load(self, part: str, params: Any) -> Any:
-        rows, order = jax.tree.leaves(self._rows(part)), self.orders.get(part)
+        rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(params)
-        leaves = [row.cast(x) if row.is_cast_at_load else x for row, x in zip(rows, leaves, strict=True)]
+        leaves = [row.load_cast(x) for row, x in zip(rows, leaves, strict=True)]
         layouts = [row.at_rest for row in rows]
         if order:
             layouts, leaves = [row.staged for row in rows], order.to_stages(layouts, leaves)
         # Of a table, pp and data axes that cut the same dim are gathered at once.
-        gathered = [self._gather(row, at, row.resident, x) for row, at, x in zip(rows, layouts, leaves, strict=True)]
-        return jax.tree.unflatten(structure, gathered)
+        resident, rounded = [row.resident for row in rows], [not row.is_gathered_per_use for row in rows]
+        return jax.tree.unflatten(structure, self._gather_all(rows, layouts, resident, leaves, rounded))
 
     def _store(self, part: str, grads: Any) -> Any:
-        rows, order = jax.tree.leaves(self._rows(part)), self.orders.get(part)
+        rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
         if part.startswith("blocks"):
             leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
@@ -300,8 +381,34 @@ class ShardingPlan:
         with jax.named_scope(row.scope):
             return reduce_scatter(f"{row.staged} -> {row.at_rest}", grad)
 
+    def _gather_all(
+        self,
+        rows: Sequence[ParameterPlan],
+        before: Sequence[Layout],
+        after: Sequence[Layout],
+        weights: Sequence[Array],
+        rounded: Sequence[bool],
+    ) -> list[Array]:
+        """Weights gathered, those that are `rounded` on this way in 8 bits if the plan says so: bitwise what rounding
+        of whole ones gives. One all_reduce finds all their largest entries."""
+        whole, in_eight_bits = [*weights], [row.rounded_to and now for row, now in zip(rows, rounded, strict=True)]
+        for at, (row, old, new, x) in enumerate(zip(rows, before, after, weights, strict=True)):
+            whole[at] = row.cast(x) if in_eight_bits[at] else self._gather(row, old, new, x)
+        if not any(in_eight_bits):
+            return whole
+        narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
+        largest, shapes = pack([_largest(rows[at], whole[at]) for at in narrow], "*")
+        for at, most in zip(narrow, unpack(max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
+            row, x = rows[at], whole[at]
+            scale = scale_of(most.reshape(*most.shape, *(1,) * (x.ndim - most.ndim)), row.rounded_to)
+            with jax.named_scope(row.scope):
+                whole[at] = gather_rounded(
+                    _pattern(before[at], after[at], x), row.rounded_to, self.gather_first, x, scale
+                )
+        return whole
+
     def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
-        """The one call that gathers weights: cast first, so that fewer bytes are sent."""
+        """Gathered as they are cast, so that fewer bytes are sent."""
         if before == after:
             return weight
         with jax.named_scope(row.scope):
@@ -327,9 +434,9 @@ class ShardingPlan:
         for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
             axes = tuple(axis for axis in bound_axis_sizes() if axis not in layout.used_axes())
             alone = at if leaves[at].size > SMALL else None
-            messages.setdefault((axes, alone), []).append(at)
-        for (axes, _), members in messages.items():
-            for at, total in zip(members, _sum_together([leaves[at] for at in members], axes), strict=True):
+            messages.setdefault((max_over if is_amax(layout) else sum_over, axes, alone), []).append(at)
+        for (combine, axes, _), members in messages.items():
+            for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
                 leaves[at] = total
         return jax.tree.unflatten(structure, leaves)
 
@@ -339,10 +446,15 @@ def _row(
     declared: Declared,
     *,
     policies: Policies,
+    scaled: set[str],
     orders: Mapping[str, Any],
     sizes: Mapping[str, int],
     axis_sizes: Mapping[str, int],
     dtype: str,
+    rounded_to: str | None,
+    products: str | None,
+    memory: str,
+    states: str,
 ) -> ParameterPlan:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     # Parameters of layers are named as in a layer, of whatever kind.
@@ -351,7 +463,8 @@ def _row(
     module = path.removeprefix(part).strip("/")
     order, ranks = orders.get(part), axis_sizes.get("pp", 1) if orders else 1
     compute = declared.layout
-    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut_over_data(compute, declared.at_rest, axis_sizes)))
+    cut = cut_over_data(compute, declared.at_rest, sizes, axis_sizes)
+    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut))
     at_rest = staged = stay.at_rest
     if order and not order.in_order:
         at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
@@ -359,7 +472,13 @@ def _row(
         at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
     scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
     travels = dtype if declared.at_rest else None
-    return ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, travels)
+    # Kernels of 8-bit products are rounded over the scales of these.
+    rounded_for = products if declared.at_rest and path in scaled else None
+    rounded_to = rounded_to if declared.at_rest and "vocab" not in compute.names and path not in scaled else None
+    memory, states = (memory, states) if declared.at_rest else (DEVICE, DEVICE)
+    return ParameterPlan(
+        scope, at_rest, staged, stay.resident, compute, stay.summed, travels, rounded_to, rounded_for, memory, states
+    )
 
 
 # Behind the layout at rest: the data axes that cut the parameter during a step, in a layer, and its summed gradient.
@@ -374,37 +493,44 @@ class _Line(NamedTuple):
     cells: tuple[str, ...]
     layout: Layout
     held: tuple[int, int, int]
+    memory: str
+    states: str
 
     @staticmethod
     def of(name: str, row: ParameterPlan, shape: Any, axis_sizes: Mapping[str, int]) -> "_Line":
         def entries(layout: Layout) -> int:
             return shape.size // math.prod(axis_sizes.get(axis, 1) for axis in layout.used_axes())
 
-        width = jnp.dtype(row.dtype).itemsize if row.dtype and row.is_cast_at_load else FLOAT32_BYTES
+        width = shape.dtype.itemsize if row.dtype else FLOAT32_BYTES
+        width = jnp.dtype(row.dtype).itemsize if row.dtype and row.is_cast_at_load else width
         held = (
-            entries(row.at_rest) * FLOAT32_BYTES,
+            entries(row.at_rest) * shape.dtype.itemsize * (row.memory == DEVICE),
             entries(row.resident) * width,
             entries(row.summed) * FLOAT32_BYTES,
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
         hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
-        travels = row.dtype if row.at_rest != row.compute and row.dtype else "-"
+        travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
-        return _Line((name, str(row.at_rest), *cuts, hop, travels, *sizes), row.at_rest, held)
+        cells = name, str(row.at_rest), *cuts, hop, travels, *sizes
+        return _Line(cells, row.at_rest, held, row.memory, row.states)
 
 
-def cut_over_data(layout: Layout, dim: str, axes: Iterable[str]) -> Layout:
-    """The layout with `dim` cut over those of a mesh's axes that are data axes, too, behind those that cut it; itself
-    where `dim` is "".
+def cut_over_data(layout: Layout, dims: str, sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Layout:
+    """The layout with a dim cut over those of a mesh's axes that are data axes, too, behind those that cut it: the
+    first of `dims` that they divide, or else the last; itself where there are none.
 
-    >>> str(cut_over_data(Layout.parse("d_model/tp d_ff"), "d_model", ("pp", "dp", "tp")))
-    'd_model/tp/dp d_ff'
+    >>> layout, sizes = Layout.parse("experts/ep d_model d_ff/tp"), dict(experts=8, d_model=64, d_ff=128)
+    >>> [str(cut_over_data(layout, "experts d_model", sizes, dict(dp=dp, ep=2))) for dp in (4, 8)]
+    ['experts/ep/dp d_model d_ff/tp', 'experts/ep d_model/dp d_ff/tp']
     """
-    if not dim:
-        return layout
-    further = (axis for axis in DATA_AXES if axis in axes and axis not in layout.used_axes())
-    return layout.with_cut(dim, (*layout.cut_of(dim), *further))
+    further = tuple(axis for axis in DATA_AXES if axis in axis_sizes and axis not in layout.used_axes())
+    for dim in dims.split():
+        cut = layout.with_cut(dim, (*layout.cut_of(dim), *further))
+        if sizes[dim] % math.prod(axis_sizes.get(axis, 1) for axis in cut.cut_of(dim)) == 0:
+            break
+    return cut if dims else layout
 
 
 def cut_over_pp(
@@ -417,6 +543,12 @@ def cut_over_pp(
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
+def _largest(row: ParameterPlan, weights: Array) -> Array:
+    """The largest entry of an array, by layer where it has more than one."""
+    one = len(row.compute.names) - (row.compute.names[0] == "layers")
+    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim))
+
+
 def _pattern(before: Layout, after: Layout, x: Array) -> str:
     """The move in the notation; an array of one layer has no dim "layers"."""
     skip = len(before.names) - x.ndim
@@ -424,9 +556,9 @@ def _pattern(before: Layout, after: Layout, x: Array) -> str:
     return f"{one(before)} -> {one(after)}"
 
 
-def _sum_together(arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
-    """Each array's sum over these axes, all in one message; the same bits as one by one."""
+def _together(combine: Callable, arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
+    """Each array's sum or maximum over these axes, all in one message; the same bits as one by one."""
     if len(arrays) == 1 or not axes:
-        return [sum_over(x, axes) for x in arrays]
+        return [combine(x, axes) for x in arrays]
     flat, shapes = pack(arrays, "*")
-    return unpack(sum_over(flat, axes), shapes, "*")
+    return unpack(combine(flat, axes), shapes, "*")

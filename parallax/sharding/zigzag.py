@@ -11,13 +11,13 @@ import numpy as np
 from jax import Array, lax
 
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, gather_with_exchange, is_bound, offset, reshard
+from parallax.sharding.collectives import as_varying, gather_with_exchange, offset, ranks_over, reshard
 from parallax.sharding.layout import Layout
 
 
 def context_ranks() -> int:
     """The size of cp here; 1 outside of a mesh, and on one that does not cut seq."""
-    return lax.axis_size(CONTEXT_AXIS) if is_bound(CONTEXT_AXIS) else 1
+    return ranks_over([CONTEXT_AXIS])
 
 
 def chunks_of(ranks: int) -> np.ndarray:
@@ -43,15 +43,11 @@ def order_of(ranks: int, pieces: int) -> np.ndarray:
 def places(layout: str | Layout, tokens: int) -> Array:
     """The index in its whole row of each of the `tokens` that a device holds of an array of this layout, [tokens]."""
     layout = layout if isinstance(layout, Layout) else Layout.parse(layout)
-    axes, ranks = layout.cut_of("seq"), context_ranks()
-    if CONTEXT_AXIS not in axes or ranks == 1:
-        return offset(layout, "seq", tokens) + jnp.arange(tokens)
-    further = [axis for axis in axes if axis != CONTEXT_AXIS and is_bound(axis)]
-    piece, pieces = 0, 1
-    for axis in further:  # cut the tokens that a context rank holds
-        piece, pieces = piece * lax.axis_size(axis) + lax.axis_index(axis), pieces * lax.axis_size(axis)
-    held = piece * tokens + jnp.arange(tokens)
-    chunk = tokens * pieces // 2
+    ranks, within = context_ranks(), layout.without(CONTEXT_AXIS)  # what cuts the tokens that a context rank holds
+    held = offset(within, "seq", tokens) + jnp.arange(tokens)
+    if CONTEXT_AXIS not in layout.cut_of("seq") or ranks == 1:
+        return held
+    chunk = tokens * ranks_over(within.cut_of("seq")) // 2
     own = jnp.asarray(chunks_of(ranks))[lax.axis_index(CONTEXT_AXIS)]
     return own[held // chunk] * chunk + held % chunk
 

@@ -1,4 +1,4 @@
-"""Each process's rows of a batch, and how they get to its devices."""
+"""Each process's part of a batch, and how it gets to its devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,29 +13,38 @@ from parallax.data.vocabulary import with_tokenizer
 from parallax.training.folder import RunFolder
 
 
-def own_rows(sharding: Sharding, shape: tuple[int, int]) -> np.ndarray:
-    """The rows of a global batch that this process's devices hold, in order; a mesh may leave gaps between them."""
-    pieces = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
-    return np.concatenate([np.arange(*piece) for piece in sorted(pieces)])
+def own_part(sharding: Sharding, shape: tuple[int, int]) -> tuple[np.ndarray, range]:
+    """The rows of a global batch that this process's devices hold, in order, and the columns, from the first to the
+    last; a mesh may leave gaps between rows."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    rows, columns = ({index[dim].indices(shape[dim])[:2] for index in indices} for dim in (0, 1))
+    first, last = min(columns), max(columns)
+    return np.concatenate([np.arange(*piece) for piece in sorted(rows)]), range(first[0], last[1])
 
 
 def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np.ndarray]], dict[str, Any]]:
-    """A function that sends this process's `own_rows` to its devices, as pieces of global arrays."""
-    rows = own_rows(sharding, shape)
+    """A function that sends this process's `own_part` to its devices, as pieces of global arrays."""
+    rows, columns = own_part(sharding, shape)
 
     def put_one(array: np.ndarray) -> jax.Array:
         def piece(index: tuple[slice, ...]) -> np.ndarray:
-            start, stop, _ = index[0].indices(shape[0])
+            (start, stop, _), (left, right, _) = (part.indices(size) for part, size in zip(index, shape))
             first = np.searchsorted(rows, start)
-            return array[first : first + stop - start, index[1]]
+            return array[first : first + stop - start, left - columns.start : right - columns.start]
 
         return jax.make_array_from_callback(shape, sharding, piece)
 
     return lambda batch: {name: put_one(array) for name, array in batch.items()}
 
 
-def open_split(settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None) -> Reader:
+def open_split(
+    settings: Settings,
+    folder: RunFolder,
+    split: str,
+    rows: np.ndarray | None = None,
+    columns: range | None = None,
+) -> Reader:
     """The reader of a split; the corpus is prepared first where it is not yet."""
     vocab = settings.model.vocab or None
     settings = with_tokenizer(settings, folder.path)
-    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows)
+    return open_reader(settings.data, folder=folder.data, vocab=vocab, split=split, rows=rows, columns=columns)

@@ -6,15 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax.sharding import NamedSharding
+from jax import Array, lax
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.fingerprint import fingerprint
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.sharding.collectives import as_varying
-from parallax.training.step import TrainState
+from parallax.sharding.host import is_on_host, to_device
+from parallax.training.step import TrainState, in_their_memory
 
 NamedBits = dict[str, np.ndarray]  # by name of an array, uint32, a dim for each axis: of each device's piece
 
@@ -33,7 +34,7 @@ class SilentCorruptionCheck:
         self._shardings, self._mesh = flatten(shardings), shardings.step.mesh
 
         def local(state):
-            pieces = [as_varying(fingerprint(leaf)) for leaf in jax.tree.leaves(state)]
+            pieces = [as_varying(_fingerprint(leaf)) for leaf in jax.tree.leaves(in_their_memory(state, shardings))]
             return jnp.stack(pieces)[(None,) * self._mesh.devices.ndim]
 
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -102,4 +103,14 @@ def _held_by_hosts(array: Array) -> Callable[[], Array]:
     # Copied: on CPU a view of the device's buffer would see what the step writes there.
     pieces = [(np.array(shard.data), shard.device) for shard in array.addressable_shards]
     shape, sharding = array.shape, array.sharding
-    return lambda: jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(*p) for p in pieces])
+    put = lambda piece, device: jax.device_put(piece, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))  # noqa: E731
+    return lambda: jax.make_array_from_single_device_arrays(shape, sharding, [put(*p) for p in pieces])
+
+
+def _fingerprint(x: Array) -> Array:
+    """That of an array; of one in host memory row by row, so that no more of it is on the device."""
+    if not is_on_host(x):
+        return fingerprint(x)
+    row = lambda at: fingerprint(to_device(lax.dynamic_slice_in_dim(x, at, 1)))  # noqa: E731
+    marks = lax.map(row, jnp.arange(len(x)))
+    return fingerprint(marks)

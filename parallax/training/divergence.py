@@ -21,9 +21,10 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import EXIT_NUMBERS, ParallaxError, first_few
 from parallax.runtime.multihost.job import set_phase
 from parallax.runtime.run_files import RunFiles
-from parallax.sharding.layout import Layout
+from parallax.sharding.host import to_device
+from parallax.sharding.parameter import is_trained
 from parallax.training.logger import RunLogger
-from parallax.training.optimizer import global_norm, is_load
+from parallax.training.optimizer import global_norm
 
 SHOWN_RANGES = 8
 
@@ -37,7 +38,7 @@ class DivergenceError(ParallaxError):
 class Diagnosis(NamedTuple):
     """Of one step. Arrays are [..., 2]: entries that are not finite, and the largest of the others or, of gradients,
     the norm. Those of blocks have a leading dim of the model's layers, zeros where one has no such array; the load of
-    experts, which is no gradient, is left out."""
+    experts and scales of 8-bit products, which have no gradient, are left out."""
 
     loss: float
     grad_norm: float
@@ -115,16 +116,17 @@ def not_finite(params: Any) -> list[str]:
 
 @jax.jit
 def _any_not_finite(params: Any) -> dict[str, Array]:
-    return {name: ~jnp.isfinite(leaf).all() for name, leaf in flatten(params).items()}
+    return {name: ~jnp.isfinite(to_device(leaf)).all() for name, leaf in flatten(params).items()}
 
 
 def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: Array):
     metrics, grads = model.loss_and_grad(params, batch, noise)
-    layouts = jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
-    trained = [name for name, layout in zip(flatten(grads), layouts, strict=True) if not is_load(layout)]
-    grads = {name: grad for name, grad in flatten(grads).items() if name in trained}
+    layouts = flatten(model.layouts)
+    grads = {name: grad for name, grad in flatten(grads).items() if is_trained(layouts[name])}
     gradients = {name: _measure(name, grad, norm=True) for name, grad in grads.items()}
-    parameters = {name: _measure(name, leaf, norm=False) for name, leaf in flatten(params).items()}
+    parameters = {
+        name: _measure(name, leaf, norm=False) for name, leaf in flatten(jax.tree.map(to_device, params)).items()
+    }
     return metrics["loss"], global_norm(grads), gradients, parameters
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from parallax.config.settings import Settings, load_json
+from parallax.config.settings import Settings
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, ConfigError, writing
 from parallax.runtime.multihost.job import is_first
@@ -89,10 +89,7 @@ class RunFolder(RunFiles):
 
     def _starts(self) -> list[Any]:
         """The starts so far; empty if the file cannot be read."""
-        try:
-            starts = load_json(self.metadata).get("starts")
-        except CheckpointError:
-            return []
+        starts = files.object_if_readable(self.metadata).get("starts")
         return starts if isinstance(starts, list) else []
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying, offset, sum_over
 from parallax.sharding.layout import Layout
-from parallax.training.optimizer import is_load
+from parallax.sharding.parameter import is_load
 
 COUNTS = "expert_counts"  # of a step's metrics
 DIGITS = 5  # of a share in metrics.jsonl, behind the point
@@ -24,7 +24,7 @@ DIGITS = 5  # of a share in metrics.jsonl, behind the point
 def counts_of(model: ShardedModel, grads: Any) -> dict[str, Array]:
     """Metrics of a model with experts, none of others: how often each was chosen, float32 [layers with experts,
     experts], in the order of the model, whole on every device; tokens of padding choose, too."""
-    layouts = jax.tree.leaves(model.layouts, is_leaf=lambda leaf: isinstance(leaf, Layout))
+    layouts = jax.tree.leaves(model.layouts)
     leaves = zip(jax.tree.leaves(grads), layouts, jax.tree.leaves(model.shapes), strict=True)
     found = [_whole(model.mesh, grad, layout, like) for grad, layout, like in leaves if is_load(layout)]
     return {COUNTS: found[0]} if found else {}  # one stack of layers has experts

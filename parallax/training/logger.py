@@ -1,7 +1,6 @@
 """Logging of a run: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases; in process 0 only."""
 
 import contextlib
-import importlib
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from parallax.config.settings import Settings
 from parallax.runtime import files
-from parallax.runtime.errors import CheckpointError, ConfigError, first_line, how_to_install, tell, writing
+from parallax.runtime.errors import CheckpointError, first_line, how_to_install, imported, tell, writing
 from parallax.runtime.multihost.job import is_first
 from parallax.runtime.progress import make_room, printing_progress, progress_printer
 from parallax.runtime.run_files import RunFiles, row_of
@@ -101,9 +100,8 @@ class RunLogger:
         if self._speaks:
             with writing(self._metrics_path.parent, files.WHEN_FULL):
                 drop_after(self._metrics_path, step)
-            self._metrics = files.AppendFile(self._metrics_path)
-            for writer in self._writers:
-                with writing(self._metrics_path.parent, files.WHEN_FULL):
+                self._metrics = files.AppendFile(self._metrics_path)
+                for writer in self._writers:
                     writer.begin(step, self.say)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
@@ -146,19 +144,12 @@ def metrics_writers(settings: Settings, folder: RunFiles) -> list["TensorBoard |
     return found
 
 
-def imported(package: str, setting: str, advice: str) -> Any:
-    """An optional package; ConfigError if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ConfigError(f"{setting} needs the package {package}: {advice}") from None
-
-
 class TensorBoard:
     """TensorBoard events in the run's folder; events after the resumed step are purged."""
 
     def __init__(self, folder: RunFiles):
-        self._package = imported("tensorboardX", "train.tensorboard=True", how_to_install("tensorboard"))
+        needs = f"train.tensorboard=True needs the package tensorboardX: {how_to_install('tensorboard')}"
+        self._package = imported("tensorboardX", needs)
         self._folder, self._events = folder.tensorboard, None
 
     def begin(self, step: int, say: Callable[[str], None]) -> None:
@@ -185,7 +176,8 @@ class Wandb:
     """
 
     def __init__(self, project: str, folder: RunFiles, settings: dict[str, Any]):
-        self._wandb = imported("wandb", f"train.wandb={project!r}", f"{how_to_install('wandb')}, or leave it empty")
+        advice = f"{how_to_install('wandb')}, or leave it empty"
+        self._wandb = imported("wandb", f"train.wandb={project!r} needs the package wandb: {advice}")
         self._project, self._folder, self._settings = project, folder, settings
         self._run: Any = None
         self._say: Callable[[str], None] = print
@@ -228,10 +220,7 @@ class Wandb:
     def _own_id(self) -> str:
         """That of the project's run in this folder; a new one where there is none yet."""
         file = self._folder.wandb
-        try:
-            known = files.read_object(file)
-        except (OSError, ValueError):
-            known = {}
+        known = files.object_if_readable(file)
         if known.get("project") != self._project or not isinstance(known.get("id"), str):
             known = {"project": self._project, "id": uuid.uuid4().hex[:12]}
             with writing(self._folder.path):

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ class TrainingLoop:
     rates: LearningRates
     skips: SkippedSteps
     corruption_check: SilentCorruptionCheck
-    profile: Profile = field(default_factory=Profile)
+    profile: Profile
     eval_loss: float | None = None  # of the latest evaluation
     params: Any = None  # after the latest step that was dispatched
     owed: bool = False  # a save that waits for a step that is not skipped

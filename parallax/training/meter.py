@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,8 +78,7 @@ class Meter:
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """What the console shows, in at most `LINE_WIDTH` columns; speed is the mean since the last line."""
-        secs = sum(secs for secs, _ in self._window) / max(len(self._window), 1)
-        waited = sum(waited for _, waited in self._window) / max(len(self._window), 1)
+        secs, waited = map(statistics.fmean, zip(*self._window)) if self._window else (0.0, 0.0)
         self._window.clear()
         parts = {
             "step": f"step {step}/{self.steps}",

@@ -4,7 +4,6 @@ What devices send each other for an update is written here, in the local view: M
 """
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -18,10 +17,11 @@ from parallax.config.sections import OptimizerConfig
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
+from parallax.sharding.parameter import is_load, is_trained, stacked_dims
+from parallax.training.low_precision import MOMENT_FIELDS, stored
 
 # Dims that a kernel contracts, when they stand first.
 INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
-MATRIX_NUMBERS = ("layers", "experts")  # dims before these, of many matrices in one array
 # Root mean square of the entries of Muon's direction, made AdamW's, so that one learning rate serves both
 # (arXiv 2502.16982, section 2.2): those of an orthogonal matrix have 1 / root of its longer side.
 MUON_RMS = 0.2
@@ -56,9 +56,10 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.GradientTransformation:
     """Clip by the norm of the whole gradient, then AdamW or Muon; decay skips norms and biases. What balances the load
-    of experts is no gradient and goes its own way: see `balance`.
+    of experts is no gradient and goes its own way: see `balance`. Scales of 8-bit products stay as they are.
 
-    `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims.
+    `layouts` is the tree of the parameters' layouts: which leaf is a matrix, and of what, is read from its dims. Where
+    moments are not in float32, `update` takes `noise`: see `stored`.
     """
     direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     if config.name == "muon":
@@ -66,10 +67,17 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     decay = optax.add_decayed_weights(config.weight_decay, map_layouts(is_matrix, layouts))
     update = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate(config, steps)))
     trained = optax.chain(clip_by_norm(config.clip_norm), update) if config.clip_norm else update
-    kinds = map_layouts(lambda layout: "balance" if is_load(layout) else "trained", layouts)
-    if "balance" not in jax.tree.leaves(kinds):
-        return trained
-    return optax.partition({"balance": balance(config.balance_rate), "trained": trained}, kinds)
+    others = {"balance": balance(config.balance_rate), "scale": optax.set_to_zero()}
+    kinds = map_layouts(_kind_of_update, layouts)
+    found = {kind: others[kind] for kind in others if kind in jax.tree.leaves(kinds)}
+    if found:
+        trained = optax.partition({**found, "trained": trained}, kinds)
+    dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
+    return trained if {*dtypes.values()} == {"float32"} else stored(trained, dtypes, layouts)
+
+
+def _kind_of_update(layout: Layout) -> str:
+    return "trained" if is_trained(layout) else "balance" if is_load(layout) else "scale"
 
 
 def balance(rate: float) -> optax.GradientTransformation:
@@ -110,6 +118,8 @@ def orthogonalized(path: Any, x: Array, layout: Layout, coefficients: Array) -> 
 
     In the local view of the mesh that is set, so that what is sent is what `newton_schulz` says; where none is, whole.
     """
+    if not x.size:  # its layers' turn is another one: see update_by_layer
+        return x
     inputs, outputs = (math.prod(x.shape[at] for at in dims) for dims in muon_dims(layout))
     rounds = functools.partial(newton_schulz, layout=layout, tall=inputs > outputs)
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:
@@ -164,22 +174,8 @@ def is_matrix(layout: Layout) -> bool:
     >>> [is_matrix(Layout.parse(text)) for text in ("layers/pp d_model/tp", "layers/pp d_model/dp d_ff/tp")]
     [False, True]
     """
-    dims = layout.names[_stacked(layout) :]
+    dims = layout.names[stacked_dims(layout) :]
     return len(dims) > 1 and any(name in INPUT_DIMS for name in dims)
-
-
-def is_load(layout: Layout) -> bool:
-    """Whether a parameter is a router's bias, whose gradient is the load of its experts.
-
-    >>> is_load(Layout.parse("layers/pp experts"))
-    True
-    """
-    return layout.names[-1:] == ("experts",) and _stacked(layout) == len(layout.names)
-
-
-def _stacked(layout: Layout) -> int:
-    """How many dims at the front number matrices."""
-    return sum(1 for _ in itertools.takewhile(MATRIX_NUMBERS.__contains__, layout.names))
 
 
 def muon_dims(layout: Layout) -> Any:
@@ -191,7 +187,7 @@ def muon_dims(layout: Layout) -> Any:
     """
     if not is_matrix(layout) or "vocab" in layout.names:
         return None
-    first = _stacked(layout)
+    first = stacked_dims(layout)
     dims = tuple(range(first, len(layout.names)))
     inputs = dims[:1] if layout.names[first] in INPUT_DIMS else dims[:-1]
     return optax.contrib.MuonDimensionNumbers(inputs, tuple(d for d in dims if d not in inputs))
@@ -199,7 +195,8 @@ def muon_dims(layout: Layout) -> Any:
 
 def global_norm(grads: Any, layouts: Any = None) -> Array:
     """The norm of the whole gradient, over the whole mesh, in float32; in the local view of pieces with these layouts,
-    without the load of experts.
+    without the load of experts and maxima, of which it is not finite if one of these is not: rounded to 8 bits, what is
+    not finite could look as if it were.
 
     Communication:
         forward   all_reduce of the squares' sum of each leaf over the axes that cut it, those of the same axes together
@@ -207,8 +204,9 @@ def global_norm(grads: Any, layouts: Any = None) -> Array:
     squares, structure = jax.tree.flatten(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), grads))
     if bound_axis_sizes():
         given = structure.flatten_up_to(layouts)
-        squares = [square for square, layout in zip(squares, given) if not is_load(layout)]
-        cut_by = [layout.used_axes() for layout in given if not is_load(layout)]
+        kept = [at for at, layout in enumerate(given) if not is_load(layout)]
+        squares = [squares[at] if is_trained(given[at]) else 0 * squares[at] for at in kept]
+        cut_by = [given[at].used_axes() for at in kept]
         for axes in dict.fromkeys(cut_by):
             members = [at for at, own in enumerate(cut_by) if own == axes]
             for at, total in zip(members, sum_over(jnp.stack([squares[at] for at in members]), axes), strict=True):

@@ -18,21 +18,15 @@ from parallax.training.step import TrainStep
 
 
 class Profile(contextlib.AbstractContextManager):
-    """Traces the steps of `train.profile_steps`; without arguments, none. Use it as a context: leaving it ends a trace.
+    """Traces the steps of `train.profile_steps`. Use it as a context: leaving it ends a trace.
 
     The devices are idle when a trace begins, and again when it ends: it holds these steps whole and no others. Beside
     it lie the program that the devices run, by which its operations are known, and the mesh.
     """
 
-    def __init__(
-        self,
-        settings: Settings | None = None,
-        step: TrainStep | None = None,
-        folder: RunFiles | None = None,
-        say: Callable[[str], None] = print,
-    ):
+    def __init__(self, settings: Settings, step: TrainStep, folder: RunFiles, say: Callable[[str], None] = print):
         self._settings, self._step, self._folder, self._say = settings, step, folder, say
-        self._steps = settings.train.profiled if settings else range(0)
+        self._steps = settings.train.profiled
         self._open: contextlib.ExitStack | None = None
 
     def __exit__(self, *_) -> None:

@@ -1,18 +1,25 @@
 """Whether a run starts or resumes, and whether its settings still fit its checkpoints."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
+from parallax.config.sections import WEIGHTS_DTYPES
 from parallax.config.settings import compare_settings
+from parallax.model.products import is_scale
 from parallax.runtime.errors import CheckpointError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD, RunFiles
-from parallax.runtime.version import code_version, version_of
 from parallax.training.folder import RunFolder
 
 RESUME = ("auto", "must", "never")
@@ -20,6 +27,7 @@ RESUME = ("auto", "must", "never")
 # text and the order of its windows; a corpus that has only moved is the same one.
 FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
+FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # of what a checkpoint holds
 TOKENIZER = "corpus.tokenizer"
 # What may change in a model: how it is computed, and context extension; no window is shorter than the run's seq.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # as these begin
@@ -73,12 +81,15 @@ def load_newest(
 
 
 def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Callable[[str], None]) -> Any:
-    """The parameters of another run's newest checkpoint, onto the shardings of `wanted`.
+    """The parameters of another run's newest checkpoint, onto the shardings of `wanted` and in its dtypes: bfloat16 is
+    the nearest to what is float32 there.
 
     CheckpointError if it knows its ids by another tokenizer.
     """
     checkpoints = RunFiles(source).checkpoints
-    step, parts, damaged = restore_newest(checkpoints, {"params": wanted}, settings=settings)
+    saved = _as_saved(checkpoints, wanted)
+    own = flatten(wanted)
+    step, parts, damaged = restore_newest(checkpoints, {"params": saved}, settings=settings)
     changed = compare_settings(read_manifest(checkpoints, step)["settings"], settings)
     there, here = changed.get(TOKENIZER, (None, None))
     if there is not None and here is not None:
@@ -88,7 +99,34 @@ def load_params(source: str, wanted: Any, settings: Mapping[str, Any], say: Call
         )
     for error in damaged:
         say(f"{error}; weights are those of step {step}")
-    return parts["params"]
+    found = {name: parts["params"].get(name, jnp.zeros(like.shape)) for name, like in own.items()}
+    return jax.tree.unflatten(jax.tree.structure(wanted), [_as_wanted(found[name], own[name]) for name in own])
+
+
+def _as_wanted(x: Any, like: Any) -> Any:
+    if x.dtype == like.dtype and x.sharding == like.sharding:
+        return x
+    return jax.device_put(x.astype(like.dtype), like.sharding)
+
+
+def _as_saved(checkpoints: Path, wanted: Any) -> dict[str, Any]:
+    """Shapes of parameters by name, with the dtypes that the newest checkpoint has, where these are dtypes of
+    parameters. Scales of 8-bit products are asked for where it has some."""
+    stored: Mapping[str, Any] = {}
+    for step in sorted(complete_steps(checkpoints)):
+        with contextlib.suppress(CheckpointError):  # whoever restores says what is wrong
+            stored = read_manifest(checkpoints, step)["arrays"].get("params", {})
+    dtypes = {name: about["dtype"] for name, about in stored.items() if about["dtype"] in WEIGHTS_DTYPES}
+    found = {
+        name: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtypes.get(name, leaf.dtype)), sharding=leaf.sharding)
+        for name, leaf in flatten(wanted).items()
+        if not is_scale(name)
+    }
+    whole = NamedSharding(next(iter(found.values())).sharding.mesh, PartitionSpec())
+    for name, about in stored.items():
+        if is_scale(name):
+            found[name] = jax.ShapeDtypeStruct(about["shape"], jnp.dtype(about["dtype"]), sharding=whole)
+    return found
 
 
 def import_record(folder: RunFolder, source: str) -> bytes | None:
@@ -113,11 +151,6 @@ def check_source(source: str) -> None:
         raise CheckpointError(
             f"train.init_from={source!r} holds no checkpoint; name the folder of a run that saved one"
         )
-
-
-def code_versions() -> dict[str, str]:
-    """Versions of the code that computes a run."""
-    return {"parallax": code_version(), **{name: version_of(name) for name in ("jax", "jaxlib", "flax", "optax")}}
 
 
 def is_fixed(key: str) -> bool:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from parallax.analysis.devices import check_fits, peak_flops
+from parallax.analysis.devices import check_fits, matmul_lines, peak_flops
 from parallax.analysis.flops import active_parameters, flops_per_token, parameters_by_component
 from parallax.analysis.memory import Memory, memory
 from parallax.analysis.render import text_table
@@ -23,7 +23,9 @@ from parallax.config.settings import Settings, differences, read_settings
 from parallax.data import Prefetcher, Reader
 from parallax.data.vocabulary import VOCAB_MULTIPLE, with_vocab, with_vocab_of_source
 from parallax.inference.generate import check_length, complete, encode
+from parallax.model.products import COMPUTE
 from parallax.pipeline import ShardedModel
+from parallax.runtime.chips import chip
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices, unused_accelerators
 from parallax.runtime.errors import ConfigError, writing
@@ -32,8 +34,9 @@ from parallax.runtime.multihost import job
 from parallax.runtime.progress import waiting
 from parallax.runtime.run_files import RECORD
 from parallax.runtime.units import in_bytes
+from parallax.runtime.version import code_versions
 from parallax.sharding.mesh import make_mesh
-from parallax.training.batches import open_split, own_rows, put_on
+from parallax.training.batches import open_split, own_part, put_on
 from parallax.training.corruption import SilentCorruptionCheck
 from parallax.training.divergence import DivergenceError, SkippedSteps
 from parallax.training.evaluation import mean_loss
@@ -42,14 +45,7 @@ from parallax.training.logger import RunLogger, metrics_writers
 from parallax.training.loop import LearningRates, TrainingLoop, checkpoint_parts, state_from
 from parallax.training.meter import Meter
 from parallax.training.profile import Profile
-from parallax.training.resume import (
-    check_source,
-    code_versions,
-    import_record,
-    load_newest,
-    load_params,
-    step_to_resume,
-)
+from parallax.training.resume import check_source, import_record, load_newest, load_params, step_to_resume
 from parallax.training.signals import STEPS_TO_STOP, StopRequest
 from parallax.training.step import (
     TrainState,
@@ -59,6 +55,7 @@ from parallax.training.step import (
     make_train_step,
     model_and_optimizer,
     state_shardings,
+    with_first_scales,
 )
 from parallax.training.watchdog import Watchdog
 
@@ -123,15 +120,12 @@ def train(
             return Outcome("nothing to do", start)
         for warning in warnings:
             logger.say(warning)
-        reason = ""
         try:
             outcome = run_to_end(parts, folder, logger, stop, start)
-            reason = outcome.reason
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            folder.write_end(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            folder.write_end(reason)
+        folder.write_end(outcome.reason)
         if outcome.reason == "stopped":
             # One that has asked for it may have an error to tell of.
             job.wait_for_all("the other processes to stop")
@@ -158,12 +152,12 @@ def build(settings: Settings, folder: RunFolder) -> RunComponents:
     if settings.sample.prompt:  # what cannot be read, or is too long, is better known now than at the end
         check_length(settings.model, [encode(train_data.tokenizer, settings.sample.prompt)], settings.sample)
     shape = (settings.data.global_batch, settings.data.seq)
-    rows = own_rows(model.batch_sharding, shape)
-    if len(rows) < shape[0]:
-        train_data = open_split(settings, folder, "train", rows)
+    rows, columns = own_part(model.batch_sharding, shape)
+    if (len(rows), len(columns)) != shape:
+        train_data = open_split(settings, folder, "train", rows, columns)
     eval_data = None
     if settings.train.eval_batches:
-        eval_data = open_split(settings, folder, "eval", rows)
+        eval_data = open_split(settings, folder, "eval", rows, columns)
         if not eval_data.batches:
             raise ConfigError(
                 f"train.eval_batches={settings.train.eval_batches}, but data.eval_fraction="
@@ -238,11 +232,15 @@ def begin(parts: RunComponents, folder: RunFolder, start: int, say: Callable[[st
         return state_from(found), step
     with waiting("compiling and making the initial state"):
         state = init_state(parts.model, parts.tx, parts.settings.train.seed)
-    source = parts.settings.train.init_from
-    if not source:
-        return state, 0
-    with waiting(f"restoring the weights of {source}"):
-        return state._replace(params=load_params(source, wanted.params, checkpoint_settings(parts), say)), 0
+    params, source = state.params, parts.settings.train.init_from
+    if source:
+        with waiting(f"restoring the weights of {source}"):
+            params = load_params(source, wanted.params, checkpoint_settings(parts), say)
+    if parts.settings.model.matmul != COMPUTE:
+        with waiting("measuring the first scales of 8-bit products"):
+            batch = put_batches(parts)(parts.train_data.batch(0))
+            params = with_first_scales(parts.model, params, batch, parts.settings.train.seed)
+    return state._replace(params=params), 0
 
 
 def open_checkpoints(parts: RunComponents, folder: RunFolder, logger: RunLogger) -> CheckpointWriter:
@@ -309,6 +307,8 @@ def introduce(parts: RunComponents, folder: RunFolder, logger: RunLogger, start:
         + f"; {str(model.schedule).splitlines()[0]}",
         f"{batch * seq:,} tokens a step; {flops / 1e6:,.1f} MFLOP a token (model); {rate} ({origin})",
     ]
+    with contextlib.suppress(ConfigError):  # of a chip that nothing is known of
+        lines += matmul_lines(settings.model, chip(jax.devices()[0].device_kind))
     if not settings.mesh.simulate:
         lines += unused_accelerators(jax.default_backend())
     wanted = settings.train.eval_batches

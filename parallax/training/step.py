@@ -14,13 +14,19 @@ from jax.sharding import PartitionSpec as P
 from parallax.config.sections import GuardConfig
 from parallax.config.settings import Settings
 from parallax.model.batch import BATCH_ARRAYS
+from parallax.model.products import latest_amax
 from parallax.pipeline import ShardedModel
+from parallax.runtime.errors import ConfigError
 from parallax.sharding.compiler import compiler_options
+from parallax.sharding.host import is_on_host, rests_on_host, to_device, to_host
 from parallax.sharding.layout import map_layouts
 from parallax.sharding.mesh import make_mesh
+from parallax.sharding.parameter import is_amax
 from parallax.training.guard import GuardState, init_guard, judge
 from parallax.training.load import counts_of
+from parallax.training.low_precision import Blocks, check_blocks, narrowed, widened
 from parallax.training.optimizer import global_norm, make_optimizer
+from parallax.training.streaming import check_streams, map_kept, update_by_layer
 
 UPDATE = "update"  # the scope of what a step does with its gradients, by which a report knows it in a compiled program
 
@@ -38,25 +44,25 @@ def abstract_state(model: ShardedModel, tx: optax.GradientTransformation) -> Tra
     """The shapes and shardings of a state.
 
     Of an optimizer's state, what has the tree of the parameters is cut as `model.plan` cuts these, where the shape is
-    the same, too; all else is whole on every device.
+    the same, too, and so are blocks with their scales; all else is whole on every device. The plan says of both in
+    which memory they are.
+
+    Raises ConfigError where the mesh cuts through blocks, or the optimizer cannot work layer by layer.
     """
     whole = NamedSharding(model.mesh, P())
-    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
-    is_per_param = lambda tree: isinstance(tree, dict) and tree.keys() == model.shapes.keys()  # noqa: E731
 
     def place(leaf: Any, sharding: NamedSharding = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def place_like(leaf: Any, param: Any) -> Any:
-        if is_masked(leaf):  # a parameter of which another of the optimizers in optax.partition takes care
-            return leaf
-        return place(leaf, param.sharding if leaf.shape == param.shape else whole)
-
-    def place_part(part: Any) -> Any:
-        return jax.tree.map(place_like, part, params, is_leaf=is_masked) if is_per_param(part) else place(part)
+    def place_kept(kept: Any, param: Any, sharding: NamedSharding) -> Any:
+        cut = isinstance(kept, Blocks) or kept.shape == param.shape
+        return jax.tree.map(lambda leaf: place(leaf, sharding if cut else whole), kept)
 
     params = jax.tree.map(place, model.shapes, model.shardings)
-    opt_state = jax.tree.map(place_part, jax.eval_shape(tx.init, model.shapes), is_leaf=is_per_param)
+    shapes = jax.eval_shape(lambda params: tx.init(widened(params)), model.shapes)
+    check_blocks(shapes, model.shardings)
+    check_streams(model, shapes)
+    opt_state = map_kept(place_kept, place, shapes, params, model.states_shardings)
     guard = jax.tree.map(place, jax.eval_shape(init_guard))
     return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32)), params, opt_state, guard)
 
@@ -70,9 +76,43 @@ def init_state(model: ShardedModel, tx: optax.GradientTransformation, seed: int)
     """The state before the first step."""
     params = model.init(seed)
     shardings = state_shardings(model, tx)
-    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+
+    def init(params: Any) -> Any:
+        return in_their_memory(tx.init(widened(jax.tree.map(to_device, params))), shardings.opt_state)
+
+    opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     step, guard = jax.device_put((jnp.int32(0), init_guard()), (shardings.step, shardings.guard))
     return TrainState(step, params, opt_state, guard)
+
+
+def with_first_scales(model: ShardedModel, params: Any, batch: dict[str, Array], seed: int) -> Any:
+    """Parameters whose 8-bit products have the scales that a pass over this batch gives, in which they are made in the
+    compute dtype; of a model without such products, as they are."""
+    leaves, structure = jax.tree.flatten(params)
+    layouts, shardings = jax.tree.leaves(model.layouts), jax.tree.leaves(model.shardings)
+    places = [at for at, layout in enumerate(layouts) if is_amax(layout)]
+    if not places:
+        return params
+    measuring = model.replace(measures=True)
+
+    def measured(params: Any, batch: dict[str, Array]) -> list[Array]:
+        _, grads = measuring.loss_and_grad(params, batch, jnp.array([seed, 0], jnp.int32))
+        # Where all of the batch gave 0, as a gradient may, any scale will do.
+        found = [jax.tree.leaves(grads)[at] for at in places]
+        return [latest_amax(amax, jnp.ones_like(amax)) for amax in found]
+
+    out = [shardings[at] for at in places]
+    jitted = jax.jit(measured, out_shardings=out, compiler_options=compiler_options(model.mesh))
+    for at, amax in zip(places, jitted(params, batch), strict=True):
+        leaves[at] = amax
+    return jax.tree.unflatten(structure, leaves)
+
+
+def in_their_memory(tree: Any, shardings: Any) -> Any:
+    """Traced arrays, those in host memory that have these shardings: arguments of a program that is compiled ahead are
+    there, but have not the type."""
+    move = lambda x, sharding: to_host(x) if rests_on_host(sharding) and not is_on_host(x) else x  # noqa: E731
+    return jax.tree.map(move, tree, shardings)
 
 
 class TrainStep:
@@ -91,9 +131,13 @@ class TrainStep:
     ):
         self.model, self.tx, self.seed, self.guard = model, tx, seed, guard
         self.batch_shape: tuple[int, int] | None = None
-        shardings = state_shardings(model, tx), NamedSharding(model.mesh, P())
-        options = compiler_options(model.mesh)
-        self._jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+        self.shardings, whole = state_shardings(model, tx), NamedSharding(model.mesh, P())
+        self._jitted = jax.jit(
+            self.train_step,
+            donate_argnums=0,
+            out_shardings=(self.shardings, whole),
+            compiler_options=compiler_options(model.mesh),
+        )
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         return self.take(state, self.model.checked(batch))
@@ -105,9 +149,19 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"TrainStep of {repr(self.model).splitlines()[0]}"
 
-    def init(self) -> TrainState:
-        """The state before the first step; its parameters are those of the seed."""
-        return init_state(self.model, self.tx, self.seed)
+    def init(self, batch: dict[str, Array] | None = None) -> TrainState:
+        """The state before the first step; its parameters are those of the seed. Products in 8 bits have the scales
+        that `batch`, as the first, gives; ConfigError where it is missing."""
+        state = init_state(self.model, self.tx, self.seed)
+        if batch is not None:
+            params = with_first_scales(self.model, state.params, self.model.checked(batch), self.seed)
+            return state._replace(params=params)
+        if any(map(is_amax, jax.tree.leaves(self.model.layouts))):
+            raise ConfigError(
+                f"model.matmul={self.model.model.matmul!r} takes its first scales from a batch; "
+                "call TrainStep.init(batch) with the first one."
+            )
+        return state
 
     def lower(self, global_batch: int, seq: int) -> jax.stages.Lowered:
         """The step for batches of this shape, ready to be compiled."""
@@ -117,15 +171,15 @@ class TrainStep:
     def train_step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         """What is jitted."""
         self.batch_shape = batch["tokens"].shape
+        state = in_their_memory(state, self.shardings)
         noise = jnp.stack([jnp.int32(self.seed), state.step])
         metrics, grads = self.model.loss_and_grad(state.params, batch, noise)
         with jax.named_scope(UPDATE):
             metrics |= {"grad_norm": self.grad_norm(grads)}
             passes, guard = judge(self.guard, state.guard, metrics)
+            update, kept = functools.partial(self.update, noise=noise), (state.params, state.opt_state)
             # A branch: where the old state and the new are chosen between element by element, XLA keeps both.
-            params, opt_state = jax.lax.cond(
-                passes, self.update, lambda *kept: kept[:2], state.params, state.opt_state, grads, metrics["grad_norm"]
-            )
+            params, opt_state = jax.lax.cond(passes, update, lambda *kept: kept[:2], *kept, grads, metrics["grad_norm"])
             counts = {"skipped": ~passes, "skipped_steps": guard.skipped, "in_a_row": guard.in_a_row}
             metrics |= {name: count.astype(jnp.float32) for name, count in counts.items()}
             metrics |= counts_of(self.model, grads)
@@ -137,12 +191,28 @@ class TrainStep:
         specs = map_layouts(lambda layout: layout.spec(model.mesh), model.layouts)
         return jax.shard_map(norm, mesh=model.mesh, in_specs=(specs,), out_specs=P(), check_vma=True)(grads)
 
-    def update(self, params: Any, opt_state: Any, grads: Any, grad_norm: Array) -> tuple[Any, Any]:
-        """Parameters and optimizer state after a gradient of this norm, which is not measured again."""
+    def update(
+        self, params: Any, opt_state: Any, grads: Any, grad_norm: Array, noise: Array | None = None
+    ) -> tuple[Any, Any]:
+        """Parameters and optimizer state after a gradient of this norm, which is not measured again.
+
+        What is kept in fewer bits than float32 is rounded by `noise`, int32 [2], (seed, step).
+        """
         tx = optax.with_extra_args_support(self.tx)
+
+        def update(params: Any, opt_state: Any, grads: Any, layers: Array | None = None) -> tuple[Any, Any]:
+            wide = widened(params)
+            updates, opt_state = tx.update(grads, opt_state, wide, grad_norm=grad_norm, noise=noise, layers=layers)
+            return narrowed(optax.apply_updates(wide, updates), params, noise, layers), opt_state
+
         with jax.sharding.use_abstract_mesh(self.model.mesh.abstract_mesh):  # Muon's products are in its local view
-            updates, opt_state = tx.update(grads, opt_state, params, grad_norm=grad_norm)
-        return optax.apply_updates(params, updates), opt_state
+            if self.model.plan.uses_host:
+                params, opt_state = in_their_memory((params, opt_state), self.shardings[1:3])
+                updated, opt_state = update_by_layer(update, self.model, params, opt_state, grads)
+            else:
+                updated, opt_state = update(params, opt_state, grads)
+        latest = lambda layout, new, old, grad: latest_amax(grad, old) if is_amax(layout) else new  # noqa: E731
+        return map_layouts(latest, self.model.layouts, updated, params, grads), opt_state
 
 
 def make_train_step(
@@ -168,7 +238,16 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     """
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
     return ShardedModel(
-        settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss, mesh
+        settings.model,
+        settings.layout,
+        settings.pipeline,
+        settings.data_parallel,
+        settings.fsdp,
+        settings.loss,
+        mesh,
+        settings.optimizer.weights_dtype,
+        settings.optimizer.masters_on,
+        settings.optimizer.states_on,
     )
 
 

@@ -236,6 +236,7 @@ WORDS = (
     "all_to_all(",
     "sum_over(",
     "max_over(",
+    "combine(",  # sum_over or max_over
     "permute(",
 )
 

@@ -77,6 +77,7 @@ CLOSED = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize(("attention", "context"), CLOSED)
 def test_each_form_sends_what_it_does_in_closed_form(attention, context, cp):
@@ -87,6 +88,7 @@ def test_each_form_sends_what_it_does_in_closed_form(attention, context, cp):
     assert over_cp(model) == expected
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_what_remat_makes_again_is_sent_again(context):
     sent = over_cp(build((1, 1, 2, 1, 4), attention="gqa", context=context, remat="layer"))
@@ -94,6 +96,7 @@ def test_what_remat_makes_again_is_sent_again(context):
     assert forward == again and forward
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_weights_travel_over_dp_and_cp_together(policy):
     cut, whole = (step_collectives(build(mesh, policy=policy), 32, SEQ) for mesh in ((1, 2, 1, 1, 4), (1, 8, 1)))
@@ -108,6 +111,7 @@ def test_weights_travel_over_dp_and_cp_together(policy):
 # ---- memory and FLOPs
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 def test_planned_bytes_are_those_that_a_device_holds(context):
     model = build((1, 2, 1, 1, 4), context=context)
@@ -123,6 +127,7 @@ def test_planned_bytes_are_those_that_a_device_holds(context):
     assert plan.parameters == held(state.params) and plan.optimizer == held(state.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["xla", "splash"])
 def test_what_is_saved_is_a_context_ranks_share_and_has_no_square_of_seq(kernel):
     def saved(cp, seq, remat):
@@ -147,6 +152,7 @@ def test_the_predicted_peak_is_near_the_compilers(context):
     assert plan.peak / made.together == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("context", FORMS)
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_context_ranks_share_all_flops_but_those_of_latents_that_each_expands(attention, context):
@@ -190,6 +196,7 @@ def test_a_layout_with_context_ranks_is_applied_and_asked_for_by_flags():
     assert build_if_legal(other.applied(settings), FOUR) is not None
 
 
+@pytest.mark.slow
 def test_bounds_are_never_above_what_is_found():
     settings = long()
     least = LeastWork(settings, FOUR, build_if_legal(settings, FOUR))
@@ -199,6 +206,7 @@ def test_bounds_are_never_above_what_is_found():
         assert bound <= found.secs * (1 + 1e-9), choice
 
 
+@pytest.mark.slow
 def test_a_table_and_a_drawing_of_layouts_show_context_ranks():
     settings = long()
     own = Choice.of(settings)

@@ -61,6 +61,7 @@ def test_planned_bytes_are_those_of_as_many_data_ranks():
     assert planned(model) == planned(as_data)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_dense_model_is_that_of_as_many_data_ranks():
     """Both axes together fill the same links, and send the same."""
     found, as_data = predict(wide(), FOUR), predict(wide(mesh_dp=4, mesh_ep=1), FOUR)
@@ -95,6 +96,7 @@ def test_a_layout_with_expert_ranks_is_applied_and_asked_for_by_flags():
     assert not any(".ep=" in flag for flag, _ in neighbours(tiny_settings(), PAIR))
 
 
+@pytest.mark.slow
 def test_bounds_are_never_above_what_is_found():
     settings = wide()
     least, own = LeastWork(settings, FOUR, build_if_legal(settings, FOUR)), Choice.of(settings)
@@ -103,6 +105,7 @@ def test_bounds_are_never_above_what_is_found():
     assert least.bound(own) == pytest.approx(least.bound(own._replace(dp=4, ep=1)))
 
 
+@pytest.mark.slow
 def test_a_table_and_a_drawing_of_layouts_show_expert_ranks():
     settings = wide()
     own = Choice.of(settings)

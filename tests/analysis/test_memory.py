@@ -35,10 +35,16 @@ def held(tree):
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_planned_bytes_are_those_that_a_device_holds(attention, optimizer):
-    _, model, tx = build(**{"model.attention": attention, "optimizer.name": optimizer})
+@pytest.mark.parametrize(
+    "dtypes", [(), ("bfloat16", "bfloat16", "bfloat16"), ("float8", "float8", "bfloat16")], ids=str
+)
+def test_planned_bytes_are_those_that_a_device_holds(attention, optimizer, dtypes):
+    keys = ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")
+    changes = dict(zip(keys, dtypes)) | ({"model.d_model": 64} if dtypes else {})
+    _, model, tx = build(**{"model.attention": attention, "optimizer.name": optimizer} | changes)
     plan = memory(model, abstract_state(model, tx).opt_state, global_batch=8, seq=32)
     state = init_state(model, tx, 0)
     assert plan.parameters == held(state.params) and plan.optimizer == held(state.opt_state)
@@ -57,6 +63,7 @@ def test_weights_gathered_once_a_step_and_their_gradients_are_whole():
     assert plans["zero1"].gathered_weights - plans["zero3"].gathered_weights >= other_layers
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved"])
 @pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((4, 2, 1), marks=pytest.mark.slow)], ids=str)
@@ -75,6 +82,7 @@ def test_saved_activations_are_slots_and_messages_as_wide_as_a_layers_input(mesh
     assert plan.pipeline_buffers == buffers or (s.head == "between" and plan.pipeline_buffers < buffers)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
 def test_the_plan_holds_what_the_loop_over_ticks_carries(schedule, remat):

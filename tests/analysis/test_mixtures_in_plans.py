@@ -31,7 +31,7 @@ from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.sections import ModelConfig
-from parallax.model.grouped_kernel import weights_by_group
+from parallax.model.grouped_kernel import transposed_by_group, weights_by_group
 from parallax.model.traffic import even_load, exchange_of, exchanged_rows, ranks_of_a_token
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import mesh_of
@@ -82,16 +82,18 @@ def test_all_parameters_and_active_ones_are_said_when_a_run_begins():
     assert f"{total:,}" in active and any(line.startswith("experts") for line in lines)
 
 
+@pytest.mark.slow
 def test_flops_of_experts_are_those_of_rows_in_use_on_every_mesh():
-    """With an even load."""
-    one = flops_breakdown(on({}), ROWS, SEQ)
+    """With an even load; in rows of 128 tokens a quarter more than that is whole blocks."""
+    one = flops_breakdown(on({}), ROWS, 2 * SEQ)
     assert one.repeated == 0
     for sizes, exchange in (({"ep": 4}, "gather"), ({"ep": 4}, "ragged"), ({"dp": 2, "ep": 2}, "ragged")):
-        found = flops_breakdown(on(sizes, exchange=exchange), ROWS, SEQ)
+        found = flops_breakdown(on(sizes, exchange=exchange), ROWS, 2 * SEQ)
         assert found.model * 4 == pytest.approx(one.model)
         assert found.executed * 4 == pytest.approx(one.executed, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_that_fill_blocks_are_padding_and_not_the_model_s():
     model = on({})
     on_cpu = model.replace(mesh=abstract_mesh(model.axis_sizes, simulated=True))
@@ -107,7 +109,7 @@ def test_stages_count_layers_by_what_they_compute():
     assert dense < 4 < moe and dense + moe == pytest.approx(8)
     alone = on({"pp": 2}, layers_of="moe*8", microbatches=4)
     assert layers_of_stages(alone, SEQ) == [4, 4]
-    assert costs_of(model.model, model.shapes, "attention").backward > 2
+    assert costs_of(model.model, "attention", seq=SEQ).backward > 2
 
 
 def test_a_grouped_product_multiplies_each_row_once():
@@ -127,7 +129,8 @@ def test_an_even_load_is_the_mean_over_all_choices(experts, chosen, ranks):
     assert ranks_of_a_token(model, ranks) == pytest.approx(on_ranks)
     own = np.mean([sum(expert < here for expert in one) for one in sets])
     load = even_load(model, ranks)
-    assert load.grouped * min(chosen, here) == pytest.approx(own)
+    room = min(chosen, here)
+    assert load.grouped * (room if ranks == 1 else min(room, 1.25 * own)) == pytest.approx(own)
     assert load.sent * min(chosen, ranks) == pytest.approx(on_ranks)
 
 
@@ -140,6 +143,7 @@ def test_the_exchange_that_sends_less_is_taken_and_on_cpus_that_which_they_have(
     assert on({"ep": 4}).exchange == "ragged" and tiny.build((1, 1, 1, 1, 1, 4), **MIXTURE).exchange == "gather"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])
 def test_the_bytes_of_tokens_are_those_of_the_closed_form(exchange):
     model = on({"ep": 4}, exchange=exchange, layers_of="moe*8", remat="none")
@@ -163,11 +167,13 @@ def test_a_plan_says_how_tokens_come_to_experts():
     assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
 
 
+@pytest.mark.slow
 def test_a_plan_prices_the_exchange():
     over_ep = [plan(settings(layout_exchange=name), FOUR).estimate.exposed_secs["ep"] for name in ("ragged", "gather")]
     assert 0 < over_ep[0] < over_ep[1]
 
 
+@pytest.mark.slow
 def test_bounds_are_never_above_what_is_found():
     own = settings()
     least, choice = LeastWork(own, FOUR, build_if_legal(own, FOUR)), Choice.of(own)
@@ -216,10 +222,42 @@ def test_kernels_and_ragged_exchanges_are_priced_by_the_rows_in_use():
     assert sent.bytes == pytest.approx(load.sent * 64 * 32 * 2 * 3 / 4, rel=1e-3)
     metadata, product, gradient = read.pallas_calls
     assert metadata.flops == 0
-    assert product.flops == gradient.flops == load.grouped * 2 * 256 * 32 * 16
-    assert product.operand_bytes == 4 * 4 + load.grouped * 256 * 32 * 2 + 2 * 32 * 16 * 2
+    assert product.flops == gradient.flops == round(load.grouped * 2 * 256 * 32 * 16)
+    assert product.operand_bytes == round(4 * 4 + load.grouped * 256 * 32 * 2 + 2 * 32 * 16 * 2)
     assert gradient.result_bytes == 2 * 32 * 16 * 2 and all(one.grouped for one in (product, gradient))
     assert full.pallas_calls[1].flops == 2 * 256 * 32 * 16
+
+
+USUAL = """%few (p.1: bf16[64,32]) -> bf16[64,32] {
+  %p.1 = bf16[64,32]{1,0} parameter(0)
+  ROOT %rows.1 = bf16[64,32]{1,0} fusion(%p.1), kind=kCustom, calls=%gathered, \
+metadata={op_name="jit(f)/mlp/usual_load/cond/branch_1_fun/gather"}
+}
+
+%gathered (p.2: bf16[64,32]) -> bf16[64,32] {
+  %p.2 = bf16[64,32]{1,0} parameter(0)
+  ROOT %gather.2 = bf16[64,32]{1,0} gather(%p.2, %p.2), offset_dims={1}
+}
+
+%all (p.3: bf16[64,32]) -> bf16[64,32] {
+  %p.3 = bf16[64,32]{1,0} parameter(0)
+  ROOT %dear.3 = bf16[64,32]{1,0} add(%p.3, %p.3), backend_config={"estimated_cycles":"1000000"}, \
+metadata={op_name="jit(f)/mlp/usual_load/cond/branch_0_fun/add"}
+}
+
+ENTRY %main (x.1: bf16[64,32], few.1: s32[]) -> bf16[64,32] {
+  %x.1 = bf16[64,32]{1,0} parameter(0)
+  %few.1 = s32[] parameter(1)
+  ROOT %y.1 = bf16[64,32]{1,0} conditional(%few.1, %x.1, %x.1), branch_computations={%all, %few}
+}
+"""
+
+
+def test_the_branch_of_a_usual_load_is_priced_whatever_the_compiler_calls_it_and_rows_that_are_gathered():
+    read = read_hlo_text(HEADER + USUAL, mesh_of(ep=4, dp=1))
+    assert read.cycles is None  # of the other branch, which is dearer
+    (rows,) = read.pallas_calls
+    assert (rows.operand_bytes, rows.result_bytes, rows.flops) == (64 * 32 * 2, 64 * 32 * 2, 0)
 
 
 def test_grouped_products_are_a_part_of_the_time_by_themselves():
@@ -231,19 +269,38 @@ def test_grouped_products_are_a_part_of_the_time_by_themselves():
     assert CompiledStep("", time=time).time.grouped_secs == 0.5
 
 
-# ---- the kernel of weights' gradients
+# ---- kernels of gradients
 
 
-def test_the_kernel_sums_over_the_rows_of_each_group():
+def group_sizes():
     rng, sizes = random.Random(0), []
     while sum(sizes) < 300:
         sizes.append(rng.choice([0, 1, 40, 128, 130]))
+    return sizes
+
+
+def test_the_kernel_sums_over_the_rows_of_each_group():
+    sizes = group_sizes()
     x, y = (np.random.default_rng(0).normal(size=(512, width)).astype(np.float32) for width in (48, 24))
     found = weights_by_group(jnp.asarray(x), jnp.asarray(y), jnp.asarray(sizes, jnp.int32), interpret=True)
     ends = np.cumsum([0, *sizes])
     wanted = np.stack([x[a:b].T @ y[a:b] for a, b in itertools.pairwise(ends)])
     assert found.shape == (len(sizes), 48, 24)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("widths", [(48, 24), (24, 1100)], ids=str)
+def test_the_kernel_multiplies_rows_by_their_group_s_matrix_transposed(widths):
+    """A block has 1024 entries at most."""
+    sizes, (into, out) = group_sizes(), widths
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(512, out)).astype(np.float32)
+    w = rng.normal(size=(len(sizes), into, out)).astype(np.float32)
+    found = transposed_by_group(*map(jnp.asarray, (x, w)), jnp.asarray(sizes, jnp.int32), interpret=True)
+    ends = np.cumsum([0, *sizes])
+    wanted = np.concatenate([x[a:b] @ w[at].T for at, (a, b) in enumerate(itertools.pairwise(ends))])
+    assert found.shape == (512, into)
+    np.testing.assert_allclose(found[: ends[-1]], wanted, atol=1e-4)
 
 
 def test_a_model_of_one_kind_has_one_stack():

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as ET
 
 import jax
@@ -22,13 +23,33 @@ from parallax.analysis.collectives import collectives
 from parallax.analysis.devices import local_topology
 from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
 from parallax.analysis.memory import predicted_memory
-from parallax.analysis.plan import Change, helpful_changes, neighbours, plan_heading, sweep_table, verdict
-from parallax.analysis.step_time import CompiledStep, StepTime, by_axes, hidden_secs, messages, predict, traced_work
+from parallax.analysis.plan import (
+    REMAT_WIDTH,
+    Change,
+    compiled_lines,
+    helpful_changes,
+    neighbours,
+    plan_heading,
+    sets_table,
+    sweep_table,
+    verdict,
+)
+from parallax.analysis.recompute import sets_to_try
+from parallax.analysis.step_time import (
+    CompiledStep,
+    Overlap,
+    StepTime,
+    by_axes,
+    hidden_secs,
+    messages,
+    predict,
+    traced_work,
+)
 from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
-from parallax.analysis.topology import read_topology
+from parallax.analysis.topology import GET_CUDA, devices_of, read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, POLICY_NAMES, REMAT
+from parallax.config.sections import AXES, POLICY_NAMES
 from parallax.config.settings import read_settings
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
@@ -83,7 +104,8 @@ def traced_of(settings):
 def few():
     """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::7])
+        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::13])
+        patch.setattr(sweep_module, "sets_to_try", lambda *args, **how: ["none", "layer", "elementwise"])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
         patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))
         yield
@@ -126,6 +148,7 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert found.secs == pytest.approx(busy + found.bubble_secs + found.update_secs)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_of_one_microbatch_the_layers_messages_are_of_the_ticks_as_of_several(policy):
     """With embedding and head outside of the ticks: the same tokens pass through the layers, over tp the same bytes."""
@@ -279,7 +302,8 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     settings = tiny(data_global_batch=2)
     brute = set()
     halves = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    stages = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), REMAT)
+    sets = sets_to_try(settings.model, seq=settings.data.seq)
+    stages = itertools.product((1, 2, 3), SCHEDULES, (1, *VIRTUAL), sets)
     for mesh, others in itertools.product(halves, list(stages)):
         if (others[1] == "interleaved") != (others[2] > 1):
             continue  # one stage on each rank is 1F1B
@@ -455,10 +479,27 @@ def test_the_table_fits_100_columns_and_marks_the_own_layout_and_the_front(found
     rows = [*found.rows[:5], found.rows[0]._replace(choice=long)]
     lines = list(sweep_table(rows, {}, front(found.rows), found.rows[1].choice))
     assert max(map(len, lines)) <= 100
-    assert len(lines) == 7
-    assert lines[2].split()[0].endswith(">")
+    lines_of = [len(textwrap.wrap(row.choice.remat, REMAT_WIDTH)) for row in rows]  # a set may take several
+    assert len(lines) == 1 + sum(lines_of)
+    assert lines[1 + lines_of[0]].split()[0].endswith(">")
     assert lines[1].startswith("*")  # the fastest is always on the front
     assert own  # the settings themselves are legal
+
+
+def test_sets_of_the_own_layout_are_shown_from_the_fastest_to_the_smallest(few, tmp_path):
+    settings = tiny(pipeline_remat="norm")
+    search = Sweep(settings, PAIR, Cache(tmp_path), keep=1)
+    search.run_sets()
+    assert {row.choice._replace(remat="norm") for row in search.sets} == {search.own}
+    assert {"none", "layer", "elementwise"} < {row.choice.remat for row in search.sets}
+    assert search.own in [row.choice for row in search.sets]
+    head, *lines = sets_table(search.sets, search.own)
+    assert head.split() == ["this", "layout,", "remat", "GiB", "s/step"]
+    assert [line for line in lines if ">" in line] == [line for line in lines if "norm" in line]
+    marked = [row for row in search.sets if row.choice in front(search.sets)]
+    assert sum(line.startswith("*") for line in lines) == len(marked)
+    sizes = [row.estimate.peak_bytes for row in marked]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_the_front_holds_what_nothing_beats_in_both(found):
@@ -548,6 +589,52 @@ def test_a_plan_that_nothing_makes_fit_is_told_what_saves_most(monkeypatch):
     assert [change.flags for change in helpful_changes(tiny(), PAIR, now)] == ["larger", "least", "less"]
 
 
+def test_a_plan_that_does_not_fit_names_first_what_makes_it_fit(monkeypatch):
+    now = predict(tiny(), PAIR)
+    half, third = now.peak_bytes // 2, now.peak_bytes // 3
+    priced = [Change("slow", -half, 0.3), Change("nearest", -third, -0.2), Change("quick", -half - 1, 0.1)]
+    priced += [Change("far", -third + 1, -0.5), Change("larger", third, -0.5)]
+    monkeypatch.setattr(plan_module, "_priced", lambda *args: priced)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - half))
+    assert [change.flags for change in helpful_changes(tiny(), tight, now)] == ["quick", "slow", "nearest", "far"]
+
+
+NARROW_OR_ON_HOST = {
+    "--config.optimizer.m_dtype=bfloat16 --config.optimizer.v_dtype=bfloat16",
+    "--config.optimizer.m_dtype=float8 --config.optimizer.v_dtype=float8",
+    "--config.optimizer.weights_dtype=bfloat16",
+    "--config.fsdp.gather_dtype=int8",
+    "--config.model.matmul=int8",
+    "--config.optimizer.states_on=host",
+    "--config.optimizer.masters_on=host",
+    "--config.pipeline.residuals_on=host",
+}
+
+
+def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
+    settings = tiny(model_d_model=64, pipeline_remat="layer", **LONG)
+    offered = [(flags, one) for flags, one in neighbours(settings, PAIR) if flags in NARROW_OR_ON_HOST]
+    assert {flags for flags, _ in offered} == NARROW_OR_ON_HOST
+    now = predict(settings, PAIR)
+    saves = {flags: now.peak_bytes - predict(one, PAIR).peak_bytes for flags, one in offered}
+    assert all(saves[flags] > 0 for flags in NARROW_OR_ON_HOST if ".optimizer." in flags or "residuals" in flags)
+    tight = PAIR._replace(chip=PAIR.chip._replace(usable_bytes=now.peak_bytes - 1))
+    shown = helpful_changes(settings, tight, now)
+    assert all(change.bytes < 0 for change in shown) and [*shown] == sorted(shown, key=lambda change: change.secs)
+    assert NARROW_OR_ON_HOST & {change.flags for change in shown}
+
+
+def test_what_is_narrow_or_on_the_host_is_not_offered_again():
+    asked = dict(optimizer_m_dtype="float8", optimizer_v_dtype="bfloat16", optimizer_states_on="host")
+    settings = tiny(**asked, fsdp_gather_dtype="int8", model_matmul="int8", pipeline_residuals_on="host")
+    offered = {flags for flags, _ in neighbours(settings, PAIR)}
+    assert "--config.optimizer.v_dtype=float8" in offered
+    assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul" in flags]
+    assert not [flags for flags in offered if "gather_dtype" in flags or "residuals_on" in flags]
+    without_link = PAIR._replace(chip=PAIR.chip._replace(host_bandwidth=0.0))
+    assert not [flags for flags, _ in neighbours(tiny(), without_link) if flags.endswith("=host")]
+
+
 def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():
     asked = dict(mesh_pp=2, mesh_dp=1, pipeline_schedule="interleaved", pipeline_virtual=2, fsdp_prefetch=1)
     lines = plan_heading("tiny", tiny(**asked), PAIR).splitlines()
@@ -626,13 +713,30 @@ def no_changes(monkeypatch):
     monkeypatch.setattr(command, "helpful_changes", lambda *_: [])
 
 
-def test_a_plan_for_gpus_with_flash_attention_says_that_nothing_was_compiled(
-    config, capsys, compiles_nothing, no_changes
+def test_a_plan_for_gpus_is_analytic_without_their_compiler_and_says_how_to_get_it(
+    config, capsys, compiles_nothing, no_changes, monkeypatch
 ):
+    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ("no_plugin",))
     assert command.main(["plan", config, "--topology=h100:4", "--config.model.kernel=cudnn"]) == 0
     out = capsys.readouterr().out
     assert "attention by cudnn" in out and re.search(r"^MFU \d+\.\d % \(analytic\)", out, re.M)
-    assert out.splitlines()[-1].startswith("not compiled: nothing is compiled for h100:4: ")
+    assert out.splitlines()[-1] == f"not compiled: {GET_CUDA}" and "pip install -e '.[gpu-compiler]'" in GET_CUDA
+
+
+def test_asked_for_devices_without_their_compiler_one_line_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ("no_plugin",))
+    with pytest.raises(ConfigError, match=re.escape(GET_CUDA)):
+        devices_of("H100:1x8")
+
+
+def test_a_plan_compiled_for_gpus_says_what_becomes_of_its_collectives_and_what_its_figures_rest_on():
+    sent = (Overlap("dp", "all-gather", 6, 42 * 2**20, 1.0, 0.15),)
+    made = CompiledStep("", 1 << 28, 1 << 28, 1 << 29, StepTime(1.0, {"dp": 0.1}, 0.0, 1.1, 0.0, 0.5), sent)
+    one, two = (list(compiled_lines(made, read_topology(name))) for name in ("H100:8", "H100:2x8"))
+    assert "dp all-gather      6  42.0 MiB       100.0 %  15.0 %" in one
+    assert any("3,350 GB/s" in line for line in one) and any("450 GB/s within a host;" in line for line in one)
+    assert any("450 GB/s within a host and 50 GB/s between hosts" in line for line in two)
+    assert not any("rests" in line or "a GPU sends" in line for line in compiled_lines(made, PAIR))
 
 
 def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned, capsys, compiles_nothing, no_changes):

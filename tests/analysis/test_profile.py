@@ -51,7 +51,7 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 ):
     settings = read_settings(tiny_config(corpus, **{"train.profile_steps": written}))
     for start in range(8):
-        profile, traced = Profile(settings, folder=RunFiles(tmp_path)), []
+        profile, traced = Profile(settings, None, RunFiles(tmp_path)), []
         if profile.begins_after(start):
             profile.begin(start, ())
         for done in range(start + 1, 9):
@@ -65,7 +65,7 @@ def test_a_trace_begins_and_ends_with_its_steps_wherever_the_run_goes_on(
 
 def test_processes_wait_for_a_trace_to_begin_as_long_as_for_a_compilation(corpus, in_job, tmp_path, traces_nothing):
     settings, line = read_settings(tiny_config(corpus, **{"train.profile_steps": "3:5"})), in_job(Line())
-    profile = Profile(settings, folder=RunFiles(tmp_path))
+    profile = Profile(settings, None, RunFiles(tmp_path))
     profile.begin(2, ())
     profile.end()
     assert [setting for _, setting in line.said] == ["compile_secs"]

@@ -52,6 +52,7 @@ def flops_of(mesh, **changes):
 # ---- FLOPs
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [((2, 2, 2), dict(schedule="one_f_one_b", remat="none")), ((4, 1, 2), dict(schedule="zero_bubble"))],
@@ -87,6 +88,7 @@ def test_a_kernel_that_skips_hidden_blocks_is_counted_by_its_blocks():
     assert flops.repeated == 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_waiting_is_the_schedules_bubble(schedule):
     model = on((4, 1, 1), schedule=schedule, remat="none")
@@ -227,10 +229,12 @@ def test_json_is_all_that_is_printed(in_root, capsys):
     assert found["compiled_for"] == "Nothing was compiled: --trace-only."
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "flags", [["dp=8", "--trace-only"], ["dp=-1", "--trace-only"], ["dp=16"], ["dp=8", "--topology=H100:8"]]
 )
-def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys):
+def test_a_step_with_cudnn_is_reported_where_no_gpu_is(flags, in_root, capsys, monkeypatch):
+    monkeypatch.setattr("parallax.analysis.topology.CUDA_PLUGINS", ())
     arguments = ["--config=configs/tiny_gqa.py", "--config.mesh.simulate=0", "--config.pipeline.microbatches=1", *CUDNN]
     assert main(["report", *arguments, f"--config.mesh.{flags[0]}", *flags[1:]]) == 0
     out = capsys.readouterr().out
@@ -246,7 +250,7 @@ CUDNN, SPLASH = ["--config.model.kernel=cudnn", "--config.model.dtype=bfloat16"]
         ([], "--config is missing; use one of configs/base.py"),
         ([QUICKSTART, "--traceonly"], "unknown flag --traceonly; did you mean 'trace-only'?"),
         ([QUICKSTART, "--html="], "--html='' is empty; leave it out, or write a value: write the report to this file"),
-        ([QUICKSTART, "--topology="], "--topology='' is empty; leave it out, or write a value: compile for TPU chips"),
+        ([QUICKSTART, "--topology="], "--topology='' is empty; leave it out, or write a value: compile for chips"),
         ([QUICKSTART, "--topology=v9:2x4"], "chip 'v9:2x4' is unknown"),
         ([QUICKSTART, "--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=2 mesh.dp=2 mesh.tp=2 wants 8 devices"),
         ([QUICKSTART, "--topology=v5e:2x4", *CUDNN], "model.kernel='cudnn' needs GPUs, and these are TPUs (TPU v5e)"),
@@ -280,6 +284,7 @@ def test_a_wrong_command_line_is_one_line_with_status_2(arguments, message, in_r
     assert not captured.out and len(captured.err.splitlines()) == 1 and message in captured.err
 
 
+@pytest.mark.slow
 def test_a_run_is_reported_from_its_folder(in_root, tmp_path):
     settings, _ = read_command(["report", QUICKSTART, "--config.model.layers=2"], {})
     (tmp_path / "config.json").write_text(json.dumps(settings.to_dict()))

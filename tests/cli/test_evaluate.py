@@ -165,6 +165,7 @@ def tuned_config(run, file, **changes):
     return tiny_config(file.parent, **{"model.dropout": 0.0, **tuned, **changes})
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_weights_reads_with_their_tokenizer_and_begins_at_their_loss(
     observed_run, tmp_path, capsys
 ):

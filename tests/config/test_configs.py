@@ -50,6 +50,7 @@ def build(name):
     return settings, model
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     settings, model = build(name)
@@ -60,6 +61,7 @@ def test_every_config_builds_with_its_optimizer_and_a_plan(name):
     assert flops_per_token(settings.model, model.shapes, seq=data.seq) > 0
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", AT_SCALE)
 def test_configs_at_scale_have_the_size_of_the_published_model_and_fit_their_chips(name):
     devices, billions = AT_SCALE[name]
@@ -79,9 +81,11 @@ GPUS = {
     "gpu_24gb_x8": (["RTX4090:8"], 1.2),
     "gpu_80gb": (["H100:1"], 1.2),
     "gpu_80gb_x8": (["H100:8", "A100:8", "H100:2x8", "H100:4x8"], 6.74),
+    "gpu_80gb_16x8": (["H100:16x8"], 70.6),
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", GPUS)
 def test_configs_for_gpus_fit_in_what_jax_takes_of_them_with_room_to_spare(name):
     topologies, billions = GPUS[name]

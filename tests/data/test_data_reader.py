@@ -13,6 +13,7 @@ from data_examples import TEXTS, data_config, prepare_texts, prepared_reader
 from hypothesis import given
 
 from parallax.data import open_reader
+from parallax.data.reader import TokenStream
 from parallax.model.batch import IGNORED
 from parallax.runtime.errors import ConfigError, DataError
 
@@ -121,6 +122,37 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     prepare_texts(TEXTS * 3, folder)
     return folder
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@given(step=st.integers(0, 500), row=st.integers(0, 7), cuts=st.sets(st.integers(1, 11)))
+def test_hosts_read_pieces_of_rows(folder, split, step, row, cuts):
+    """Segments and positions go on where the piece before ends, though its ids are not read; padding too."""
+    options = {"split": split, "eval_fraction": 0.3, "global_batch": 8, "seq": 12}
+    whole = prepared_reader(folder, **options).batch(step)
+    bounds = [0, *sorted(cuts), 12]
+    parts = [
+        prepared_reader(folder, rows=[row], columns=range(a, b), **options).batch(step)
+        for a, b in zip(bounds, bounds[1:])
+    ]
+    own = {name: array[row : row + 1] for name, array in whole.items()}
+    assert_same(own, {name: np.concatenate([part[name] for part in parts], axis=1) for name in whole})
+
+
+def test_of_a_row_no_more_is_read_than_a_piece_and_its_last_label(folder, monkeypatch):
+    counts = []
+    read = TokenStream.read
+    monkeypatch.setattr(TokenStream, "read", lambda self, starts, n: counts.append(n) or read(self, starts, n))
+    prepared_reader(folder, seq=12, columns=range(4, 8)).batch(0)
+    assert counts == [5]
+
+
+@pytest.mark.parametrize("columns", [range(0), range(8, 13), range(-1, 2), range(0, 8, 2)])
+def test_columns_outside_of_a_row_are_refused(folder, columns):
+    with pytest.raises(
+        ConfigError, match=r"columns range\(.*\) are not columns of data.seq=12; use a range in 0 to 11"
+    ):
+        prepared_reader(folder, seq=12, columns=columns)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

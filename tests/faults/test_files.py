@@ -64,6 +64,7 @@ def assert_saved_and_goes_on(config, run, least):
     assert train(config, run).reason == "finished"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
 def test_a_file_system_that_fails_while_a_run_reads_ends_it_saved_with_status_5(number, shards, monkeypatch):
     _, config, run = shards
@@ -89,6 +90,7 @@ def no_file_stays_open(monkeypatch):
     monkeypatch.setattr(reader_module, "OPEN_FILES", 0)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_a_shard_that_is_deleted_or_replaced_while_a_run_goes_on_ends_it_saved_with_status_5(
     how, shards, monkeypatch, no_file_stays_open
@@ -255,6 +257,7 @@ def test_one_of_several_processes_that_loses_data_and_cannot_save_names_the_data
     assert "CheckpointError: cannot save step 5" in capsys.readouterr().out
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("how", ["removed", "renamed", "another in its place"])
 def test_a_workdir_that_goes_away_while_a_run_goes_on_ends_it_with_status_3(how, corpus, tmp_path, monkeypatch):
     run, moved = tmp_path / "run", tmp_path / "moved"
@@ -450,6 +453,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_received_run_has_where_files_are_made_or_replaced_is_not_written_through(
     kind, corpus, received, tmp_path

@@ -82,6 +82,7 @@ def batch_of(model, seed=0):
     return jax.device_put(make_batch(rows=16, seed=seed), model.batch_sharding)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_optimizer(mesh, value):
@@ -255,6 +256,7 @@ CASES = {
 INTERLEAVED = ((2, 2, 2), "interleaved", 2)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("cut", [pytest.param(((1, 1, 1), "gpipe", 1), marks=pytest.mark.slow), INTERLEAVED], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_value_that_is_not_finite_is_named(cut, case):
@@ -385,6 +387,7 @@ def test_a_flipped_bit_of_one_copy_is_found_and_named(bit):
     )
 
 
+@pytest.mark.slow
 def test_a_step_is_taken_twice_and_nothing_else_changes(corpus, tmp_path):
     changes = {"train.eval_batches": 0, "checkpoint.keep_best": 0, "checkpoint.every_steps": 0}
     for name, every in (("plain", 0), ("checked", 3)):
@@ -415,6 +418,7 @@ def faulty(make, fault):
     return made
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("call", [3, 4])
 def test_a_step_that_hardware_computes_wrong_once_ends_the_run_with_status_4(call, corpus, tmp_path, monkeypatch):
     """Of the two times that step 3 is taken, one goes wrong."""

@@ -130,6 +130,7 @@ def full_forward(name: str):
     return Prompts(ids_BS, empty_B), np.asarray(logits_BSV), filled_BS
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name, mesh, layout", CASES, ids=str)
 def test_cached_decoding_gives_the_logits_of_the_full_forward_pass(name, mesh, layout):
     check_decoding(name, model_on(name, mesh, layout))

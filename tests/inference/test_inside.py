@@ -29,6 +29,7 @@ def seen(case):
 each_case = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.fast(2)
 @each_case
 def test_attention_adds_up_to_1_and_sees_only_what_came_before_in_its_document(case):
     _, _, batch, inside = seen(case)
@@ -39,6 +40,7 @@ def test_attention_adds_up_to_1_and_sees_only_what_came_before_in_its_document(c
     assert not np.moveaxis(inside.attention, 2, -1)[:, other].any()
 
 
+@pytest.mark.fast(2)
 @each_case
 def test_the_maps_and_the_cache_make_what_the_layer_makes(case):
     """The first layer's output, from its attention map and what it caches alone."""
@@ -78,6 +80,7 @@ def test_the_latent_cache_alone_gives_the_scores_that_the_maps_come_from(case):
                 np.testing.assert_allclose(with_offset @ found, scores, atol=1e-4)
 
 
+@pytest.mark.fast(2)
 @each_case
 def test_the_losses_of_tokens_average_to_the_loss_of_the_mesh(case):
     model, params, batch, inside = seen(case)

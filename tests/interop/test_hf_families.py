@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from own_runs import OWN, own_run, own_settings
+from test_convert import params_of
 from test_to_hf import BOS, BPE, TEMPLATE, published, tuned
 
 from parallax.cli.convert import main
@@ -34,7 +35,8 @@ from hf_families import (
     published_pair,
     random_model,
 )
-from hf_folders import in_blocks, write_folder
+from hf_families import MIXTURES as EXPERTS
+from hf_folders import in_blocks, read_folder, write_folder
 from published import MIXTURES, TAKEN, V3
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
@@ -73,6 +75,19 @@ def test_greedy_text_is_theirs(pair_of, name, mesh):
 @on_every_mesh
 def test_losses_of_fine_tuning_are_theirs(pair_of, name, mesh):
     assert loss_difference(name, pair_of(name), *ours_on(pair_of(name), mesh)) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_imported_from_each_of_the_formats_that_they_are_saved_in(pair_of, tmp_path, name):
+    """One tensor for each expert and kernel, as published, or all experts of a layer in one, as in memory."""
+    theirs = pair_of(name).theirs
+    theirs.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    found = set(read_folder(tmp_path / "theirs"))
+    assert found == set(theirs.state_dict()) and any(x.endswith(".mlp.experts.gate_up_proj") for x in found)
+    assert any(".experts.0." in x for x in read_folder(pair_of(name).run.parent / "theirs"))
+    together, apart = (params_of(pair.run, 0) for pair in (import_pair(theirs, tmp_path), pair_of(name)))
+    assert together.keys() == apart.keys()
+    assert all((together[array] == apart[array]).all() for array in apart)
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -252,8 +267,8 @@ def test_a_prompt_is_encoded_as_they_encode_it(chat):
         assert theirs(text).input_ids[0] == theirs.bos_token_id
 
 
-def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus, monkeypatch):
-    run = tuned(corpus, chat, monkeypatch)
+def test_a_run_trained_from_an_import_is_used_there_as_it_is(chat, corpus):
+    run = tuned(corpus, chat)
     assert main(["to-hf", str(run), str(chat / "out")]) == 0
     there, here = (AutoTokenizer.from_pretrained(chat / name) for name in ("theirs", "out"))
     for text in TEXTS:

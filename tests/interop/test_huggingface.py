@@ -12,9 +12,11 @@ import pytest
 from checkpoint_examples import flip
 from hf_folders import (
     CONFIGS,
+    KINDS,
     MIXTURE_KEYS,
     MIXTURES,
     config_of,
+    fused,
     random_tensors,
     read_folder,
     shapes_of,
@@ -64,6 +66,7 @@ FROM = [(architecture, "F32") for architecture in CONFIGS]
 FROM += [("MistralForCausalLM", "BF16"), ("DeepseekV3ForCausalLM", "BF16"), ("Qwen3ForCausalLM", "F16")]
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(("architecture", "kind"), FROM)
 def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, architecture, kind):
     config = config_of(architecture)
@@ -76,6 +79,7 @@ def test_an_import_that_nothing_touched_goes_out_as_it_came(tmp_path, capsys, ar
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_that_nothing_touched_goes_out_as_it_came(tmp_path, name, kind):
@@ -128,6 +132,62 @@ def test_mixtrals_first_and_third_kernel_are_gate_and_up(tmp_path):
             there = tensors[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}.weight"]
             assert (ours[f"blocks.mlp.experts.{name}"][layer, expert] == there.T).all()
     assert not ours["blocks.mlp.router.bias"].any()
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_a_layer_in_one_tensor_come_in_as_the_same_one_by_one(tmp_path, name):
+    architecture, changes = MIXTURES[name]
+    config = config_of(architecture, **changes)
+    tensors = random_tensors(shapes_of(config), "BF16")
+    together = fused(tensors)
+    assert {x.ndim for x in together.values()} == {1, 2, 3} and len(together) < len(tensors)
+    for which, stored in {"one": tensors, "other": together}.items():
+        assert imported(tmp_path / which, config, stored, shards=3)[1] == 0
+    same_bytes(*(params_of(tmp_path / which / "run", 0) for which in ("one", "other")))
+    # And go out one by one.
+    assert main(["to-hf", str(tmp_path / "other" / "run"), str(tmp_path / "out")]) == 0
+    same_bytes(tensors, read_folder(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+GATES_AND_UPS, DOWNS = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
+ONE = "model.layers.1.mlp.experts.0.up_proj.weight"
+# What is stored in place of the tensors, of 8 experts with d_model 16 and d_expert 8, and what is said.
+WRONGLY_FUSED = {
+    "other way round": (
+        lambda x: {GATES_AND_UPS: x[GATES_AND_UPS].swapaxes(1, 2), DOWNS: x[DOWNS].swapaxes(1, 2)},
+        f"{DOWNS} is [8, 8, 16] there and [8, 16, 8] here",
+    ),
+    "fewer experts": (
+        lambda x: {GATES_AND_UPS: x[GATES_AND_UPS][:6]},
+        f"{GATES_AND_UPS} is [6, 16, 16] there and [8, 16, 16] here",
+    ),
+    "flat": (lambda x: {DOWNS: x[DOWNS].reshape(128, 8)}, f"{DOWNS} is [128, 8] there and [8, 16, 8] here"),
+    "one expert twice": (lambda x: {ONE: x[GATES_AND_UPS][0, 8:]}, f"{ONE} is of no use"),
+    "half of it": (lambda x: {DOWNS: None}, f"{DOWNS} is missing"),
+    "float8": (
+        lambda x: {GATES_AND_UPS: x[GATES_AND_UPS].astype(KINDS["F8_E4M3"])},
+        f"{GATES_AND_UPS} is float8_e4m3fn and none of float32, bfloat16, float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRONGLY_FUSED)
+def test_experts_in_one_tensor_that_are_not_as_transformers_has_them_are_refused(tmp_path, capsys, how):
+    change, message = WRONGLY_FUSED[how]
+    config = config_of("Qwen3MoeForCausalLM")
+    tensors = fused(random_tensors(shapes_of(config)))
+    stored = {name: x for name, x in (tensors | change(tensors)).items() if x is not None}
+    assert imported(tmp_path, config, stored)[1] == 3
+    said = capsys.readouterr().err
+    assert f"has not the parameters of its config.json: {message}\n" in said and len(said.splitlines()) == 1
+
+
+def test_a_dense_model_has_no_use_for_experts(tmp_path, capsys):
+    config = config_of("Qwen3ForCausalLM")
+    assert imported(tmp_path, config, random_tensors(shapes_of(config) | {DOWNS: (8, 16, 8)}))[1] == 3
+    assert f"config.json: {DOWNS} is of no use\n" in capsys.readouterr().err
 
 
 LAYERS_OF = {
@@ -454,6 +514,7 @@ def test_settings_that_the_folder_has_or_nobody_knows_are_refused(tmp_path, flag
 # ---- runs that were not imported, or trained on
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", OWN)
 def test_a_run_of_our_own_goes_out_as_the_plainest_architecture_and_comes_back(corpus, tmp_path, capsys, kind):
     changes, architecture = OWN[kind]
@@ -682,15 +743,15 @@ LARGE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", LARGE)
-def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path, architecture):
+@pytest.mark.parametrize(("architecture", "stored"), [*((name, dict) for name in LARGE), ("MixtralForCausalLM", fused)])
+def test_a_model_of_350_mib_takes_the_memory_of_a_few_pieces(tmp_path, architecture, stored):
     """In and out, 700 MiB in float32: a cache of 64 MiB, a matrix of a layer or of an expert, a few pieces of at most
-    64 MiB."""
+    64 MiB. All experts of a layer in one tensor take no more than one by one."""
     sizes = dict(hidden_size=1024, num_attention_heads=16, **LARGE[architecture])
     config = config_of(architecture, vocab_size=4096, **sizes)
     tensors = random_tensors(shapes_of(config), "BF16")
     assert sum(x.nbytes for x in tensors.values()) > 350 << 20
-    write_folder(tmp_path / "theirs", config, tensors, shards=4)
+    write_folder(tmp_path / "theirs", config, stored(tensors), shards=4)
     grown = {}
     for act, flags in {"from-hf": ["theirs", "--workdir", "run"], "to-hf": ["run", "out"]}.items():
         command = [sys.executable, "-c", CONVERT, act, *flags]

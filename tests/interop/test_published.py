@@ -4,9 +4,10 @@ import math
 
 import pytest
 from hf_folders import MIXTURE_KEYS
-from published import FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
+from published import BILLIONS, FP8, MIXTURES, REFUSED, TAKEN, V2_LITE, V3
 
 from configs.base import get_config
+from parallax.analysis.flops import active_parameters, parameters_by_component
 from parallax.config.settings import read_settings
 from parallax.interop.export import param_shapes, plain_names
 from parallax.interop.hf_config import read_config, write_config
@@ -57,6 +58,20 @@ def test_the_tensors_of_a_published_mixture_have_its_number_of_parameters(name):
     for key in ("layers_of", "layers", "attention", *MIXTURE_KEYS):
         assert again.model[key] == found.model[key]
     assert again.architecture == found.architecture
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_published_mixture_has_as_many_parameters_and_active_ones_as_its_authors_say(name):
+    config, _ = MIXTURES[name]
+    settings = read_settings(get_config(), model=read_config(config).model)
+    shapes = {name.replace(".", "/"): about for name, about in param_shapes(settings).items()}
+    counts = parameters_by_component(shapes)
+    active = active_parameters(settings.model, counts)
+    if config["architectures"][0].startswith("Deepseek"):
+        del active["embedding"]
+    for found, said in zip((counts, active), BILLIONS[name]):
+        last_digit = 0.1 if "." in said else 1
+        assert abs(sum(found.values()) / 1e9 - float(said)) < last_digit
 
 
 def test_four_families_of_mixtures_are_there():

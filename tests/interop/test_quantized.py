@@ -38,6 +38,7 @@ def imported(folder, config, tensors, **how):
     return main(["from-hf", str(folder / "theirs"), "--workdir", str(folder / "run")])
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("architecture", [V3, QWEN3])
 def test_float8_weights_come_in_as_the_values_that_they_stand_for(tmp_path, capsys, architecture, block):

@@ -173,6 +173,7 @@ def test_a_run_trained_from_an_import_goes_out_like_it_by_itself(corpus, tmp_pat
     assert found == {"eos_token_id": [271, BPE.end], "temperature": 0.6}
 
 
+@pytest.mark.slow
 def test_what_was_imported_is_known_after_a_resume_and_by_runs_of_runs(corpus, tmp_path):
     config = imported(tmp_path)
     tuned(corpus, tmp_path)
@@ -231,6 +232,8 @@ REACHES = {
 INSTANCES = ("a shorter one, stretched", "a longer one that llama3 takes for the original")
 
 
+@pytest.mark.fast(1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow) if what in INSTANCES else what for what in REACHES]
 )

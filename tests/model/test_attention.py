@@ -136,6 +136,7 @@ def one_document():
     return x, ids, np.broadcast_to(np.arange(SEQ), positions.shape), np.ones_like(segments)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("prefill", [1, 5])
 @pytest.mark.parametrize("name", KINDS)
 def test_decoding_with_a_cache_equals_the_call(name, prefill):
@@ -145,6 +146,7 @@ def test_decoding_with_a_cache_equals_the_call(name, prefill):
     np.testing.assert_allclose(decoded, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", KINDS)
 def test_decoding_with_a_cache_equals_the_call_on_a_mesh(name, family):

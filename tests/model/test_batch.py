@@ -188,6 +188,7 @@ on_meshes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @on_meshes
 def test_an_id_out_of_range_that_nobody_can_look_at_makes_loss_and_gradient_nan(case):
     params, both, loss = compiled(*case)
@@ -226,6 +227,7 @@ def test_the_guard_refuses_a_step_on_an_id_out_of_range():
 # ---- ignored positions
 
 
+@pytest.mark.fast(1)
 @on_meshes
 def test_an_ignored_position_counts_in_neither_loss_nor_gradient_nor_tokens(case):
     """Rows of which every label is ignored may hold any tokens: not a bit changes, the z-loss's neither."""

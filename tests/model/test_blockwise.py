@@ -77,6 +77,7 @@ def check(found, expected, error):
         assert np.abs(a - e).max() <= error * np.abs(e).max(), name
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize("seq", SEQS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_values_and_gradients_are_those_of_the_plain_form(heads, seq):
@@ -209,6 +210,7 @@ OVER_CONTEXT = [(form, *case) for form in CONTEXTS for case in OVER_CONTEXT]
 OVER_CONTEXT += [("all_gather", "mha", 3, 96, 1), ("ring", "mha", 3, 96, 1)]  # 4 heads do not divide over 3 ranks
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(("form", "heads", "ranks", "seq", "tp"), OVER_CONTEXT, ids=str)
 def test_context_ranks_have_values_and_gradients_of_the_plain_form(form, heads, ranks, seq, tp):
     """Of several blocks a chunk, and of less than one."""

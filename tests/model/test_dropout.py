@@ -69,6 +69,7 @@ def test_the_mask_is_the_same_on_context_ranks(layout):
     np.testing.assert_array_equal(jax.jit(run)(*arrays), drop(*arrays)[:, order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", ["attention", "stage", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "layer"))]
 )

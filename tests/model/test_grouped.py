@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxprs import equations
 
-from parallax.model.grouped import FORMS, grouped_dot, rows_of_block
+from parallax.model.grouped import FORMS, grouped_dot, grouped_sums, rows_of_block
 
 ROWS, INTO, OUT = 300, 12, 20
 # Sums over up to 300 float32 terms, in another order.
@@ -40,8 +40,8 @@ def plain(x, w, dy, sizes):
 
 def with_gradients(x, w, dy, sizes, form):
     def run(x, w, sizes):
-        y, pull = jax.vjp(lambda x, w: grouped_dot(x, w, sizes, form=form), x, w)
-        return y, *pull(dy)
+        dx = grouped_dot(dy, w, sizes, transposed=True, form=form)
+        return grouped_dot(x, w, sizes, form=form), dx, grouped_sums(x, dy, sizes, form=form)
 
     return jax.tree.map(np.asarray, jax.jit(run)(x, w, jnp.array(sizes)))
 

@@ -91,6 +91,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_values_and_gradients_are_those_of_attention_with_scores(shape):
     arrays, segments = heads(**shape)
@@ -102,6 +103,7 @@ def test_values_and_gradients_are_those_of_attention_with_scores(shape):
         assert error(actual, expected) < 1e-5
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("shape", [dict(), dict(kv_heads=4, d_qk=24, d_v=16)], ids=["groups", "narrow_values"])
 def test_queries_of_a_context_rank_meet_the_keys_of_all_in_order(shape, ranks):
@@ -237,6 +239,7 @@ def check_model(mesh, kind, **changes):
         assert error(actual, wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_zero_bubble_schedule_with_all_kept():
     check_model((2, 2, 2), GQA, schedule="zero_bubble", remat="none")
 
@@ -264,6 +267,7 @@ def check_context_ranks(mesh, kind, *, layers=1, **changes):
         assert error(actual, wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_context_ranks_gather_keys():
     check_context_ranks((1, 1, 1, 1, 2), GQA | dict(d_head=16), microbatches=1)
 

@@ -153,6 +153,7 @@ def test_every_head_gets_the_same_angles():
     np.testing.assert_array_equal(turned[:, :, 0], turned[:, :, 2])
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize(
     "changes", [{}, YARN | {"qkv_bias": True}, {"qk_norm": True}], ids=["plain", "yarn and bias", "qk norm"]

@@ -52,6 +52,7 @@ def check_cut(name, mesh, residual, family, **changes):
     check_equal(value_and_grads(function, params, windows()), expected)
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
 @pytest.mark.parametrize(("name", "family"), LAYERS)
@@ -59,6 +60,7 @@ def test_a_layer_is_the_same_on_every_mesh(name, family, residual, mesh):
     check_cut(name, mesh, residual, family)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", ["gqa", "gqa_bias", "gqa_qk_norm"])
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,6 +79,7 @@ FORMS = {
 }
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dense_is_a_matrix_product_whatever_its_form(form, bias):
@@ -98,3 +101,16 @@ def test_a_dense_is_a_matrix_product_whatever_its_form(form, bias):
     single = value_and_grads(call(layer, None), params, (x, *rest))
     check_equal(single[0], expected)
     check_equal(value_and_grads(function, params, (x, *rest)), single)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("residual", [HIDDEN_CUT, SEQ_CUT])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["mla", "mla_latent_queries"])
+def test_parts_that_are_joined_by_adding_are_the_same(monkeypatch, name, family, residual):
+    """As on TPU; the layer alone joins them side by side."""
+    alone(name)
+    asked = []
+    monkeypatch.setattr("parallax.model.mla.joins_by_adding", lambda: asked.append(True) or True)
+    check_cut(name, (2, 2, 2), residual, family)
+    assert asked

@@ -136,6 +136,7 @@ def test_gradients_of_a_bfloat16_head_are_as_near_as_its_operands():
         assert difference < 2.0**-8 * np.linalg.norm(expected)  # half the last bit of bfloat16, of most
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
 def test_the_loss_is_the_mean_over_real_tokens_of_the_whole_batch(embedding):
     """Rows have few labels or many, so a mean of the means of rows, microbatches or devices would differ."""
@@ -159,6 +160,7 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
 @pytest.mark.parametrize("tied", [True, False])

@@ -76,6 +76,7 @@ def test_the_padded_size_is_the_models_and_not_the_meshs():
     assert build((1, 1, 2), vocab=64, vocab_multiple=32).model.padded_vocab == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_entries_begin_as_without_padding_and_padding_as_zeros_on_every_mesh(tied):
     plain = jax.tree.map(np.asarray, build((1, 1, 1), **SMALL, tied=tied).init(3))
@@ -98,6 +99,7 @@ MORE_CASES = [
 ]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("mesh", "changes"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
@@ -118,6 +120,7 @@ def test_loss_and_gradients_are_those_without_padding_on_every_mesh(mesh, change
     np.testing.assert_allclose(evaluated["loss"], losses[0], rtol=LOSS_ERROR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_padding_stays_zero_whatever_the_optimizer_adds(name):
     model = padded_model((1, 2, 2), tied=False)
@@ -138,6 +141,7 @@ def test_padding_stays_zero_whatever_the_optimizer_adds(name):
         assert (np.asarray(table[VOCAB:]) == 0).all() and np.asarray(table[:VOCAB]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["vocab_parallel", "all_to_all"])
 def test_logits_of_padding_are_minus_infinity_and_the_others_as_without(embedding):
     plain = build((1, 1, 1), **SMALL)
@@ -219,6 +223,7 @@ def test_a_vocab_that_the_tokenizer_says_is_rounded_or_padded():
     assert (model.vocab, model.padded_vocab) == (257, 320)
 
 
+@pytest.mark.slow
 def test_rows_of_padding_are_padding_to_the_count_of_flops_too():
     mesh = abstract_mesh(dict.fromkeys(AXES, 1))
     models = [model_of(settings_with(vocab=500, vocab_multiple=multiple), mesh) for multiple in (1, 512)]

@@ -83,6 +83,7 @@ def initial_on_one_device(layers):
     return initial((1, 1, 1), layers=layers)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("mesh", "changes"), SCHEDULES, ids=str)
 def test_initial_values_do_not_depend_on_the_schedule(mesh, changes):
     expected = initial_on_one_device(changes["layers"])
@@ -101,6 +102,7 @@ def parts_of(mesh, **changes):
     return model, make_optimizer(optimizer_config(learning_rate=3e-3, warmup_steps=2), 20, model.layouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"), [SCHEDULES[0], pytest.param(*SCHEDULES[1], marks=pytest.mark.slow)], ids=str
 )
@@ -122,3 +124,32 @@ def test_what_one_schedule_trained_another_takes_up_bit_for_bit(tmp_path, mesh, 
     batch = make_batch(rows=16, seed=1)
     losses = [jax.jit(m.loss)(p, batch)["loss"] for m, p in ((model, state.params), (other, found["params"]))]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("placement", "kinds"),
+    [
+        ((0,), "a b b b"), ((0,), "a b b " * 6), ((0,), "c " + "a b b " * 5 + "c"), ((0, 1), "a b " * 4),
+        ((0, 1, 2, 3), "a " + "b " * 26), ((0, 1, 0, 1), "a b b a b b a"), ((0, 1, 1, 0), "a " * 5 + "b " * 6),
+        ((0,), "a b a a b a a a b a a a a b a a a a a b b a b b b a"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_loops_of_a_stage_meet_each_of_its_places_once_with_its_kind(placement, kinds):
+    kinds = tuple(kinds.split())
+    names = sorted(set(kinds))
+    order = Arrangement(placement, kinds)
+    stages = order.turns.reshape(2, -1, order.stage_layers)
+    place = 0
+    for repeat in order.repeats:
+        for turn in range(repeat.times):
+            for run in (repeat.at(run, turn) for run in repeat.runs):
+                assert run.place == place
+                for at in range(run.places):
+                    found, before = stages[:, :, place]
+                    there = found < len(names)
+                    assert set(found[there].tolist()) <= set(run.kinds) and (there.all() or run.uneven)
+                    assert run.layer is None or (before[there] == run.layer + at).all()
+                    place += 1
+    assert place == order.stage_layers
+    assert sum(len(repeat.runs) for repeat in order.repeats) <= 8

@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from pairwise import pairs_of, pairwise_cases
+from pairwise import few_fast, pairs_of, pairwise_cases
 from reference import plain_logits
 from test_parity import COSTS, CUTS, GRADIENT_ERROR, LOSS_ERROR, check_parity, is_empty, name_of
 from tiny import HIDDEN_CUT, SCHEDULES, SEQ, SEQ_CUT, build, make_batch, params_of
@@ -48,7 +48,7 @@ def test_documents_of_the_batch_cross_shards():
         assert (segments[:, first] == segments[:, first - 1]).mean() > 0.5
 
 
-@pytest.mark.parametrize("case", cases(*FEW), ids=name_of)
+@pytest.mark.parametrize("case", few_fast(cases(*FEW)), ids=name_of)
 def test_loss_gradients_and_update_equal_the_plain_model(case, record_property):
     check(case, record_property)
 
@@ -63,6 +63,7 @@ def test_loss_gradients_and_update_equal_the_plain_model_on_every_mesh(case, rec
 OF_THREE = dict(d_model=48, d_ff=96, heads=6, kv_heads=2, d_latent=24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context", "attention", "schedule"),
     [
@@ -90,6 +91,7 @@ def on_one_device(attention):
     return np.asarray(logits), np.asarray(jax.jit(model.activations)(params_of(model), make_batch(rows=16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "context", "attention", "residual", "embedding"),
     [
@@ -111,6 +113,7 @@ def test_logits_come_in_the_order_of_the_text_and_activations_are_the_same(
     np.testing.assert_allclose(jax.jit(model.activations)(params, batch), seen, rtol=GRADIENT_ERROR)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [(2, 1, 1, 1, 4), (1, 1, 2, 1, 4)], ids=str)
 def test_the_forward_pass_alone_has_the_same_loss(mesh):
     batch = make_batch(rows=16)

@@ -40,6 +40,7 @@ def flops_of_one_device(remat):
     return flops_by_rank((1, 1, 1), remat=remat)[0]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenly(schedule, remat):
@@ -49,6 +50,7 @@ def test_every_schedule_executes_the_work_of_one_device_and_ranks_share_it_evenl
     assert max(ranks) <= 1.02 * min(ranks)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("remat", ["none", "elementwise"])
 def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
     run = lambda: tuple(map(np.asarray, jax.tree.leaves(of(build((1, 1, 1), remat=remat)))))  # noqa: E731
@@ -61,6 +63,7 @@ def test_slots_carried_from_tick_to_tick_give_the_same_bits(remat, monkeypatch):
         np.testing.assert_array_equal(carried, fresh)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", ["ddp", "zero3"])
 def test_gradients_of_an_embedding_add_up_over_the_places_of_a_token_in_float32(policy):
     model = build((1, 1, 1), dtype="bfloat16", policy=policy, vocab=64)
@@ -86,6 +89,7 @@ def layer_alone():
     return vjp, weights, saved, context, dy
 
 
+@pytest.mark.slow
 def test_b_and_w_cost_together_what_the_backward_pass_cost():
     """FLOPs as XLA counts them in the compiled programs."""
     vjp, weights, saved, context, dy = layer_alone()
@@ -125,6 +129,7 @@ def has_loop(equation):
     return any(e.primitive.name == "scan" for branch in branches for e in inside(branch))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
 def test_a_message_waits_for_no_other_pass_than_the_one_that_made_it(schedule):
     jaxpr = ticks_of(abstract_model(schedule=schedule))

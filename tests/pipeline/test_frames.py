@@ -36,6 +36,8 @@ CASES = {
         "mixtures": MIXTURE | dict(layers_of="moe*8"),
         "mixtures in turn": MIXTURE | dict(layers_of="(dense moe)*4"),
         "mixtures at the end": MIXTURE | dict(layers=7, layers_of="dense*5 moe*2"),
+        "mixtures prefetch": MIXTURE | dict(layers_of="moe*4 dense*4", prefetch=1),
+        "mixtures in turn prefetch": MIXTURE | dict(layers_of="(dense moe)*4", prefetch=1),
     }.items()
 }
 
@@ -60,6 +62,7 @@ def stacks_to_a_layer(monkeypatch, **changes):
     return found
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_from_train_step_to_block_are_few_frames_in_few_files(monkeypatch, changes):
     stacks = stacks_to_a_layer(monkeypatch, **changes)

@@ -14,13 +14,14 @@ from tiny import SEQ_CUT, build, make_batch, params_of
 
 from parallax.config.sections import REMAT, PipelineConfig
 from parallax.pipeline.executor import LayerLoop, LayerStack, SlotIndex, Stage
+from parallax.pipeline.layer_order import Places, Repeat
 from parallax.runtime.errors import ConfigError
 
 LAYERS, WIDTH = 3, 4
 
 
 def toy_layer(weights, x, context):
-    up = checkpoint_name(x @ weights["up"], "mlp")
+    up = checkpoint_name(x @ weights["up"], "ffn")
     return x * weights["scale"][None] + jnp.tanh(up) @ weights["down"]
 
 
@@ -32,7 +33,8 @@ def toy_stage(remat, *, split=False, layers=LAYERS, prefetch=False):
     unchanged = [lambda grad: grad] * 3
     numbers = jnp.where(jnp.arange(LAYERS) < layers, jnp.arange(LAYERS), -1)
     stack = LayerStack(toy_layer, lambda weights: weights, unchanged, LAYERS, numbers)
-    loop = LayerLoop([stack], LAYERS, uneven=layers < LAYERS, prefetch=prefetch, serialized=False)
+    repeats = [Repeat(1, (Places((0,), 0, LAYERS, layers < LAYERS, 0),))]
+    loop = LayerLoop([stack], LAYERS, repeats, prefetch=prefetch, serialized=False)
     return Stage(loop, remat, split)
 
 
@@ -75,6 +77,7 @@ def two_slots(stage, weights, x):
     return stage.empty(pools, dict.fromkeys(names, 2)), SlotIndex(chunk=0, slots=dict.fromkeys(names, 1))
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS - 1])
 @pytest.mark.parametrize("split", [False, True], ids=["BW together", "BW apart"])
 @pytest.mark.parametrize(
@@ -189,6 +192,7 @@ def four_microbatches(mesh):
     return model, jax.jit(model.loss_and_grad), params_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 2)], ids=str)
 def test_the_order_of_microbatches_does_not_matter(mesh):
     (_, step, params), batch = four_microbatches(mesh), make_batch(rows=16)
@@ -198,6 +202,7 @@ def test_the_order_of_microbatches_does_not_matter(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), other_grads, grads)
 
 
+@pytest.mark.slow
 def test_gradients_of_two_batches_add_up():
     """Accumulation is a sum: the gradient of a batch is that of its halves, weighed by their labels."""
     batch = make_batch(rows=16)
@@ -211,6 +216,7 @@ def test_gradients_of_two_batches_add_up():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), summed, grads)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (4, 1, 2)], ids=str)
 def test_the_forward_pass_alone_has_the_same_loss(mesh):
     (model, step, params), batch = four_microbatches(mesh), make_batch(rows=16)
@@ -218,6 +224,7 @@ def test_the_forward_pass_alone_has_the_same_loss(mesh):
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch)["loss"], loss["loss"], rtol=1e-6)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("mesh", "rows", "changes"),
     [

@@ -168,3 +168,11 @@ def test_in_one_slice_any_axes_will_do():
 def test_axes_that_do_not_divide_over_the_slices_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         place_devices(config(*sizes), chips_of(slices=2))
+
+
+def test_gpus_stay_in_the_order_of_their_hosts_which_jax_calls_slices():
+    gpus = [SimpleNamespace(id=at, platform="gpu", slice_index=at // 8, process_index=at // 8) for at in range(16)]
+    grid = place_devices(config(1, 4, 4), gpus)
+    hosts = np.vectorize(lambda gpu: gpu.process_index)(grid)
+    assert [gpu.id for gpu in grid.flat] == [*range(16)] and (np.diff(hosts, axis=-1) == 0).all()
+    assert place_devices(config(1, 16, 1), gpus).shape == (1, 16, 1)

@@ -84,11 +84,11 @@ def test_a_gradient_that_is_scattered_over_two_axes_at_once_is_the_sum_of_all_ra
     np.testing.assert_array_equal(store(params), 10 * params["embedding"]["table"])
 
 
-def dense_and_plan(policy="zero3"):
+def dense_and_plan(policy="zero3", gather="compute"):
     dense = Dense(*DENSE)
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
     variables = jax.eval_shape(dense.init, jax.random.key(0), x)
-    plan = ShardingPlan(variables, Policies(policy), SIZES, {"pp": 1, "dp": 2, "tp": 2}, "float32")
+    plan = ShardingPlan(variables, Policies(policy), SIZES, {"pp": 1, "dp": 2, "tp": 2}, "float32", gather=gather)
     return dense, plan, nn.meta.unbox(dense.init(jax.random.key(0), x)), x
 
 
@@ -120,6 +120,19 @@ def test_fsdp_is_a_flax_module_that_gathers_its_own_kernel():
     )
     over_dp = {(one.kind, one.direction): one.count for one in sent if one.axes == ("dp",)}
     assert over_dp == {("all-gather", "forward"): 1, ("reduce-scatter", "backward"): 1}
+
+
+def test_the_gradient_of_a_module_alone_is_that_of_the_rounded_as_if_it_were_not():
+    """Of a Dense, which is linear in its kernel: that of any kernel."""
+    _, plan, variables, x = dense_and_plan(gather="int8")
+    apply = nn.map_variables(Dense, "params", trans_in_fn=plan.use)(*DENSE).apply
+    spec = plan.at_rest["params"]["kernel"].spec()
+    grad = jax.grad(lambda kernel, x: (apply({"params": {"kernel": kernel}}, x) * x.mean()).sum())
+    run = jax.shard_map(grad, mesh=mesh_of(1, 2, 2), in_specs=(spec, P("dp")), out_specs=spec, check_vma=True)
+    found = jax.jit(run)(variables["params"]["kernel"], x)
+    halves = [np.einsum("bsd,bs->d", half, np.full(half.shape[:2], half.mean())) for half in np.split(x, 2)]
+    expected = np.broadcast_to(sum(halves)[:, None], found.shape)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_a_policy_of_ones_own_is_one_more_line(monkeypatch):

@@ -26,6 +26,7 @@ from parallax.training.folder import RunFolder
 from parallax.training.logger import RunLogger, drop_after, read_metrics
 from parallax.training.loop import DispatchedStep, TrainingLoop
 from parallax.training.meter import Meter
+from parallax.training.profile import Profile
 from parallax.training.resume import step_to_resume
 from parallax.training.run import train
 
@@ -326,7 +327,8 @@ def test_the_next_step_is_dispatched_before_the_metrics_of_the_last_are_read_but
     stub, batches = Stub(), Stub()
     batches.get = lambda at: (None, 0.0)
     meter = Meter(4, 1, 1.0, None, 1)
-    steps = TrainingLoop(settings, step, None, batches, Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub)
+    others = Stub(), stub, meter, stub, stub, np.zeros(4), NoSkips(), stub, Profile(settings, None, None)
+    steps = TrainingLoop(settings, step, None, batches, *others)
     steps.pause = lambda ended, state, stopping: steps.read(ended) and stopping
     steps.run(SimpleNamespace(params=None, at=0), 0)
     assert events == [
@@ -340,9 +342,8 @@ def take_steps(settings, step, say=lambda line: None):
     batches.get = lambda at: (None, 0.0)
     logger = SimpleNamespace(record=lambda *_: None, say=say)
     meter = Meter(settings.train.steps, 1, 1.0, None, 1)
-    steps = TrainingLoop(
-        settings, step, None, batches, Stub(), logger, meter, stub, stub, np.zeros(99), NoSkips(), stub
-    )
+    others = Stub(), logger, meter, stub, stub, np.zeros(99), NoSkips(), stub, Profile(settings, None, None)
+    steps = TrainingLoop(settings, step, None, batches, *others)
     steps.save = lambda *_: None
     steps.run(SimpleNamespace(params={}), 0)
 
@@ -485,7 +486,7 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
     skips.note = lambda at, _: (at == at_step["it is skipped, which takes words"] and time.sleep(STEP_SECS)) or {}
     logger = SimpleNamespace(record=lambda at, values: rows.update({at: values}), say=lambda text: None)
     meter, recheck = Meter(last, 1, 1.0, None, 1), SimpleNamespace(take=twice)
-    others = logger, meter, Stub(), Stub(), SlowRates(device), skips, recheck
+    others = logger, meter, Stub(), Stub(), SlowRates(device), skips, recheck, Profile(settings, None, None)
     steps = TrainingLoop(settings, step, lambda params: time.sleep(LATE_SECS) or 1.0, batches, Stub(), *others)
     steps.evaluates_after = lambda done: done == at_step["an evaluation follows"]
     steps.saves_after = lambda done: False
@@ -498,22 +499,10 @@ def test_a_steps_time_ends_where_the_step_does_whatever_keeps_the_host(corpus):
 
 @pytest.mark.parametrize("metrics", [{}, {"z_loss": np.float32(0.5)}], ids=str)
 def test_the_z_loss_is_recorded_where_there_is_one(corpus, metrics):
-    stub = Stub()
+    stub, settings = Stub(), read_settings(tiny_config(corpus))
     meter = Meter(4, 1, 1.0, None, 1)
-    steps = TrainingLoop(
-        read_settings(tiny_config(corpus)),
-        stub,
-        None,
-        stub,
-        stub,
-        stub,
-        meter,
-        stub,
-        stub,
-        np.zeros(4),
-        NoSkips(),
-        stub,
-    )
+    others = stub, stub, meter, stub, stub, np.zeros(4), NoSkips(), stub, Profile(settings, None, None)
+    steps = TrainingLoop(settings, stub, None, stub, *others)
     metrics_of_step = {"loss": np.float32(1), **COUNTS, **metrics}
     ended = DispatchedStep(1, metrics_of_step, meter.ending(metrics_of_step), 0.0)
     assert {k: v for k, v in steps.read(ended).items() if "z_loss" in k} == {

@@ -83,6 +83,7 @@ def trained(name):
     return rows, seen, evaluated, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MESHES][1:])
 def test_twenty_steps_are_the_same_on_every_mesh(name):
     rows, seen, evaluated, _ = trained(name)

@@ -78,6 +78,9 @@ def test_warm_up_that_does_not_end_is_refused():
         ("learning_rate", float("nan"), "optimizer.learning_rate=nan is not finite; it must be a number"),
         ("b1", 1.0, "optimizer.b1=1.0 must be at least 0 and below 1"),
         ("clip_norm", -1.0, "optimizer.clip_norm=-1.0 must be at least 0"),
+        ("m_dtype", "bf16", "optimizer.m_dtype='bf16' is unknown; "),
+        ("v_dtype", "float16", "optimizer.v_dtype='float16' is unknown; did you mean 'bfloat16'?"),
+        ("weights_dtype", "float8", "optimizer.weights_dtype='float8' is unknown; "),
     ],
 )
 def test_wrong_settings_are_refused(field, value, message):
@@ -175,6 +178,7 @@ def one_step(mesh, config, scale):
     return jax.tree.map(np.asarray, jax.jit(step)(params_of(model), grads))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("optimizer", "clip_norm"), [("adamw", 1.0), ("adamw", 0.0), ("muon", 1.0)])
 def test_a_step_is_the_same_on_one_device_and_on_eight(optimizer, clip_norm):
     # eps as large as a clipped gradient's entries: AdamW's step then depends on their size, and so on the norm.
@@ -317,6 +321,7 @@ def assert_moved_alike(found, expected, before):
         assert off < 2e-4, f"{name} is off by {off:.1e} of its move"
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("attention", OPTIMIZER_MODELS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_leaf_is_updated_as_plain_numpy_does(optimizer, attention):

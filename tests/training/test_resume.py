@@ -45,6 +45,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("there", "here"), PAIRS)
 def test_state_and_next_batches_are_bitwise_the_same_on_another_topology(saved, parts, there, here):
     folder, expected = saved(there)
@@ -62,6 +63,7 @@ def by_processes(act, root, corpus, *names, processes):
     return json.loads(text.split(FOUND)[1].splitlines()[0])
 
 
+@pytest.mark.slow
 def test_what_one_process_has_saved_two_load(saved, corpus):
     folder, expected = saved("2·2·2")
     found = by_processes("load", folder.parent, corpus, "4·1·2", processes=2)

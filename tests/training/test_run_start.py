@@ -104,6 +104,7 @@ def test_other_commands_say_it_on_stderr(capsys):
     assert captured.err.startswith("warning: optimizer.warmup_steps=20 is ") and captured.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_a_cut_warm_up_goes_on_as_the_same_run(corpus, tmp_path, monkeypatch, shared_programs):
     changes = {"optimizer.warmup_steps": 100, "train.steps": 200, "train.profile_steps": "50:52", "model.layers": 1}
     (tmp_path / "long.json").write_text(json.dumps(read_settings(tiny_config(corpus, **changes)).to_dict()))

@@ -25,6 +25,7 @@ MLA, GQA = dict(attention="mla", tied=True), dict(attention="gqa", tied=False)
 SLOW = [case for case in zip(MESHES[1:], itertools.cycle([MLA, GQA])) if case[0] != (2, 2, 2)]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -70,6 +71,7 @@ def losses_on_one_device(steps, **changes):
     return losses_of_run((1, 1, 1), steps, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [HIDDEN_CUT, pytest.param(SEQ_CUT, marks=pytest.mark.slow)])
 def test_twenty_steps_have_the_same_losses_on_one_device_and_on_eight(residual):
     losses = losses_on_one_device(20)
@@ -77,6 +79,7 @@ def test_twenty_steps_have_the_same_losses_on_one_device_and_on_eight(residual):
     assert losses[-1] < losses[0] - 0.1  # random tokens: there is little to learn, but something is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -102,6 +105,7 @@ def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation():
     np.testing.assert_allclose(make_eval_step(model)(params, batch)["loss"], expected, rtol=1e-6)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2)], ids=str)
 def test_the_program_does_not_grow_with_microbatches_or_layers(mesh):
     def size(**changes):
@@ -132,6 +136,7 @@ def two_layers(mesh, dtype):
     return jax.jit(model.loss_and_grad)(params_of(model), make_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_bfloat16_compute_is_float32_but_for_rounding(sizes):
     """A bfloat16 has 8 bits: each rounding is off by 2^-9. About 100 of them lie between loss and gradient,

@@ -1,0 +1,82 @@
+"""How the quickstart's model learns with what saves memory and time: the evaluation's loss with each option, and with
+all, beside that in float32.
+
+    python benchmarks/curves.py [--steps 600] [--only "float32" "all"] [--picture docs/curves.svg]
+
+Each option is a run of train.py on one device, with the seed and batches of the others: 8 windows of 128 tokens a step,
+so that 600 steps are minutes. Runs are kept under --folder; one that is there already goes on, or is only read.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from arguments import Arguments, run_benchmark, whole_number
+
+ROOT = Path(__file__).resolve().parents[1]
+# The quickstart's model and data on one device, in smaller batches.
+SMALLER = {"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "mesh.simulate": 1, "data.global_batch": 8, "data.seq": 128}
+SMALLER |= {"train.eval_batches": 32, "sample.prompt": ""}
+NARROW = {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"}
+NARROWER = {"optimizer.m_dtype": "float8", "optimizer.v_dtype": "float8"}
+WEIGHTS = {"optimizer.weights_dtype": "bfloat16"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "m and v bfloat16": NARROW,
+    "m and v float8": NARROWER,
+    "weights bfloat16": WEIGHTS,
+    "gathers int8": {"fsdp.gather_dtype": "int8"},
+    "gathers float8": {"fsdp.gather_dtype": "float8"},
+    "products int8": {"model.matmul": "int8"},
+    "products float8": {"model.matmul": "float8"},
+    "all": NARROWER | WEIGHTS | {"fsdp.gather_dtype": "int8", "model.matmul": "int8"},
+}
+COLOURS = ("#222222", "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#f0e442", "#000099")
+
+
+def main() -> None:
+    parser = Arguments(description=__doc__, smallest={"steps": 2, "only": ["float32", "all"]})
+    parser.add_argument("--steps", type=whole_number, default=600)
+    parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "curves")
+    parser.add_argument("--picture", type=Path, help="file of a picture of the losses, SVG")
+    args = parser.parse_args()
+    curves = {}
+    print(f"| option | evaluation's loss after {args.steps} steps | over float32 |")
+    print("|---|---|---|")
+    for name in args.only:
+        curves[name] = losses(args, name)
+        last, first = (curves[one][-1][1] for one in (name, args.only[0]))
+        print(f"| {name} | {last:.4f} | {100 * (last / first - 1):+.2f} % |", flush=True)
+    if args.picture:
+        from parallax.runtime.svg import svg
+
+        args.picture.write_text(svg(lambda axes: draw(axes, curves), 420, 240))
+
+
+def losses(args: Any, name: str) -> list[tuple[int, float]]:
+    """(step, loss) of each evaluation of the run with this option."""
+    folder = args.folder / f"{name.replace(' ', '-')}-{args.steps}"
+    every = max(args.steps // 12, 1)
+    steps = {"train.steps": args.steps, "train.eval_every_steps": every, "checkpoint.every_steps": args.steps}
+    flags = [f"--config.{key}={value}" for key, value in (SMALLER | steps | OPTIONS[name]).items()]
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={folder}", *flags]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if run.returncode:
+        sys.exit(run.stdout)
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
+
+
+def draw(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
+    for (name, curve), colour in zip(curves.items(), COLOURS):
+        axes.plot(*zip(*curve), color=colour, label=f"{name} {curve[-1][1]:.3f}", linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("evaluation's loss, nats a token")
+    axes.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    run_benchmark(main)

@@ -1,0 +1,122 @@
+"""What saves memory or time, one at a time: what each saves and costs, predicted, and compiled without a TPU.
+
+    python benchmarks/options.py --config llama_1b_16 --topology v5e:4x4 [--only "nothing" "weights bfloat16"]
+
+Needs the TPU compiler: pip install -e '.[tpu]'. The first row is the config as it is, in GiB of a chip and milliseconds
+of a step; the others are differences from it. *Predicted* is what `python -m parallax.plan` says, *compiled* arguments
+and temporaries of the compiler's program and its time as parallax.analysis estimates it, kernels at --kernels of peak.
+What travels between a chip and its host carries no cycles: no compiled time has it. What the compiler refuses is *too
+large*.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before JAX is imported: no device is asked for, and nobody on the network for the machine's TPU.
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from arguments import Arguments, absent_devices, config_of, run_benchmark
+
+CONFIGS = ("llama_1b_16", "llama2_7b_64", "mixtral_8x7b_128", "deepseek_v2_lite_16", "tiny_gqa")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "m and v bfloat16": {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"},
+    "m and v float8": {"optimizer.m_dtype": "float8", "optimizer.v_dtype": "float8"},
+    "weights bfloat16": {"optimizer.weights_dtype": "bfloat16"},
+    "m and v on the host": {"optimizer.states_on": "host"},
+    "weights on the host": {"optimizer.masters_on": "host"},
+    "residuals on the host": {"pipeline.residuals_on": "host"},
+    "products int8": {"model.matmul": "int8"},
+    "gathers int8": {"fsdp.gather_dtype": "int8"},
+    "remat elementwise": {"pipeline.remat": "elementwise"},
+    "remat attention": {"pipeline.remat": "attention"},
+    "remat layer": {"pipeline.remat": "layer"},
+}
+SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "weights bfloat16"]}
+
+
+class Figures(NamedTuple):
+    """GiB of a chip and seconds of a step, predicted and compiled; nan where the compiler refuses the program."""
+
+    predicted: tuple[float, float]
+    compiled: tuple[float, float]
+
+
+def main() -> None:
+    parser = Arguments(description=__doc__, smallest=SMALLEST)
+    parser.add_argument("--config", default="llama_1b_16", choices=CONFIGS)
+    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--only", nargs="+", choices=OPTIONS, default=[*OPTIONS], metavar="OPTION")
+    parser.add_argument("--kernels", type=float, default=0.7, help="share of peak that kernels reach")
+    args = parser.parse_args()
+    absent_devices(args.topology)
+    print(f"{args.config} on {args.topology}")
+    print("| option | memory predicted | compiled | step predicted | compiled |")
+    print("|---|---|---|---|---|")
+    first = None
+    for name in args.only:
+        started, found = time.perf_counter(), figures(args, name)
+        first = first or found
+        print(f"| {name} | " + " | ".join(cells(found, first)) + " |", flush=True)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def cells(found: Figures, first: Figures) -> list[str]:
+    """Each figure, of the first row and where that has none by itself, else beside the first row's."""
+
+    def cell(at: int, side: int) -> str:
+        own, before = found[side][at], first[side][at]
+        if math.isnan(own):
+            return "too large"
+        if found is first or math.isnan(before):
+            return f"{own:.2f} GiB" if at == 0 else f"{1e3 * own:.1f} ms"
+        return f"{own - before:+.2f} GiB" if at == 0 else f"{100 * (own / before - 1):+.1f} %"
+
+    return [cell(at, side) for at in (0, 1) for side in (0, 1)]
+
+
+def figures(args: argparse.Namespace, name: str) -> Figures:
+    import jax
+
+    import parallax as px
+    from parallax.analysis.compiled import read_step
+    from parallax.analysis.flops import flops_per_token
+    from parallax.analysis.step_time import predict, step_time
+    from parallax.analysis.topology import read_topology
+    from parallax.runtime.chips import chip
+    from parallax.training.step import step_of
+
+    config, devices = config_of(args.config), absent_devices(args.topology)
+    config.update_from_flattened_dict(OPTIONS[name])
+    # On other slices than the config is for, as much work for each chip.
+    size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
+    if size > 0:  # else dp is what is left
+        config.mesh.dp = config.mesh.dp * len(devices) // size
+        config.data.global_batch = config.data.global_batch * len(devices) // size
+    settings = px.read_settings(config.to_dict())
+    estimate = predict(settings, read_topology(args.topology))
+    mesh = px.make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
+    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
+    predicted = estimate.peak_bytes / 2**30, estimate.secs
+    try:
+        program = step.lower(*shape).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Figures(predicted, (math.nan, math.nan))
+    read = read_step(program, step.model, seq=shape[1])
+    flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
+    found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
+    return Figures(predicted, ((read.arguments + read.temporaries) / 2**30, found.total_secs))
+
+
+if __name__ == "__main__":
+    run_benchmark(main)

@@ -1,0 +1,129 @@
+"""What a part of a layer costs: entries that are saved, or FLOPs where the backward pass makes it again instead.
+
+All of it follows from the widths of the model; tests/pipeline/test_remat.py holds it to traced steps.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
+from parallax.config.sections import ModelConfig
+from parallax.sharding.plan import FLOAT32_BYTES
+
+# Of the most that is saved: how far apart sets are that each layout of a sweep is tried with, and those of one layout.
+APART, FINER = 0.2, 0.04
+LEAST_SHARE = 0.01  # of a forward pass; a part that takes less is worth making again
+
+
+class PartCost(NamedTuple):
+    """Of a token, in all layers: entries in the model's dtype, and FLOPs of matrix products."""
+
+    width: float
+    flops: float
+
+
+@functools.cache
+def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
+    """Costs of the parts that the model has. In causal attention a token reads seq / 2 others on average.
+
+    >>> costs = part_costs(ModelConfig(layers=1, d_model=8, d_ff=16, attention="gqa", heads=2, kv_heads=1), seq=4)
+    >>> costs["ffn"], costs["swiglu"]
+    (PartCost(width=32.0, flops=512.0), PartCost(width=16.0, flops=0.0))
+    """
+    kinds = Counter(model.kinds)
+    d, heads, sizes = model.d_model, model.heads * model.d_head, model.sizes
+    of_float32 = FLOAT32_BYTES / jnp.dtype(model.dtype).itemsize
+    # Entries of a token in a layer that has the part, and parameters that it multiplies for them.
+    attention = {"norm": (2 * d, 0), "out": (d, heads * d)}
+    if model.attention == "mla":
+        latents, shared = model.d_latent + model.d_latent_q, model.d_rope
+        wide, read = model.heads * sizes["d_qk"], model.d_latent_q or d
+        attention["latent"] = latents + shared, d * (latents + shared)
+        attention |= {"q": (wide, read * wide), "kv": (2 * heads, model.d_latent * 2 * heads)}
+    else:
+        values = model.kv_heads * model.d_head
+        attention["qk"] = heads + values, d * (heads + values)
+        # What is made again of normed queries and keys alone takes no product.
+        attention["q"] = heads, d * heads * (not model.qk_norm)
+        attention["kv"] = 2 * values, d * (values if model.qk_norm else 2 * values)
+    scores = seq * model.heads * ((sizes["d_qk"] if model.attention == "mla" else model.d_head) + model.d_head)
+    experts = model.experts_per_token * model.d_expert
+    weights_and_ids = 2 * model.experts_per_token * of_float32
+    mixture = {"router": (model.experts * of_float32, d * model.experts), "dispatch": (d + weights_and_ids, 0)}
+    mixture["experts"] = 2 * experts, d * 2 * experts
+    layers = {part: (model.layers, *cost) for part, cost in attention.items()}
+    layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
+    hidden = kinds["dense"] * model.d_ff + kinds["moe"] * sizes["d_shared"]
+    layers |= {"ffn": (1, 2 * hidden, 2 * d * hidden), "swiglu": (1, hidden, 0)}
+    costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
+    costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(model.layers * scores))
+    return {part: costs[part] for part in model.remat_parts}
+
+
+def down_flops(model: ModelConfig) -> float:
+    """FLOPs of a token's last products of MLPs, in all layers. Nothing in a layer reads their result, so that the
+    backward pass never makes it again; a whole stage does."""
+    kinds = Counter(model.kinds)
+    moe = model.experts_per_token * model.d_expert + model.sizes["d_shared"]
+    return 2.0 * model.d_model * (kinds["dense"] * model.d_ff + kinds["moe"] * moe)
+
+
+@functools.cache
+def recomputed_flops(model: ModelConfig, remat: str, *, seq: int) -> float:
+    """FLOPs of matrix products that the backward pass makes again, of a token in all layers."""
+    costs = part_costs(model, seq=seq)
+    parts = () if remat == "none" else recomputed_parts(remat) or costs
+    whole_stage = down_flops(model) if remat == "stage" else 0
+    return whole_stage + sum(costs[part].flops for part in parts if part in costs)
+
+
+@functools.cache
+def forward_flops(model: ModelConfig, *, seq: int) -> float:
+    """FLOPs of matrix products of the layers' forward pass, of a token."""
+    return recomputed_flops(model, "stage", seq=seq)
+
+
+def sets_to_try(model: ModelConfig, *, seq: int, exchanges: bool = False, apart: float = APART) -> list[str]:
+    """Values of `pipeline.remat` that are worth a try: the words, and sets than which no other saves less for as few
+    FLOPs made again, those alone that save less than the one before by this share of the most. Queries, keys and values
+    go together, and what takes next to no product is in all of them; where ranks `exchanges` tokens, these sets are
+    there with what arrived saved, too.
+
+    >>> sets_to_try(ModelConfig(attention="gqa", layers=1), seq=2048)
+    ['none', 'elementwise', 'attention', 'layer', 'stage', 'elementwise qkv', 'elementwise ffn', 'elementwise qkv ffn']
+    """
+    costs = part_costs(model, seq=seq)
+    dear = LEAST_SHARE * forward_flops(model, seq=seq)
+    with_products = [part for part in costs if costs[part].flops > dear]
+    units = [{part} for part in with_products if part not in OF_HEADS] + [set(OF_HEADS) & set(with_products)]
+    subsets = [set().union(*x) for n in range(len(units) + 1) for x in itertools.combinations(units, n)]
+    total = lambda parts, field: sum(getattr(costs[part], field) for part in parts)  # noqa: E731
+    everything = total(with_products, "width")
+    found, least = [], math.inf
+    for parts in sorted(subsets, key=lambda parts: (total(parts, "flops"), -total(parts, "width"))):
+        saved = everything - total(parts, "width")
+        if saved <= least - apart * everything:
+            found.append(parts)
+            least = saved
+    free = [set(costs) - set(with_products)]
+    free += [part_set - {"dispatch"} for part_set in free if exchanges]
+    sets = {name_of_set(model, free_parts | parts): None for free_parts in free for parts in found}
+    return [*dict.fromkeys([*REMAT, *sets])]
+
+
+def name_of_set(model: ModelConfig, parts: Collection[str]) -> str:
+    """The shortest way to write a set of parts of the model: "layer" for all of them."""
+    of_model = set(model.remat_parts)
+    if set(parts) == of_model:
+        return "layer"
+    for name in reversed(SETS):
+        covered = of_model & set(SETS[name])
+        if covered <= set(parts):
+            return canonical_remat(" ".join([name, *(set(parts) - covered)]))
+    return canonical_remat(" ".join(parts))

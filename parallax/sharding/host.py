@@ -1,0 +1,38 @@
+"""Host memory: where arrays wait that the device has no room for, and their way there and back.
+
+The memory space is part of an array's type, on simulated devices too: what would compute on an array in host memory
+does not trace.
+"""
+
+from typing import Any
+
+import jax
+from jax import Array
+
+DEVICE, HOST = "device", "host"
+MEMORY_KINDS = {DEVICE: None, HOST: "pinned_host"}  # as shardings name them
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array is in host memory, a traced one too."""
+    return is_type_on_host(jax.typeof(x))
+
+
+def is_type_on_host(aval: Any) -> bool:
+    """The same of an array's type, as variables of a traced program have it."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def rests_on_host(sharding: Any) -> bool:
+    """Whether a sharding is one in host memory."""
+    return getattr(sharding, "memory_kind", None) == MEMORY_KINDS[HOST]
+
+
+def to_host(x: Array) -> Array:
+    """The array in host memory; an argument of a program that is compiled ahead is there, but has not the type."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Array) -> Array:
+    """The array in the device's memory."""
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x

@@ -1,0 +1,286 @@
+"""Optimizer states and weights in fewer bits than float32, rounded stochastically.
+
+A value between two neighbours of a dtype becomes either, the nearer one more often, so that the mean of many roundings
+is the value: an update too small for the last bit is not lost but made now and then. The random bits follow from the
+seed, the step, the parameter's name and the entry's place in the whole array, so they are the same on every mesh.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.extend.random import threefry2x32_p
+
+from parallax.runtime.errors import ConfigError
+from parallax.sharding.layout import Layout, named_leaves
+from parallax.sharding.parameter import stacked_dims
+
+ROUNDING = 0x524F554E  # "ROUN": keeps these random bits apart from those of initial values and dropout
+WEIGHTS_FIELD = "weights"  # beside the names of an optimizer's fields
+# The fields in which optax's transformations hold first and second moments, and the keys of their dtypes.
+MOMENT_FIELDS = {"mu": "m_dtype", "trace": "m_dtype", "nu": "v_dtype"}
+ROOTS = ("nu",)  # fields of squares, of which float8 has the root: their range is twice as many powers of two
+
+# e4m3: 3 bits of mantissa, normal from 2**-6 on, 448 = 1.75 * 2**8 at most, no infinity.
+E4M3 = jnp.float8_e4m3fn
+E4M3_DROPPED, E4M3_NORMAL, E4M3_STEP, E4M3_EXPONENT, E4M3_MANTISSA = 20, 2.0**-6, 2.0**-9, 8, 0x600000
+MANTISSA_BITS, MANTISSA, MAGNITUDE = 23, 0x7FFFFF, 0x7FFFFFFF  # of a float32
+
+ENTRIES_OF_SCALE = 32  # entries that share a scale at most
+LEAST_PIECES = 8  # blocks that stay at least along a dim that a mesh may cut
+LEAST_BLOCK = 8  # entries; smaller blocks save little beside their scales
+NEVER_CUT = ("d_head", "d_qk", "d_rope")  # dims that no mesh cuts
+
+
+class Blocks(NamedTuple):
+    """An array in float8: each entry over the scale of its block, which is a power of two. Both have as many dims, so
+    they are cut alike."""
+
+    values: Array  # float8_e4m3fn
+    scales: Array  # float32
+
+
+def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+    """A transformation that computes what `tx` does, in float32, and keeps its states in other dtypes.
+
+    Args:
+        dtypes: "float32", "bfloat16" or "float8", by the field of the states, as {"mu": "bfloat16", "nu": "float8"}.
+        layouts: the tree of the parameters' layouts, from which blocks follow: see `block_of`.
+    Returns:
+        What is given to optax; its `update` takes `noise`, int32 [2], (seed, step), and where arrays are some of the
+        layers of theirs, `layers`: see `random_bits`.
+    """
+    layout_of = named_leaves(layouts)
+    inner = optax.with_extra_args_support(tx)
+
+    def narrow(state: Any, noise: Array, layers: Array | None = None) -> Any:
+        def leaf(path: Any, x: Array) -> Any:
+            field, name = _place(path, dtypes)
+            dtype = dtypes.get(field, "float32")
+            if dtype == "float32" or x.dtype != jnp.float32:
+                return x
+            block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
+            if dtype == "float8" and not block:
+                return x
+            bits = random_bits(noise, field, name, x.shape, layers)
+            return to_float8(x, bits, block, root=field in ROOTS) if block else to_bfloat16(x, bits)
+
+        return jax.tree_util.tree_map_with_path(leaf, state)
+
+    def widen(state: Any) -> Any:
+        def leaf(path: Any, x: Any) -> Array:
+            field, _ = _place(path, dtypes)
+            if isinstance(x, Blocks):
+                return from_float8(x, root=field in ROOTS)
+            return x.astype(jnp.float32) if field and x.dtype == jnp.bfloat16 else x
+
+        return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
+
+    def init(params: Any) -> Any:
+        return narrow(inner.init(params), jnp.zeros(2, jnp.int32))
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, noise: Array, layers: Array | None = None, **others: Any
+    ) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, widen(state), params, **others)
+        return updates, narrow(state, noise, layers)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _place(path: Any, fields: Mapping[str, Any]) -> tuple[str, str]:
+    """The field of an optimizer's state that a leaf is in, of these, and the parameter's name; "" for none."""
+    for at, key in enumerate(path):
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in fields:
+            return key.name, jax.tree_util.keystr(path[at + 1 :], simple=True, separator="/")
+    return "", ""
+
+
+# ---- weights
+
+
+def widened(params: Any) -> Any:
+    """Parameters in float32; those that are so already stay as they are."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
+
+
+def narrowed(params: Any, like: Any, noise: Array, layers: Array | None = None) -> Any:
+    """Parameters in the dtypes of `like`, a tree of the same; `noise` is int32 [2], (seed, step)."""
+
+    def leaf(path: Any, x: Array, old: Array) -> Array:
+        if x.dtype == old.dtype:
+            return x
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return to_bfloat16(x, random_bits(noise, WEIGHTS_FIELD, name, x.shape, layers))
+
+    return jax.tree_util.tree_map_with_path(leaf, params, like)
+
+
+# ---- rounding
+
+
+def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], layers: Array | None = None) -> Array:
+    """32 bits for each entry of an array, uint32; with `layers`, int32, of an array of those layers of a stack alone.
+
+    They are those of threefry in the global view, which are computed from an entry's place: each device computes its
+    own, and nothing is sent.
+    """
+    key = jax.random.fold_in(jax.random.key(noise[0], impl="threefry2x32"), ROUNDING)
+    key = jax.random.fold_in(key, noise[1])
+    key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{field} {name}".encode())))
+    if layers is None or 0 in shape:
+        return jax.random.bits(key, shape)
+    # As jax.random.bits does it, which counts entries from the first.
+    return jnp.bitwise_xor(*threefry2x32_p.bind(*jax.random.key_data(key), *places_in_stack(shape, layers)))
+
+
+def places_in_stack(shape: tuple[int, ...], layers: Array) -> tuple[Array, Array]:
+    """How many entries of a stack come before each of these layers', as the upper and the lower 32 bits.
+
+    >>> high, low = places_in_stack((1, 2, 1 << 31), jnp.int32([3]))
+    >>> [hex(int(half[0, 1, 5])) for half in (high, low)]
+    ['0x3', '0x80000005']
+    """
+    high, low = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
+    for dim in range(len(shape)):
+        at = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        at = at if dim else layers.astype(jnp.uint32)[at]
+        more, part = _times(at, math.prod(shape[dim + 1 :]))
+        low += part
+        high += more + (low < part).astype(jnp.uint32)
+    return high, low
+
+
+def _times(x: Array, factor: int) -> tuple[Array, Array]:
+    """The upper and the lower 32 bits of a product with a number below 2**64."""
+    upper, lower = (np.uint32(factor >> bits & 0xFFFFFFFF) for bits in (32, 0))
+    (a, b), (c, d) = ((word >> 16, word & 0xFFFF) for word in (x, lower))
+    middle = a * d + (b * d >> 16)
+    other = b * c + (middle & 0xFFFF)
+    return a * c + (middle >> 16) + (other >> 16) + x * upper, x * lower
+
+
+def to_bfloat16(x: Array, bits: Array) -> Array:
+    """The neighbour of each entry below it, towards 0, or above it, by 16 random bits; what is not finite stays so.
+
+    >>> x = jnp.full(4, 1 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
+    >>> to_bfloat16(x, jnp.uint32([0, 0xBFFF0000, 0xC0000000, 0xFFFFFFFF])).astype(float)
+    Array([1.       , 1.       , 1.0078125, 1.0078125], dtype=float32)
+    """
+    word = lax.bitcast_convert_type(x, jnp.uint32)
+    high = ((word + (bits >> 16)) >> 16).astype(jnp.uint16)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(high, jnp.bfloat16), x.astype(jnp.bfloat16))
+
+
+def to_e4m3(x: Array, bits: Array) -> Array:
+    """The same in e4m3, by 20 random bits, of entries that are 448 at most; NaN for what is not finite.
+
+    Below 2**-6, where steps are 2**-9, entries are taken as multiples of 2**-29.
+    """
+    word, noise = lax.bitcast_convert_type(x, jnp.uint32) & MAGNITUDE, bits >> (32 - E4M3_DROPPED)
+    normal = lax.bitcast_convert_type((word + noise) >> E4M3_DROPPED << E4M3_DROPPED, jnp.float32)
+    fixed = (jnp.minimum(jnp.abs(x), E4M3_NORMAL) * (2**E4M3_DROPPED / E4M3_STEP)).astype(jnp.uint32)
+    small = ((fixed + noise) >> E4M3_DROPPED).astype(jnp.float32) * E4M3_STEP
+    rounded = jnp.where(jnp.abs(x) < E4M3_NORMAL, small, normal)
+    return jnp.where(jnp.isfinite(x), jnp.where(x < 0, -rounded, rounded), jnp.nan).astype(E4M3)
+
+
+def to_float8(x: Array, bits: Array, block: tuple[int, ...], *, root: bool = False) -> Blocks:
+    """Blocks of this shape, each over the least power of two that brings its largest entry to 448 or less.
+
+    With `root` the root of each entry is stored, none of which is negative. One that is not 0 does not become 0 then,
+    but the least number above it: what divides by it stays finite.
+    """
+    # What is computed has two dims for each: XLA then fuses all of it, and writes no scale at each entry.
+    parts = _in_blocks(jnp.sqrt(x) if root else x, block)
+    largest = lax.bitcast_convert_type(jnp.abs(parts).max(_of_block(x.ndim), keepdims=True), jnp.uint32)
+    above = (largest & MANTISSA) > E4M3_MANTISSA
+    exponent = jnp.maximum((largest >> MANTISSA_BITS).astype(jnp.int32) - E4M3_EXPONENT + above, 1)
+    power = lambda exponent: lax.bitcast_convert_type(exponent << MANTISSA_BITS, jnp.float32)  # noqa: E731
+    values = to_e4m3(parts * power(254 - exponent), _in_blocks(bits, block))
+    if root:
+        values = jnp.where((parts > 0) & (values == 0), jnp.asarray(E4M3_STEP, E4M3), values)
+    return Blocks(values.reshape(x.shape), power(exponent).squeeze(_of_block(x.ndim)))
+
+
+def from_float8(x: Blocks, *, root: bool = False) -> Array:
+    """What `to_float8` stands for, in float32."""
+    block = tuple(size // count for size, count in zip(x.values.shape, x.scales.shape, strict=True))
+    scales = jnp.expand_dims(x.scales, _of_block(x.scales.ndim))
+    wide = (_in_blocks(x.values, block).astype(jnp.float32) * scales).reshape(x.values.shape)
+    return jnp.square(wide) if root else wide
+
+
+def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
+    """Two dims for each: which block, and the place in it."""
+    return x.reshape([part for size, own in zip(x.shape, block, strict=True) for part in (size // own, own)])
+
+
+def _of_block(dims: int) -> tuple[int, ...]:
+    """The dims of `_in_blocks` that are places in a block."""
+    return tuple(range(1, 2 * dims, 2))
+
+
+# ---- blocks
+
+
+def block_of(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Along each dim how many entries of a parameter share a scale: up to 32 along one dim. () for norms' scales and
+    what is too small or too odd, which stays in float32.
+
+    It follows from the whole shape, so that it is the same on every mesh. The last dim is taken where no other will do:
+    TPUs have it in lanes, where the same takes twice as long.
+
+    >>> block_of(Layout.parse("layers d_model d_ff"), (4, 2048, 5632))
+    (1, 32, 1)
+    >>> block_of(Layout.parse("vocab d_model"), (50257, 768)), block_of(Layout.parse("layers d_model"), (4, 2048))
+    ((1, 32), ())
+    """
+    first, last = stacked_dims(layout), len(shape) - 1
+    if last <= first:
+        return ()
+
+    def entries(dim: int) -> int:
+        """The largest power of two that divides the dim and leaves pieces for a mesh to cut."""
+        least = 1 if layout.names[dim] in NEVER_CUT else LEAST_PIECES
+        found = ENTRIES_OF_SCALE
+        while found > 1 and (shape[dim] % found or shape[dim] // found < least):
+            found //= 2
+        return found
+
+    def rank(dim: int) -> tuple[Any, ...]:
+        return entries(dim) >= LEAST_BLOCK, dim < last, layout.names[dim] in NEVER_CUT, entries(dim), shape[dim]
+
+    best = max(range(first, len(shape)), key=rank)
+    if entries(best) < LEAST_BLOCK:
+        return ()
+    return tuple(entries(dim) if dim == best else 1 for dim in range(len(shape)))
+
+
+def check_blocks(opt_state: Any, shardings: Any) -> None:
+    """Raise ConfigError where a mesh cuts through blocks of a state, a tree of shapes; `shardings` are the
+    parameters'."""
+    sharding_of = named_leaves(shardings)
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, Blocks)):
+        if not isinstance(x, Blocks):
+            continue
+        field, name = _place(path, MOMENT_FIELDS)
+        key, sharding = MOMENT_FIELDS[field], sharding_of[name]
+        pieces = [whole // own for whole, own in zip(x.values.shape, sharding.shard_shape(x.values.shape))]
+        for size, blocks, count, cut in zip(
+            x.values.shape, x.scales.shape, pieces, [*sharding.spec, *[None] * len(pieces)]
+        ):
+            if blocks % count:
+                axes = cut if isinstance(cut, tuple) else (cut,)
+                over = " x ".join(f"mesh.{axis}={sharding.mesh.shape[axis]}" for axis in axes)
+                raise ConfigError(
+                    f"optimizer.{key}='float8' has blocks of {size // blocks} along a dim of {name} of size {size}, "
+                    f"which {over} cuts into pieces of {size // count}; use {key}='bfloat16', or a mesh that cuts it "
+                    f"into {blocks} pieces or a divisor of that."
+                )

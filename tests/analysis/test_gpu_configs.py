@@ -1,0 +1,55 @@
+"""Configs compile, and are priced, for GPUs that are not here."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallax.analysis.topology import CUDA_PLUGINS, GET_CUDA
+
+ROOT = Path(__file__).parents[2]
+
+needs_compiler = pytest.mark.skipif(not any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason=GET_CUDA)
+SMALL = ["mesh.simulate=0", "pipeline.microbatches=1", "model.dtype=bfloat16"]
+
+
+def run_beside(*arguments: str) -> str:
+    """What a script prints in a process of its own, which asks for no device."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=WITHOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+WITHOUT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+@pytest.mark.parametrize("where", ["H100:1x8", "B200:2x4"])
+def test_a_small_step_compiles_for_gpus_that_are_not_here(where, kernel):
+    printed = run_beside("tests/gpu_configs.py", "tiny_gqa", where, "mesh.dp=8", f"model.kernel={kernel}", *SMALL)
+    assert f"| tiny_gqa | {where} | fits |" in printed
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, where", {"gpu_24gb": "RTX4090:1", "gpu_80gb": "H100:1", "gpu_80gb_x8": "H200:1x8"}.items()
+)
+def test_the_planned_memory_is_that_of_the_compiler(config, where):
+    printed = run_beside("tests/gpu_configs.py", config, where)
+    assert abs(float(printed.split()[-1]) - 1) < 0.1
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_plan_and_report_say_what_was_compiled():
+    small = ["--config=configs/tiny_gqa.py", "--config.mesh.dp=8", *(f"--config.{change}" for change in SMALL)]
+    planned = run_beside("-m", "parallax.plan", *small, "--topology=H100:1x8")
+    assert "(compiled)" in planned and "a GPU sends" in planned and "450 GB/s within a host" in planned
+    reported = run_beside("-m", "parallax.report", *small, "--topology=H100:1x8")
+    assert "for 8 x NVIDIA H100" in " ".join(reported.split()) and "by a roofline over its fusions" in reported

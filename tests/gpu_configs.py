@@ -1,0 +1,46 @@
+"""A config's training step, compiled and priced for GPUs that are not here; run as a process of its own.
+
+python tests/gpu_configs.py CONFIG TOPOLOGY [SECTION.KEY=VALUE ...]
+"""
+
+import importlib
+import sys
+
+from parallax.analysis.layouts import model_on_topology
+from parallax.analysis.memory import predicted_memory
+from parallax.analysis.step_time import compile_and_read
+from parallax.analysis.topology import devices_of, without_chips
+from parallax.cli.plan import located
+from parallax.config.settings import read_settings
+from parallax.data.vocabulary import with_likely_vocab
+from parallax.runtime.units import in_bytes
+
+
+def main(name: str, where: str, *changes: str) -> None:
+    without_chips(["--topology"])
+    config = importlib.import_module(f"configs.{name}").get_config()
+    written = dict(change.split("=") for change in changes)
+    config.update_from_flattened_dict({key: int(v) if v.isdecimal() else v for key, v in written.items()})
+    settings, topology = located(with_likely_vocab(read_settings(config.to_dict())), where)
+    devices = devices_of(topology)
+    assert len(devices) == topology.devices and {device.platform for device in devices} == {"gpu"}
+    hosts = len({device.process_index for device in devices})
+    assert hosts == topology.devices // topology.shape[-1]
+    found = compile_and_read(settings, topology, devices)
+    predicted = predicted_memory(model_on_topology(settings, topology), settings).peak
+    time, sent = found.time, sum(row.bytes for row in found.sent)
+    assert 0 < time.compute_secs < time.total_secs and 0 < time.mfu < 1, found
+    assert all(secs >= 0 for secs in time.exposed_secs.values())
+    assert all(0 <= row.hidden <= row.asynchronous <= 1 for row in found.sent)
+    assert bool(sent) == (topology.devices > 1)
+    hidden = sum(row.bytes * row.hidden for row in found.sent)
+    fits = "fits" if found.peak_bytes <= topology.chip.usable_bytes else "does not fit"
+    print(
+        f"| {name} | {where} | {fits} | {found.peak_bytes / 2**30:.1f} | {predicted / 2**30:.1f} "
+        f"| {time.total_secs:.3f} | {100 * time.mfu:.0f} % | {in_bytes(sent)} | {in_bytes(hidden)} |"
+    )
+    print(f"predicted peak over the compiler's: {predicted / found.peak_bytes:.3f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

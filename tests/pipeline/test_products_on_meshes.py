@@ -1,0 +1,128 @@
+"""Products in 8 bits on meshes: every mesh has the same scales, to the bit, and the same loss.
+
+Sums differ by mesh in their last places. An entry that lies so near to the middle between two 8-bit numbers is rounded
+to either of them: a few of 100,000 are one step apart, and so are the entries of gradients that they are part of.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from tiny import SEQ, SEQ_CUT, build, make_batch, params_of
+
+from parallax.analysis.memory import memory
+from parallax.checkpoint.arrays import flatten
+from parallax.model.products import is_scale, latest_amax
+from parallax.runtime.errors import ConfigError
+from parallax.runtime.jaxprs import within
+from parallax.training.step import with_first_scales
+
+LOSS_ERROR, GRADIENT_ERROR = 1e-5, 0.05  # of a loss; of a leaf's norm: what left out a microbatch is wrong by a quarter
+MODELS = {
+    "gqa": dict(attention="gqa", layers=4),
+    "mla": dict(attention="mla", layers=4, d_latent_q=16),
+    "moe": dict(attention="gqa", layers=4, layers_of="(dense moe)*2", shared_experts=1, experts=4, d_expert=16),
+}
+FAST = {
+    "zero bubble": ("gqa", "int8", (2, 2, 2), dict(schedule="zero_bubble", remat="none", policy="zero1")),
+    "context": ("gqa", "float8", (1, 2, 2, 1, 2, 1), dict(context="ring", remat="norm swiglu", prefetch=1)),
+    "experts": ("moe", "int8", (1, 1, 2, 1, 1, 4), dict(tensor_parallel="scatter", policy="lean")),
+}
+SLOW = {
+    "tensor": ("gqa", "int8", (1, 2, 4), dict(residual=SEQ_CUT, remat="attention")),
+    "gpipe": ("mla", "int8", (2, 1, 4), dict(schedule="gpipe", remat="stage")),
+    "1F1B": ("mla", "float8", (4, 2, 1), dict(schedule="one_f_one_b", policy="zero2")),
+    "interleaved": ("gqa", "float8", (2, 2, 2), dict(schedule="interleaved", virtual=2, tensor_parallel="scatter")),
+    "V": ("gqa", "int8", (2, 1, 2, 2), dict(schedule="zero_bubble_v", remat="layer", policy="ddp")),
+    "Ulysses": ("mla", "int8", (1, 1, 2, 1, 4, 1), dict(context="ulysses", reduce="compute")),
+    "uneven": ("gqa", "int8", (2, 2, 1), dict(schedule="zero_bubble", layers=3)),
+    "two kinds": ("moe", "float8", (2, 1, 1, 1, 1, 4), dict(schedule="zero_bubble", remat="layer")),
+}
+
+
+@functools.cache
+def batch():
+    return make_batch(rows=32)
+
+
+def found_of(mesh, name, form, **how):
+    """Loss, gradients and scales of a step whose scales a first pass has set."""
+    model = build(mesh, matmul=form, **MODELS[name] | how)
+    params = with_first_scales(model, params_of(model), batch(), seed=0)
+    metrics, grads = jax.tree.map(np.asarray, jax.jit(model.loss_and_grad)(params, batch()))
+    scales = {name: np.asarray(leaf) for name, leaf in flatten(params).items() if is_scale(name)}
+    grads = flatten(grads)
+    found = {name: grads.pop(name) for name in scales}
+    return metrics["loss"], grads, scales, {name: np.asarray(latest_amax(x, scales[name])) for name, x in found.items()}
+
+
+@functools.cache
+def alone(name, form, layers):
+    return found_of((1, 1, 1), name, form, layers=layers)
+
+
+def check(case):
+    name, form, mesh, how = case
+    loss, grads, first, then = found_of(mesh, name, form, **how)
+    expected = alone(name, form, how.get("layers", 4))
+    np.testing.assert_allclose(loss, expected[0], rtol=LOSS_ERROR)
+    errors = {at: np.linalg.norm(grads[at] - own) / np.linalg.norm(own) for at, own in expected[1].items()}
+    assert {at: error for at, error in errors.items() if not error <= GRADIENT_ERROR} == {}
+    for scales, own in ((first, expected[2]), (then, expected[3])):
+        assert scales.keys() == own.keys() and len(own) >= 7
+        for at in own:
+            assert (own[at] > 0).all()
+            np.testing.assert_array_equal(scales[at], own[at], err_msg=at)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("name", FAST)
+def test_a_mesh_has_the_loss_and_the_scales_of_one_device(name):
+    check(FAST[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_meshes_have_the_loss_and_the_scales_of_one_device(name):
+    check(SLOW[name])
+
+
+def test_kernels_of_8_bit_products_travel_in_8_bits():
+    def gathered(matmul):
+        model = build((1, 2, 1), matmul=matmul, **MODELS["gqa"])
+        traced = jax.make_jaxpr(model.loss_and_grad)(params_of(model), batch())
+        gathers = [
+            one.invars[0].aval for top in traced.eqns for one in within(top) if "all_gather" in str(one.primitive)
+        ]
+        return Counter((aval.dtype.name, aval.size) for aval in gathers)
+
+    before, after = gathered("compute"), gathered("int8")
+    kernels = {size: count for (dtype, size), count in after.items() if dtype == "int8"}
+    assert kernels and sum(kernels.values()) == 2 * 7  # of attention and of the MLP, forward and backward
+    for size, count in kernels.items():
+        assert before["float32", size] - after["float32", size] == count
+    rows = jax.tree.leaves(build((1, 2, 1), matmul="int8", **MODELS["gqa"]).plan.rows)
+    assert [row.travels for row in rows].count("int8") == 7  # as the plan says
+
+
+def test_ranks_that_share_key_heads_or_gather_latents_are_refused():
+    with pytest.raises(ConfigError, match="mesh.tp=8 ranks share model.kv_heads=4"):
+        build((1, 1, 8), matmul="int8", **MODELS["gqa"])
+    build((1, 1, 8), matmul="int8", matmul_parts="mlp", **MODELS["gqa"])
+    with pytest.raises(ConfigError, match="with layout.context='all_gather' each of mesh.cp=2 ranks"):
+        build((1, 2, 2, 1, 2, 1), matmul="int8", **MODELS["mla"])
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_saves_what_it_saves_without_and_its_maxima(name):
+    """An input that several products read is saved once."""
+
+    def saved(form):
+        model = build((1, 1, 1), matmul=form, remat="none", microbatches=1, **MODELS[name])
+        return memory(model, {}, global_batch=32, seq=SEQ).saved_activations
+
+    layers, products_of_layer = 4, 9
+    assert 0 <= saved("int8") - saved("compute") <= 2 * 4 * layers * products_of_layer

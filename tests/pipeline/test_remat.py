@@ -1,0 +1,263 @@
+"""`pipeline.remat` as a set of parts changes nothing but what is saved and made again, and both are as predicted."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from test_experts import batch_of, mixture, reference, step_on
+from test_experts import check as check_mixture
+from test_parity import check_parity
+from tiny import (
+    HIDDEN_CUT,
+    MODEL,
+    ROWS,
+    SCHEDULES,
+    SEQ,
+    SEQ_CUT,
+    build,
+    make_batch,
+    model_config,
+    optimizer_config,
+    params_of,
+)
+
+from parallax.analysis.compiled import costs_of
+from parallax.analysis.flops import flops_by_direction, matmul_parameters
+from parallax.analysis.memory import carried_by_ticks, memory
+from parallax.analysis.recompute import forward_flops, name_of_set, part_costs, recomputed_flops, sets_to_try
+from parallax.analysis.trace import step_program
+from parallax.config.remat import REMAT_PARTS, canonical_remat, recomputed_parts
+from parallax.config.sections import PipelineConfig
+from parallax.model.blockwise import blockwise_flops
+from parallax.runtime.errors import ConfigError
+from parallax.training.optimizer import make_optimizer
+from parallax.training.step import abstract_state
+
+# Each part of a dense layer is in some set and not in others; each schedule, and what else a pass depends on.
+DENSE = {
+    "one norm": dict(mesh=(2, 2, 2), attention="gqa", residual=HIDDEN_CUT, schedule="one_f_one_b", remat="norm"),
+    "llm.q's": dict(mesh=(2, 1, 2), attention="mla", schedule="zero_bubble", remat="norm swiglu ffn qkv core"),
+    "latents": dict(mesh=(2, 1, 1), attention="mla", d_latent_q=16, schedule="zero_bubble_v", remat="qkv out"),
+    "heads' norms": dict(mesh=(2, 2, 1), attention="gqa", qk_norm=True, schedule="interleaved", remat="qkv swiglu"),
+    "no heads' norms": dict(mesh=(1, 1, 2), attention="gqa", qk_norm=True, residual=SEQ_CUT, remat="qk core"),
+    "ahead": dict(mesh=(1, 4, 1), attention="gqa", prefetch=1, reduce="compute", remat="elementwise ffn"),
+    "context": dict(mesh=(1, 1, 1, 1, 4), attention="gqa", context="ring", remat="out core"),
+    "scatter": dict(mesh=(1, 2, 2), attention="mla", tensor_parallel="scatter", policy="zero1", remat="latent norm"),
+}
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("name", DENSE)
+def test_loss_gradients_and_update_equal_the_plain_model(name, record_property):
+    case = dict(microbatches=4, tied=True) | DENSE[name]
+    check_parity(SCHEDULES.get(case.get("schedule"), {}) | case, record_property)
+
+
+MIXTURES = {
+    "in turn": dict(mesh=(2, 1, 1, 1, 1, 2), exchange="ragged", schedule="zero_bubble", remat="norm experts ffn"),
+    "dense first": dict(mesh=(1, 1, 2, 1, 1, 2), exchange="gather", schedule="one_f_one_b", remat="dispatch core"),
+    "alike": dict(mesh=(1, 2, 1, 1, 1, 2), exchange="ragged", prefetch=1, remat="router qkv"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_with_mixtures_too(name, record_property):
+    how = dict(microbatches=4) | MIXTURES[name]
+    model = mixture(how.pop("mesh"), name, **how)
+    check_mixture(step_on(model)(params_of(model), batch_of(name)), reference(name), record_property)
+
+
+# ---- what is saved
+
+WIDE = dict(attention="gqa", kv_heads=2, d_ff=96)
+# Float32 entries of a token and layer, by hand.
+WIDTHS = {"norm": 2 * 32, "q": 8 * 8, "kv": 2 * 2 * 8, "core": 8 * 8 + 8, "out": 32, "ffn": 2 * 96, "swiglu": 96}
+SOME_SETS = ["norm", "norm swiglu", "ffn q swiglu", "norm swiglu ffn qkv core", "elementwise core", "attention out"]
+
+
+def saved_bytes(remat, schedule, microbatches, **changes):
+    """Of the slots that ticks carry, and of the plan; saved activations of the first rank."""
+    model = build((2, 1, 1), remat=remat, schedule=schedule, microbatches=microbatches, **WIDE | changes)
+    tx = make_optimizer(optimizer_config(warmup_steps=1), 10, model.layouts)
+    plan = memory(model, abstract_state(model, tx).opt_state, global_batch=ROWS, seq=SEQ)
+    carried = carried_by_ticks(model, ROWS, SEQ)
+    sizes = [np.prod(shape) * 4 for shape, component in carried if component == "saved_activations"]
+    return model, sum(map(int, sizes)), plan.saved_activations
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("remat", SOME_SETS)
+def test_slots_hold_each_layers_input_and_the_parts_that_are_not_in_the_set(remat, schedule):
+    model, carried, planned = saved_bytes(remat, schedule, 4)
+    tokens, layers = ROWS // 4 * SEQ, MODEL["layers"] // 2
+    kept = 32 + sum(width for part, width in WIDTHS.items() if part not in recomputed_parts(remat))
+    assert carried == 4 * kept * tokens * layers * model.schedule.slots["FB"]
+    assert planned == carried
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("remat", SOME_SETS[1:4])
+def test_the_plan_holds_what_w_reads_too(remat):
+    _, carried, planned = saved_bytes(remat, "zero_bubble", 4)
+    assert planned == carried
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_widths_of_parts_are_those_of_the_slots(attention):
+    """For each part alone: what a set saves less when it has this part."""
+    model = model_config(attention=attention, d_latent_q=16 * (attention == "mla"), qk_norm=attention == "gqa")
+    costs = part_costs(model, seq=SEQ)
+    assert set(costs) == set(model.remat_parts)
+
+    def saved(parts):
+        how = dict(attention=attention, d_latent_q=model.d_latent_q, qk_norm=model.qk_norm)
+        built = build((1, 1, 1), remat=" ".join(parts), microbatches=1, **how)
+        carried = carried_by_ticks(built, ROWS, SEQ)
+        entries = [np.prod(shape) for shape, component in carried if component == "saved_activations"]
+        return sum(entries) / (ROWS * SEQ)
+
+    everything = saved(costs)
+    assert everything == model.layers * model.d_model
+    for part in costs:
+        assert saved([other for other in costs if other != part]) - everything == costs[part].width, part
+
+
+# ---- what is made again
+
+
+def traced_flops(remat, **changes):
+    """FLOPs of a step that are made again, without the head's, of which a chunk makes its logits again."""
+    model = build((1, 1, 1), remat=remat, microbatches=4, **WIDE | changes)
+    count = lambda model: flops_by_direction(step_program(model, ROWS, SEQ), at=dict(pp=0, dp=0, tp=0))  # noqa: E731
+    none = build((1, 1, 1), remat="none", microbatches=4, **WIDE | changes)
+    return count(model).get("recompute", 0) - count(none).get("recompute", 0)
+
+
+PARAMETERS = {"q": 32 * 8 * 8, "kv": 32 * 2 * 2 * 8, "out": 8 * 8 * 32, "ffn": 2 * 32 * 96}
+ROTATED = {"q": 8 * 8 * 8, "kv": 2 * 8 * 8}  # queries and keys by a product with a matrix of a head's width
+SCORES = MODEL["layers"] * blockwise_flops("fwd", rows=ROWS, heads=8, seq=SEQ, d_qk=8, d_v=8)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    "remat", ["norm swiglu", "norm swiglu ffn", "qkv out", "q", "norm kv core", "attention", "layer"]
+)
+def test_the_step_makes_the_products_of_its_set_again(remat):
+    parts = recomputed_parts(remat) or WIDTHS
+    products = sum(PARAMETERS.get(part, 0) for part in parts)
+    times = 2 * ROWS * SEQ * MODEL["layers"]
+    expected = times * products + SCORES * ("core" in parts)
+    assert traced_flops(remat) == expected + times * sum(ROTATED.get(part, 0) for part in parts)
+    model = model_config(**WIDE)
+    predicted = recomputed_flops(model, remat, seq=SEQ) * ROWS * SEQ
+    # A token reads half of the row on average; blocks have the diagonal whole.
+    beyond = SCORES - part_costs(model, seq=SEQ)["core"].flops * ROWS * SEQ
+    assert predicted == expected - beyond * ("core" in parts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(attention="gqa"),
+        dict(attention="gqa", qk_norm=True),
+        dict(attention="mla"),
+        dict(attention="mla", d_latent_q=16),
+        dict(layers_of="dense*4 moe*4", experts=8, experts_per_token=8, d_expert=16, shared_experts=1),
+    ],
+    ids=str,
+)
+def test_parts_and_the_last_product_are_all_products_of_a_forward_pass(changes):
+    built = build((1, 1, 1), **changes)
+    layers = matmul_parameters(built.model, built.shapes) - built.model.vocab * built.model.d_model
+    core = part_costs(built.model, seq=SEQ)["core"].flops
+    scales = built.model.layers * built.model.d_latent_q  # of a norm inside attention, which is no product
+    assert forward_flops(built.model, seq=SEQ) - core == 2 * (layers - scales)
+    assert costs_of(built.model, "none", seq=SEQ).backward == 2
+    assert costs_of(built.model, "stage", seq=SEQ).backward == 3
+    assert 2 < costs_of(built.model, "qkv", seq=SEQ).backward < costs_of(built.model, "qkv core", seq=SEQ).backward < 3
+
+
+def test_sets_to_try_get_smaller_as_they_take_more():
+    for exchanges, model in itertools.product([False, True], [model_config(**WIDE), mixture((1, 1, 1), "late").model]):
+        found = sets_to_try(model, seq=SEQ, exchanges=exchanges)
+        assert len(found) == len(set(found)) and len(found) < 24
+        for remat in found:
+            assert canonical_remat(remat) == remat
+    assert name_of_set(model_config(**WIDE), WIDTHS) == "layer"
+    assert name_of_set(model_config(**WIDE), ["swiglu", "norm"]) == "elementwise"
+
+
+# ---- how it is written
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("norm swiglu ffn qkv core", "core qkv  ffn swiglu norm"),
+        ("elementwise ffn", "ffn elementwise"),
+        ("attention", "attention norm qkv elementwise core"),
+    ],
+)
+def test_sets_in_any_order_are_the_same(one, other):
+    fields = dict(schedule="gpipe", virtual=1, microbatches=1)
+    assert PipelineConfig(remat=one, **fields) == PipelineConfig(remat=other, **fields)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [("elementwise", "norm swiglu"), ("attention", "out norm core qkv swiglu")],
+)
+def test_a_word_for_a_set_is_the_same_program_as_its_parts(word, parts):
+    text = lambda remat: (  # noqa: E731
+        jax.jit((model := build((1, 1, 1), remat=remat, **WIDE)).loss_and_grad)
+        .lower(model.shapes, make_batch())
+        .as_text()
+    )
+    assert text(word) == text(parts)
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        (
+            "swigl",
+            "pipeline.remat='swigl' is unknown; did you mean 'swiglu'? Known: none, elementwise, attention, layer, "
+            "stage, qkv, norm, latent, ",
+        ),
+        ("norm swigl", "pipeline.remat='norm swigl' has 'swigl', which is unknown; did you mean 'swiglu'? Known: "),
+        (
+            "layer norm",
+            "pipeline.remat='layer norm' has 'layer', which stands alone; use it so, or a set of qkv, element",
+        ),
+        ("", "pipeline.remat='' names no part; use 'none' to make nothing again"),
+    ],
+)
+def test_a_wrong_set_is_refused(remat, message):
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig(schedule="gpipe", virtual=1, microbatches=1, remat=remat)
+    said = str(caught.value)
+    assert message in said and "\n" not in said
+
+
+def test_a_part_that_no_layer_has_is_refused():
+    with pytest.raises(ConfigError, match="='norm experts' has 'experts' .* use a set of norm, q, kv, core"):
+        build((1, 1, 1), remat="norm experts", **WIDE)
+
+
+def test_a_name_that_no_set_can_have_is_refused(monkeypatch):
+    unknown = lambda gate, up: checkpoint_name(gate * up, "mlp")  # noqa: E731
+    monkeypatch.setattr("parallax.model.mlp._gated", unknown)
+    model = build((1, 1, 1), remat="norm", **WIDE)
+    with pytest.raises(ConfigError, match=r"checkpoint_name\(\.\.\., 'mlp'\) in a layer"):
+        jax.eval_shape(model.loss_and_grad, model.shapes, make_batch())
+
+
+def test_every_part_is_of_some_model():
+    models = mixture((1, 1, 1), "in turn").model, model_config(attention="gqa", qk_norm=True), model_config()
+    assert set().union(*(model.remat_parts for model in models)) == set(REMAT_PARTS)
