@@ -6,7 +6,8 @@ CONFIG ?= configs/quickstart.py
 # More arguments for train.py or pytest: make train ARGS=--config.train.steps=50
 ARGS ?=
 # Tests spend most of their time tracing, on one core each. A file's tests share what they compile, and stay together.
-WORKERS ?= -n 2 --dist loadfile
+# A worker that dies ends the run: the others would wait for it for ever.
+WORKERS ?= -n 2 --dist loadfile --max-worker-restart=0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

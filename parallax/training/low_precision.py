@@ -143,9 +143,9 @@ def random_bits(noise: Array, field: str, name: str, shape: tuple[int, ...], lay
 def places_in_stack(shape: tuple[int, ...], layers: Array) -> tuple[Array, Array]:
     """How many entries of a stack come before each of these layers', as the upper and the lower 32 bits.
 
-    >>> high, low = places_in_stack((1, 2, 1 << 31), jnp.int32([3]))
-    >>> [hex(int(half[0, 1, 5])) for half in (high, low)]
-    ['0x3', '0x80000005']
+    >>> high, low = places_in_stack((1, 2, 4), jnp.int32([1 << 30]))
+    >>> [hex(int(half[0, 1, 3])) for half in (high, low)]
+    ['0x2', '0x7']
     """
     high, low = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
