@@ -104,7 +104,7 @@ def traced_of(settings):
 def few():
     """A sweep that looks at few layouts, legal and not; each is traced, which takes about a second, in one test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::13])
+        patch.setattr(sweep_module, "choices", lambda *args: list(choices(*args))[::29])
         patch.setattr(sweep_module, "sets_to_try", lambda *args, **how: ["none", "layer", "elementwise"])
         patch.setattr(sweep_module, "predicted_memory", lambda model, settings: held_of(settings))
         patch.setattr(sweep_module, "traced_work", lambda model, settings: traced_of(settings))
@@ -611,6 +611,7 @@ NARROW_OR_ON_HOST = {
 }
 
 
+@pytest.mark.slow
 def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
     settings = tiny(model_d_model=64, pipeline_remat="layer", **LONG)
     offered = [(flags, one) for flags, one in neighbours(settings, PAIR) if flags in NARROW_OR_ON_HOST]

@@ -57,7 +57,7 @@ def meshes(all_of_them, *fast):
     return pytest.mark.parametrize("mesh", cases)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(3)
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
@@ -94,7 +94,7 @@ def test_every_embedding_and_head_sends_what_its_formula_says(residual, embeddin
     assert measured == formula
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @meshes(MESHES, (2, 2, 2))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -103,7 +103,7 @@ def test_every_policy_sends_what_its_formula_says(policy, tied, mesh):
     assert measured == formula
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("tables", POLICY_NAMES)
 @pytest.mark.parametrize("policy", ["zero1", "zero3"])
 def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, tables):
@@ -112,7 +112,7 @@ def test_tables_with_a_policy_of_their_own_send_what_their_formula_says(policy, 
     assert measured == formula
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("reduce", ["float32", "compute"])
@@ -140,7 +140,7 @@ def test_replicas_send_what_is_cut_of_the_gradients(policy, mesh):
 CONTEXT_MESHES = [(1, 1, 2, 1, 4), (2, 1, 2, 1, 2), (1, 2, 1, 1, 4), (1, 1, 1, 2, 4), (1, 1, 1, 1, 8), (2, 1, 1, 1, 4)]
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(3)
 @meshes(CONTEXT_MESHES, (1, 1, 2, 1, 4), (2, 1, 2, 1, 2))
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
@@ -162,7 +162,7 @@ def test_every_policy_cuts_over_context_ranks_as_its_formula_says(policy, mesh):
 EXPERT_MESHES = [(1, 1, 1, 1, 2, 4), (1, 1, 2, 1, 1, 4), (2, 1, 1, 1, 1, 4), (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2)]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(EXPERT_MESHES, (1, 2, 1, 1, 2, 2), (1, 2, 1, 2, 1, 2))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_cuts_over_expert_ranks_as_its_formula_says(policy, mesh):
@@ -181,7 +181,7 @@ MIXTURE_MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes(MIXTURE_MESHES, (1, 1, 2, 1, 2, 2))
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("family", ["column_row", "scatter"])
@@ -192,7 +192,7 @@ def test_a_mixture_sends_what_its_formula_says(shared_experts, family, residual,
     assert measured == formula
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @meshes([(1, 1, 1, 1, 1, 8), (1, 1, 2, 1, 1, 4), (1, 2, 2, 1, 1, 2), (1, 1, 2, 1, 2, 2)], (1, 1, 2, 1, 2, 2))
 @pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])

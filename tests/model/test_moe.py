@@ -217,7 +217,7 @@ def in_turn(*factors):
     ]
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("cut", "exchange"), in_turn(CUTS, EXCHANGES), ids=str)
 def test_it_is_the_same_on_every_mesh(cut, exchange):
     mesh, residual = cut

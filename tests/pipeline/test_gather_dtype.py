@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_weights_that_were_rounded_whole(name):
     case = dict(microbatches=4) | SCHEDULES.get(CASES[name].get("schedule"), {}) | CASES[name]
@@ -86,7 +86,7 @@ def test_what_a_layer_computes_with_is_bitwise_the_whole_rounded(kind):
     assert compared == 7
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alike", "dense first"])
 def test_experts_travel_so_too(name):
     model = mixture((1, 2, 1, 1, 1, 2), name, microbatches=4, gather_dtype="int8")

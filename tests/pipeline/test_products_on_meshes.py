@@ -77,7 +77,7 @@ def check(case):
             np.testing.assert_array_equal(scales[at], own[at], err_msg=at)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", FAST)
 def test_a_mesh_has_the_loss_and_the_scales_of_one_device(name):
     check(FAST[name])

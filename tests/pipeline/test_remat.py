@@ -48,7 +48,7 @@ DENSE = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", DENSE)
 def test_loss_gradients_and_update_equal_the_plain_model(name, record_property):
     case = dict(microbatches=4, tied=True) | DENSE[name]

@@ -334,6 +334,7 @@ def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
     assert ended == [75] and "process 0 is gone: it has said nothing for 1 s (distributed.heartbeat_secs)" in said
 
 
+@pytest.mark.slow
 def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
     first, second = Meeting(2).join_all(0, 1)
     for line in (first, second):
@@ -349,6 +350,7 @@ def test_a_meeting_gives_back_the_limit_that_it_has_not_used_up(ended, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_say_who_is_late_is_late_itself(ended, capsys):
     meeting = Meeting(2)
     _, second = meeting.join_all(0, 1)

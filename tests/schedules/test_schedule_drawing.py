@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
@@ -43,6 +43,7 @@ def parse(text: str) -> tuple[ElementTree.Element, dict[str, list[Rect]]]:
     return root, rects
 
 
+@settings(max_examples=10)
 @given(any_schedule, st.sampled_from(COSTS), st.booleans())
 def test_each_action_is_one_rectangle_to_scale_and_none_overlap(schedule, costs, asynchronous):
     _, rects = parse(gantt(schedule, costs, asynchronous=asynchronous))
@@ -61,6 +62,7 @@ def test_each_action_is_one_rectangle_to_scale_and_none_overlap(schedule, costs,
         assert all(b >= a - 0.02 for a, b in zip(edges, edges[1:]))
 
 
+@settings(max_examples=10)
 @given(any_schedule, st.sampled_from(COSTS), st.booleans())
 def test_everything_is_inside_the_picture(schedule, costs, asynchronous):
     root, rects = parse(gantt(schedule, costs, asynchronous=asynchronous))

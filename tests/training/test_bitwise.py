@@ -41,7 +41,7 @@ OTHER_ORDER = {
     "pipeline.schedule=interleaved": (dict(schedule="interleaved", virtual=2), 2e-7),  # of the norm, by ranks
     "loss.chunk_tokens=16": (dict(chunk_tokens=16), 2e-7),  # of the loss
 }
-FAST = ("pipeline.remat=layer", "data_parallel.policy=lean")
+FAST = ("pipeline.remat=layer",)
 
 
 def mostly_slow(names):

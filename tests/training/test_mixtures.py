@@ -143,6 +143,7 @@ def test_the_norm_of_the_gradient_is_without_the_load(name):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_saved_on_one_mesh_is_bitwise_restored_on_another_and_goes_on(tmp_path):
     there, here = "pp·cp·ep", "ep·tp"
     state = trained(there)[-1]

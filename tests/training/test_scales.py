@@ -140,6 +140,7 @@ def test_an_evaluation_has_the_scales_of_the_run(run_8bit, capsys):
     assert losses[0] == losses[1] != []
 
 
+@pytest.mark.slow
 def test_weights_start_runs_with_other_products_and_go_to_hugging_face(corpus, run_8bit, tmp_path):
     few = {"train.steps": 1, "train.eval_batches": 0, "checkpoint.keep_best": 0, "optimizer.warmup_steps": 0}
     few |= {"optimizer.learning_rate": 0.0}
