@@ -220,6 +220,7 @@ def trained(corpus, tmp_path_factory, shared_programs):
     return path, px.train(px.read_settings(config), path)
 
 
+@pytest.mark.slow
 def test_a_run_is_opened_on_another_mesh(trained):
     path, outcome = trained
     assert (outcome.reason, outcome.step) == ("finished", 4)

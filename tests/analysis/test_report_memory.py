@@ -120,6 +120,7 @@ def table_of(printed, head):
     return {name: size for name, size in found.items() if size != "0 B"}
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("changes", PRINTED, ids=str)
 def test_train_report_and_plan_print_the_same_memory(commands, changes, tmp_path, capsys):
     """The run and a compiled report predict on simulated devices, the others on a mesh that says that it is of such."""

@@ -281,6 +281,7 @@ def test_a_column_row_layer_sends_four_residuals_in_each_direction():
     assert bytes_by(of_layer, "direction") == {("forward",): 4 * residual * 7 / 8, ("backward",): 4 * residual * 7 / 8}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_microbatchs_activation_crosses_each_stage_boundary_each_way(ranks):
     """And once more in each tick of the bubble, where it is not read."""

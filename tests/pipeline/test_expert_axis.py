@@ -24,7 +24,7 @@ def check(mesh, record_property, **how):
     check_parity(dict(mesh=mesh, attention="gqa", tied=False) | how, record_property)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("mesh", BESIDE, ids=str)
 def test_expert_ranks_beside_each_axis_give_the_plain_models_gradients(mesh, record_property):
     check(mesh, record_property, **BESIDE[mesh])

@@ -321,6 +321,7 @@ def test_a_process_that_says_nothing_is_lost(ended, capsys):
     assert first is not second
 
 
+@pytest.mark.slow
 def test_process_0_is_lost_too_when_it_says_nothing(ended, capsys):
     """Its hub stands still, and answers nothing, as where its host has vanished."""
     meeting = Meeting(2, heartbeat_secs=1.0)
