@@ -1,17 +1,18 @@
-"""How tokens come to the ranks that hold their experts, and the results back: two forms that give the same.
-
-Either sends a token to a rank once, however many of its experts that holds, and one sum comes back.
-"""
+"""How tokens come to the ranks that hold their experts, and the results back: two forms that give the same."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.experts import HeldExperts, collect, dispatch, sort_rows
-from parallax.model.kernels import platform_traced
+from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, gated, sort_rows
+from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.kernels import LANES, platform_traced
+from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
 from parallax.sharding.collectives import (
     all_gather,
@@ -22,8 +23,6 @@ from parallax.sharding.collectives import (
     varying_axes,
 )
 from parallax.sharding.layout import Layout
-
-NOWHERE = -1  # the id of no expert
 
 
 def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
@@ -45,93 +44,251 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
 
 
 def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """A rank gets the tokens that go to one of its experts; it has room for all of all ranks, so none is ever dropped.
-    Ragged ones are the all-to-alls: each rank sends to each other as many rows as it has for it.
+    """A rank gets a row for each choice of one of its experts, and nothing else; the choices' results come back.
+
+    Ragged ones are the all-to-alls: each rank sends to each other as many rows as it has for it. A rank has room for a
+    quarter more than its share of all rows, `usual_rows`. Where more come to any rank, all that are left are sent in
+    further rounds, so none is ever dropped, and only time depends on the load.
 
     Communication:
-        forward   all_gather of the counts over ep; all_to_all of x, weights, ids and the result over ep;
+        forward   all_gather of the counts and weights over ep; all_to_all of x and the result over ep;
                   reduce_scatter of the result over tp
-        backward  all_gather of the gradient over tp;
-                  all_to_all of the gradient of x, the gradient of weights and the gradient over ep
+        backward  all_gather of the gradient over tp; all_gather of the gradient of weights over ep;
+                  all_to_all of the gradient and the gradient of x over ep
     """
     if not is_bound(EXPERT_AXIS):
         return gather_exchange(experts, residual, x, weights, ids)
-    ranks, shape = lax.axis_size(EXPERT_AXIS), x.shape
-    x, weights, ids = _flat(x), _flat(weights), _flat(ids)
-    number = jnp.arange(ranks)
-    goes_NP = ((ids // len(experts.gate))[:, :, None] == number.reshape(1, 1, -1)).any(axis=1)
-    rows = sort_rows(jnp.where(goes_NP, number[None], ranks), ranks, most=min(ids.shape[1], ranks))
-    counts_PP = all_gather("rows/ep columns -> rows columns", rows.sizes_E[None])
-    send = functools.partial(moved, counts=counts_PP, rows=ranks * len(x))
-    arrived = send(dispatch(x, rows)), send(dispatch(weights, rows)), send(ids[rows.choice_R // ranks], fill=NOWHERE)
-    y = experts(*(checkpoint_name(array, "dispatch") for array in arrived))
-    y = collect(moved(y, counts_PP.T, len(rows.choice_R)), rows).reshape(shape)
+    ranks, shape, (tokens, places) = lax.axis_size(EXPERT_AXIS), x.shape, _flat(ids).shape
+    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, (x, weights, ids, *experts)))
+    x, weights, ids, *kernels = (as_varying(array, axes) for array in (_flat(x), _flat(weights), _flat(ids), *experts))
+    rows = sort_rows(ids, ranks * len(experts.gate), most=places)
+    counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None]), axes)
+    usual = usual_rows(ranks * ids.size, ranks * tokens * min(places, len(experts.gate)), ranks)
+    y = _computed(usual, x, weights, HeldExperts(*kernels), rows, counts_PE).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
 
 
 EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
 
 
-def moved(x_RD: Array, counts: Array, rows: int, fill: int = 0) -> Array:
-    """Rows sorted by the rank that they go to, as they arrive, sorted by the rank that they come from, [rows, D].
+class Round(NamedTuple):
+    """The slices of rows that one round sends: of each expert those of each rank, [E, P]."""
 
-    `counts[p, q]` says how many go from rank p to rank q. Behind those that arrive there is `fill`.
+    size: Array
+    source: Array  # where a slice begins among the rows of the rank that sends it, which are sorted by expert
+    place: Array  # where it begins on its expert's rank, whose rows are sorted by expert, and then by rank
+
+    def of_rank(self, rank: Array) -> "Round":
+        """The slices of its experts, of each rank: [P, experts of a rank]."""
+        own = len(self.size) // self.size.shape[1]
+        return Round(*(lax.dynamic_slice_in_dim(array, rank * own, own).T for array in self))
+
+
+def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
+    """What is sent in round `number`, where rank p has `counts_PE[p, e]` rows for expert e, and each rank takes `room`
+    rows a round. No communication.
+
+    >>> counts = jnp.array([[3, 1], [2, 2]])
+    >>> [round_of(counts, number, 4).size.tolist() for number in (0, 1)]
+    [[[3, 1], [1, 2]], [[0, 1], [0, 0]]]
+    """
+    ranks, experts = counts_PE.shape
+    counts_EP = counts_PE.T
+    place = _before(counts_EP.reshape(ranks, experts)).reshape(experts, ranks) - number * room
+    first, last = (jnp.clip(edge - place, 0, counts_EP) for edge in (0, room))
+    return Round(last - first, _before(counts_PE).T + first, place + first)
+
+
+def rounds_of(counts_PE: Array, room: int) -> Array:
+    """How many rounds it takes until all rows were sent."""
+    most = counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
+    return -(-most // room)
+
+
+def _before(counts: Array) -> Array:
+    """Of each entry of a row the sum of those before it."""
+    return jnp.cumsum(counts, axis=1) - counts
+
+
+# The gradient is written out, as that of HeldExperts: the two products of the first round are kept for it, and what
+# came then, by their names. Nothing else is, and what further rounds made is made again.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _computed(room: int, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array) -> Array:
+    return _forward(room, x_ND, weights_NK, experts, rows, counts)[0]
+
+
+def _forward(
+    room: int, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    def run(number: Array | int, y: Array, name: Callable = lambda x, _: x) -> tuple[Array, Arrived]:
+        way = round_of(counts, number, room)
+        arrived = _arrived(way, room, x_ND, weights_NK, experts, rows, name)
+        hidden = gated(arrived.gate, arrived.up, arrived.weights).astype(x_ND.dtype)
+        result = grouped_dot(hidden, experts.down, _sizes(way))
+        return _returned(_packed(result), way, y), arrived
+
+    y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
+    y = _further(rounds_of(counts, room), lambda number, y: run(number, y)[0], y)
+    return collect(y, rows).reshape(x_ND.shape), (x_ND, weights_NK, experts, rows, counts, arrived)
+
+
+class Arrived(NamedTuple):
+    """What a rank gets in a round, and the products of it with gate and up: [room, ...]."""
+
+    x: Array
+    weights: Array
+    gate: Array
+    up: Array
+
+
+def _arrived(
+    way: Round,
+    room: int,
+    x_ND: Array,
+    weights_NK: Array,
+    experts: HeldExperts,
+    rows: Rows,
+    name: Callable = lambda x, _: x,
+) -> Arrived:
+    weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
+    weights = _taken(weights_RI, *_there(way, room, len(weights_RI)))
+    x = name(_sent(dispatch(_packed(x_ND), rows), way, room).reshape(room, -1), "dispatch")
+    products = (grouped_dot(x, kernel, _sizes(way)) for kernel in (experts.gate, experts.up))
+    return Arrived(x, weights, *(name(array, "experts") for array in products))
+
+
+def _backward(room: int, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ...]:
+    x_ND, weights_NK, experts, rows, counts, first = saved
+
+    def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
+        """Those of the two products and of the weights, the products' result, and that of what was sent back."""
+        dy = _sent(dispatch(_packed(dy_ND), rows), way, room).reshape(room, -1)
+        d_hidden = grouped_dot(dy, experts.down, _sizes(way), transposed=True)
+        hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
+        return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
+
+    def again(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
+        way = round_of(counts, number, room)
+        arrived = _arrived(way, room, x_ND, weights_NK, experts, rows)
+        return way, arrived, gradients(way, arrived)
+
+    def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        pairs = (found[0], experts.gate), (found[1], experts.up)
+        dx, other = (grouped_dot(d, kernel, _sizes(way), transposed=True) for d, kernel in pairs)
+        dx, (dx_R, dweights_R) = (dx.astype(jnp.float32) + other).astype(dx.dtype), sums
+        return _returned(_packed(dx), way, dx_R), _taken(found[2], *_back(way, len(dx_R), room), dweights_R)
+
+    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> HeldExperts:
+        d_gate, d_up, _, hidden, dy = found
+        pairs = (arrived.x, d_gate), (arrived.x, d_up), (hidden, dy)
+        return HeldExperts(*(grouped_sums(left, right, _sizes(way)) for left, right in pairs))
+
+    def more_of_tokens(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        way, _, found = again(number)
+        return of_tokens(way, found, sums)
+
+    def more_of_kernels(number: Array, sums: HeldExperts) -> HeldExperts:
+        return HeldExperts(*map(jnp.add, sums, of_kernels(*again(number))))
+
+    rounds, way = rounds_of(counts, room), round_of(counts, 0, room)
+    found = gradients(way, first)
+    unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
+    dx, dweights = _further(rounds, more_of_tokens, of_tokens(way, found, unset))
+    kernels = _further(rounds, more_of_kernels, of_kernels(way, first, found))
+    dweights = collect(dweights, rows.of_choices()).reshape(weights_NK.shape)
+    return collect(dx, rows).reshape(x_ND.shape), dweights, kernels, None, None
+
+
+_computed.defvjp(_forward, _backward)
+
+
+def _further(rounds: Array, run: Callable[[Array, Any], Any], state: Any) -> Any:
+    """The state after all rounds but the first, of which there are none with a usual load."""
+    with jax.named_scope(USUAL_LOAD):
+        return lax.cond(rounds <= 1, lambda: state, lambda: lax.fori_loop(1, rounds, run, state))
+
+
+def _sizes(way: Round) -> Array:
+    """How many rows each of this rank's experts has."""
+    return way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
+
+
+def _packed(x_ND: Array) -> Array:
+    """With each row in tiles of its own, where it fills them: on TPU rows of [N, D] share tiles with seven others, and
+    a row that moves would be written anew."""
+    return x_ND.reshape(len(x_ND), -1, LANES) if x_ND.shape[1] % (8 * LANES) == 0 else x_ND
+
+
+def _unset(like: Array, rows: int) -> Array:
+    """Room for rows, each of which will be written, or not read."""
+    return as_varying(lax.empty((rows, *like.shape[1:]), like.dtype), varying_axes(like))
+
+
+def _sent(x_RD: Array, way: Round, room: int) -> Array:
+    """Rows sorted by expert, as they arrive: [room, ...]; behind them is anything.
 
     Communication:
         forward   all_to_all of x over ep
-        backward  the transposes
-    """
-    axes = frozenset([EXPERT_AXIS]).union(varying_axes(x_RD), varying_axes(counts))
-    return _moved(as_varying(x_RD, axes), as_varying(counts, axes), (len(x_RD), rows), fill)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _moved(x: Array, counts: Array, rows: tuple[int, int], fill: int) -> Array:
-    me = lax.axis_index(EXPERT_AXIS)
-    before = lambda counts, axis: jnp.cumsum(counts, axis=axis) - counts  # noqa: E731
-    output = as_varying(jnp.full((rows[1], *x.shape[1:]), fill, x.dtype), varying_axes(x))
-    # Where what I send begins here, and where it begins on the rank that gets it.
-    begins, arrives = before(counts[me], 0), before(counts, 0)[me]
-    exchange = ragged_all_to_all if platform_traced() == "cpu" else lax.ragged_all_to_all
-    return exchange(x, output, begins, counts[me], arrives, counts[:, me], axis_name=EXPERT_AXIS)
-
-
-def _move_forward(x: Array, counts: Array, rows: tuple[int, int], fill: int) -> tuple[Array, Array]:
-    return _moved(x, counts, rows, fill), counts
-
-
-def _move_backward(rows: tuple[int, int], fill: int, counts: Array, dy: Array) -> tuple[Array, None]:
-    return _moved(dy, counts.T, rows[::-1], 0), None
-
-
-_moved.defvjp(_move_forward, _move_backward)
-
-
-def ragged_all_to_all(
-    x_RD: Array,
-    output_TD: Array,
-    input_offsets: Array,
-    send_sizes: Array,
-    output_offsets: Array,
-    recv_sizes: Array,
-    *,
-    axis_name: str,
-) -> Array:
-    """What `jax.lax.ragged_all_to_all` does, which XLA does not have on CPUs: all ranks' rows are gathered, and each
-    takes its own.
-
-    Communication:
-        forward   all_gather of x, input_offsets and output_offsets over ep
         backward  nothing
     """
-    me, row = lax.axis_index(axis_name), jnp.arange(len(output_TD))
-    gathered = (lax.all_gather(array, axis_name) for array in (x_RD, input_offsets, output_offsets))
-    x_PRD, begins_P, arrives_P = (array if at == 0 else array[:, me] for at, array in enumerate(gathered))
-    for x, begins, arrives, size in zip(x_PRD, begins_P, arrives_P, recv_sizes):
-        mine = (row >= arrives) & (row < arrives + size)
-        found = x.at[begins + row - arrives].get(mode="clip")
-        output_TD = jnp.where(mine.reshape(-1, *(1 for _ in x.shape[1:])), found, output_TD)
-    return output_TD
+    if platform_traced() == "cpu":
+        return _taken(x_RD, *_there(way, room, len(x_RD)))
+    me = lax.axis_index(EXPERT_AXIS)
+    sent, got = (array[:, me] for array in way), (array.reshape(-1) for array in way.of_rank(me))
+    (size, source, place), (got_size, _, _) = sent, got
+    return _all_to_all(x_RD, _unset(x_RD, room), source, size, place, got_size)
+
+
+def _returned(y: Array, way: Round, others: Array) -> Array:
+    """Results of what arrived, among the others where the rows that were sent lie.
+
+    Communication:
+        forward   all_to_all of y over ep
+        backward  nothing
+    """
+    if platform_traced() == "cpu":
+        return _taken(y, *_back(way, len(others), len(y)), others)
+    me = lax.axis_index(EXPERT_AXIS)
+    size, source, place = (array.reshape(-1) for array in way.of_rank(me))
+    return _all_to_all(y, others, place, size, source, way.size[:, me])
+
+
+def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Array, got: Array) -> Array:
+    return lax.ragged_all_to_all(x, output, begins, sizes, places, got, axis_name=EXPERT_AXIS)
+
+
+def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) -> Array:
+    """The same for narrow rows, and for all on CPUs, where XLA has no ragged exchange: rows of all ranks are gathered,
+    and each rank takes those `at` these numbers; where none is there, another.
+
+    Communication:
+        forward   all_gather of x over ep
+        backward  nothing
+    """
+    found = lax.all_gather(x, EXPERT_AXIS, tiled=True).at[at].get(mode="clip")
+    return found if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), found, others)
+
+
+def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
+    """Of each row that comes in a round its number among the rows of all ranks, and whether there is one."""
+    size, source, place = (array.T.reshape(-1) for array in way.of_rank(lax.axis_index(EXPERT_AXIS)))
+    row, ranks = jnp.arange(room), way.size.shape[1]
+    at = _slice_of(row, place + size)
+    return at % ranks * rows + source[at] + row - place[at], row < (place + size)[-1]
+
+
+def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
+    """Of each row of this rank the number of its result among those of all ranks, and whether it was sent."""
+    size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in way)
+    row, (experts, ranks) = jnp.arange(rows), way.size.shape
+    at = _slice_of(row, source + size)
+    is_sent = (row >= source[at]) & (row < (source + size)[at])
+    return at // (experts // ranks) * room + place[at] + row - source[at], is_sent
+
+
+def _slice_of(row: Array, ends: Array) -> Array:
+    """The first slice, or the last of all, that does not end before a row."""
+    return jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), len(ends) - 1)
 
 
 def _gathered(dims: str, x: Array) -> Array:
