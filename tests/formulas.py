@@ -210,8 +210,8 @@ class Step:
         token, where rows of d_model have r bytes and a token's weights and ids 4 K each:
 
         gather  (n-1) T (r + 8 K) of tokens and (n-1) T r / tp of results forward; backward the same, without the ids
-        ragged  as many rows as a token's experts are on different ranks, on average: rho = n (1 - C(E-E/n, K)/C(E, K));
-                (n-1)/n rho T (2 r + 8 K) forward, and backward the same, without the ids
+        ragged  (n-1)/n K T 2 r of tokens and results, and (n-1) 4 (K T + E) of weights and counts forward; backward the
+                same of tokens and results, and (n-1) 4 of each row of the room, 5/4 K T, or all that may come if less
         """
         m, n, times = self.model, self.ep, self.microbatches * self.moe
         places, row = m.experts_per_token * FLOAT32, m.d_model * self.bytes
@@ -224,16 +224,16 @@ class Step:
         times, tokens = times * chunks, self.tokens // chunks
         if self.exchange == "ragged" and n > 1:
             self.there_and_back("tp", "reduce-scatter", tokens * row, times)
-            elsewhere = math.comb(m.experts - m.experts // n, m.experts_per_token)
-            rho = n * (1 - elsewhere / math.comb(m.experts, m.experts_per_token))
-            there, back = ["forward", *again], ["forward", "backward"]
-            for width, directions in ((row, there), (places, there), (places, there), (row, back)):
-                for direction in directions:
-                    self.add("ep", "all-to-all", direction, round(rho * tokens * width), times)
-            for width in (row, places):
-                self.add("ep", "all-to-all", "backward", round(rho * tokens * width), times)
+            there, back, choice = ["forward", *again], ["forward", "backward"], m.experts_per_token * tokens
+            for direction in [*there, *back]:
+                self.add("ep", "all-to-all", direction, choice * row, times)
+            self.add("ep", "all-to-all", "backward", choice * row, times)
             for direction in there:
-                self.add("ep", "all-gather", direction, n * n * FLOAT32, times)
+                self.add("ep", "all-gather", direction, n * m.experts * FLOAT32, times)
+                self.add("ep", "all-gather", direction, n * choice * FLOAT32, times)
+            usual = -(-5 * choice // 4) if choice < 256 else -(-5 * choice // 1024) * 256
+            room = min(usual, n * tokens * min(m.experts_per_token, m.experts // n))
+            self.add("ep", "all-gather", "backward", n * room * FLOAT32, times)
             return
         for width in (row, places, places):
             for direction in ("forward", *again):

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.trace import Origin, step_program, update_program, walk
 from parallax.config.sections import ALL_AXES
-from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.collectives import as_varying
 from parallax.sharding.layout import Layout
@@ -52,17 +51,15 @@ class Sent(NamedTuple):
         return self.bytes * self.count
 
 
-def collectives(
-    function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = ALL_IN_USE
-) -> list[Sent]:
+def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
     """What the device at the mesh coordinates `at` sends when it runs `function`; `sizes` are those of the axes.
 
     Of `n` devices each sends `n - 1` times its piece in an all-gather, `(n - 1) / n` of its operand in a reduce-scatter
     or an all-to-all, twice that in an all-reduce, its operand in a permute; where `n` is 1, nothing. Of a ragged
-    all-to-all, whose rows depend on data, those count that `load` says, without it all that there is room for.
+    all-to-all, whose rows depend on data, as many count as a usual load has.
     Raises ValueError where it depends on data otherwise what is sent.
     """
-    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes, load=load)
+    return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
 
 
 def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
@@ -86,7 +83,7 @@ def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> lis
     """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
-    return [program_collectives(program, at=at, sizes=model.axis_sizes, load=model.load) for at in places]
+    return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]
 
 
 def busiest(ranks: Sequence[list[Sent]]) -> list[Sent]:
@@ -116,11 +113,9 @@ def bytes_by(sent: Iterable[Sent], *fields: str) -> dict[tuple, int]:
     return dict(found)
 
 
-def program_collectives(
-    program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load = ALL_IN_USE
-) -> list[Sent]:
+def program_collectives(program: ClosedJaxpr, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> list[Sent]:
     """`collectives` of a traced program."""
-    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes, load=load))
+    counted = walk(program, at=at, count=functools.partial(_sent, at=at, sizes=sizes))
     return sorted(sent._replace(count=count) for sent, count in counted.items())
 
 
@@ -128,17 +123,15 @@ def _counted(rank: list[Sent]) -> Counter:
     return Counter({sent._replace(count=0): sent.count for sent in rank})
 
 
-def _sent(
-    equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int], load: Load
-) -> Counter:
+def _sent(equation: JaxprEqn, origin: Origin, *, at: Mapping[str, int], sizes: Mapping[str, int]) -> Counter:
     kind = KIND_OF_PRIMITIVE.get(equation.primitive.name)
     if kind is None:
         return Counter()
     named = equation.params["axes" if "axes" in equation.params else "axis_name"]
     axes = tuple(sorted((named,) if isinstance(named, str) else named, key=ALL_AXES.index))
     operands = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in equation.invars]
-    # What a ragged exchange sends and what it fills are followed by where rows begin, and how many there are.
-    operand = round(load.sent * min(operands[:2])) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
+    # A ragged exchange has room for more than it sends on one side, behind which come where rows begin, and how many.
+    operand = min(operands[:2]) if equation.primitive.name == RAGGED_PRIMITIVE else sum(operands)
     groups = equation.params.get("axis_index_groups")  # a step of a gather in two
     count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     size = sent_bytes(kind, operand, count)

@@ -31,7 +31,6 @@ from parallax.analysis.roofline import moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
-from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
@@ -201,9 +200,7 @@ class TimelineReader:
     Cycles are the compiler's; of a program for a `gpu`, whose compiler has none, the roofline's time in its cycles.
     """
 
-    def __init__(
-        self, module: Module, mesh: Mesh, shares: Shares | None, load: Load = ALL_IN_USE, gpu: Chip | None = None
-    ):
+    def __init__(self, module: Module, mesh: Mesh, shares: Shares | None, load: float = 1.0, gpu: Chip | None = None):
         self.module, self.mesh, self.shares, self.load, self.gpu = module, mesh, shares, load, gpu
         self.sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         self.unknown: list[str] = []
@@ -273,7 +270,7 @@ class TimelineReader:
     def _branch(self, one: Instruction) -> BranchEvent:
         sides = [self.computation(name) for name in one.called]
         share = (self.shares or {}).get(name_of(one.op_name))
-        if self._is_for_usual_load(one.called[-1]):
+        if self._is_for_usual_load(one):
             share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
             dearest = max(range(len(sides)), key=lambda at: dearness(sides[at]))
@@ -281,9 +278,15 @@ class TimelineReader:
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
 
-    def _is_for_usual_load(self, side: str) -> bool:
-        """Whether a side of a branch is that of experts with a usual load. The branch may have lost its own name."""
-        return any(f"{USUAL_LOAD}/cond/branch_1" in one.op_name for one in self.module.computations[side].instructions)
+    def _is_for_usual_load(self, branch: Instruction) -> bool:
+        """Whether the last side of a branch is that of experts with a usual load. The branch may have lost its own
+        name, and a side may be empty."""
+        sides = [
+            f"{USUAL_LOAD}/cond/branch_{number}" in one.op_name
+            for number, side in enumerate(branch.called)
+            for one in self.module.computations[side].instructions
+        ]
+        return any(sides)
 
     def _fused(self, one: Instruction, computation: Computation) -> Iterator:
         """A fusion: compute, and possibly a collective or a piece of one."""
@@ -370,8 +373,8 @@ class TimelineReader:
         """Bytes of what is sent; of a ragged exchange, of the rows that are in use."""
         if not piece.kind.startswith(RAGGED_EXCHANGE):
             return sum(shape_bytes(_shape(home, name)) for name in piece.operands)
-        # Behind them come where rows begin, and how many there are. The smaller has room for all that is sent.
-        return round(self.load.sent * min(shape_bytes(_shape(home, name)) for name in piece.operands[:2]))
+        # Behind them come where rows begin, and how many there are. The smaller holds what is sent, and no more.
+        return min(shape_bytes(_shape(home, name)) for name in piece.operands[:2])
 
     def _source(self, piece: Instruction, outer: Instruction, computation: Computation) -> str:
         """Operation name; merged collectives have none, and take that of their first operand."""
@@ -382,9 +385,9 @@ class TimelineReader:
         shapes = [_shape(computation, name) for name in one.operands]
         operands, result, flops = sum(map(shape_bytes, shapes)), shape_bytes(one.shape), _kernel_flops(one, computation)
         if _is_grouped(one):
-            used = lambda shape: shape_bytes(shape) * (self.load.grouped if _has_rows(shape) else 1)  # noqa: E731
+            used = lambda shape: shape_bytes(shape) * (self.load if _has_rows(shape) else 1)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
-            flops = round(self.load.grouped * flops)
+            flops = round(self.load * flops)
         return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
 
 
@@ -488,13 +491,13 @@ def read_step(compiled: jax.stages.Compiled, model: ShardedModel, *, seq: int) -
 
 
 def read_compiled(
-    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: Load = ALL_IN_USE
+    compiled: jax.stages.Compiled, mesh: Mesh, branch_shares: Shares | None = None, load: float = 1.0
 ) -> Compiled:
     """Read what `jax.jit(step).lower(...).compile()` gave on this mesh.
 
     `branch_shares` say how often each branch runs: see `shares_of`. Conditionals that they do not name, and all where
-    there are none, are taken to run their dearer branch each time. `load` says how much a mixture's products and
-    messages use of what they have room for.
+    there are none, are taken to run their dearer branch each time. `load` says how much of their rows a mixture's
+    products use.
     """
     sizes = compiled.memory_analysis()
     return read_hlo_text(compiled.as_text(), mesh, branch_shares, load, gpu_of(mesh))._replace(
@@ -521,7 +524,7 @@ def read_hlo_text(
     text: str,
     mesh: Mesh,
     branch_shares: Shares | None = None,
-    load: Load = ALL_IN_USE,
+    load: float = 1.0,
     gpu: Chip | None = None,
 ) -> Compiled:
     """The same from the program's text alone, without sizes; that of a `gpu` is priced by a roofline."""

@@ -18,7 +18,6 @@ from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
 from parallax.model.products import AMAX
-from parallax.model.traffic import ALL_IN_USE, Load
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
@@ -129,7 +128,7 @@ KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # where each 
 UNCOUNTED = ("conv_general_dilated",)
 
 
-def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Load = ALL_IN_USE) -> int:
+def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: float = 1.0) -> int:
     """FLOPs of the matrix products that the device at these mesh coordinates executes, 2 for each multiply-add; of
     grouped products those of the rows that are in use, by the load.
 
@@ -142,7 +141,7 @@ def matmul_flops(function: Callable, *args: Any, at: Mapping[str, int], load: Lo
     return sum(flops_by_direction(jax.make_jaxpr(function)(*args), at=at, load=load).values())
 
 
-def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Load = ALL_IN_USE) -> dict[str, int]:
+def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: float = 1.0) -> dict[str, int]:
     """`matmul_flops` of a traced program, for "forward", "backward" and "recompute" apart."""
 
     def count(equation: JaxprEqn, origin: Origin) -> Counter:
@@ -155,12 +154,12 @@ def flops_by_direction(program: ClosedJaxpr, *, at: Mapping[str, int], load: Loa
     return dict(walk(program, at=at, count=count))
 
 
-def product_flops(equation: JaxprEqn, load: Load = ALL_IN_USE, stack: str = "") -> int | None:
+def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int | None:
     """FLOPs of one equation's matrix products, whose names are those of Origin; None where they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
         rows, other = (var.aval.shape for var in equation.invars if _is_float(var))
-        return round(load.grouped * grouped_flops(rows, other, equation.outvars[0].aval.shape))
+        return round(load * grouped_flops(rows, other, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         left = equation.invars[0].aval.shape

@@ -50,7 +50,6 @@ from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, 
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
 from parallax.config.settings import Settings
-from parallax.model.traffic import Load
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
@@ -157,7 +156,7 @@ def traced_work(model: ShardedModel, settings: Settings) -> TracedWork:
     model_flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape)
     return TracedWork(
         [product._replace(count=count) for product, count in found.items()],
-        program_collectives(program, at=first, sizes=model.axis_sizes, load=model.load),
+        program_collectives(program, at=first, sizes=model.axis_sizes),
         model_flops / math.prod(model.axis_sizes.values()),
         figures(model.schedule, costs_of(model.model, model.pipeline.remat, seq=shape[1])).lockstep_bubble,
         walk(program, at=first, count=moved_by_passes) if settings.pipeline.residuals_on != DEVICE else {},
@@ -304,7 +303,7 @@ def by_axes(sent: Iterable[CollectiveTime]) -> dict[str, float]:
     return found
 
 
-def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
+def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
     name, arrays = equation.primitive.name, [*equation.invars, *equation.outvars]
     if name == WRITES:
         arrays = 2 * equation.invars[1:2]
@@ -315,7 +314,7 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: Load) -> Counter:
     size = lambda var: math.prod(var.aval.shape) * var.aval.dtype.itemsize  # noqa: E731
     # Of a grouped product's rows those that are in use; the last operand says how many are whose.
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
-    moved = sum(map(size, arrays)) - round((1 - load.grouped) * sum(map(size, rows)))
+    moved = sum(map(size, arrays)) - round((1 - load) * sum(map(size, rows)))
     # Of a kernel that is not of this project the FLOPs are not known, and its bytes alone count.
     matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if name == "dot_general" else "compute"
     flops = product_flops(equation, load, origin.stack) or 0

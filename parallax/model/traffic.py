@@ -1,7 +1,6 @@
 """What a mixture's tokens send and fill where all experts get as many of them, and which exchange sends less."""
 
 import math
-from typing import NamedTuple
 
 from parallax.config.sections import AUTO, ModelConfig
 
@@ -9,33 +8,19 @@ ROOM_OVER_EVEN = 1.25  # times an even load is what an expert rank gets at most,
 ROWS_STEP = 256
 
 
-class Load(NamedTuple):
-    """The shares that are in use of what programs have room for, since nothing may be dropped; 1 where all is.
-
-    `grouped` is that of the rows of a grouped product, and `sent` that of the rows that a ragged exchange sends.
-    """
-
-    grouped: float = 1.0
-    sent: float = 1.0
-
-
-ALL_IN_USE = Load()
-
-
-def even_load(model: ModelConfig, ep: int) -> Load:
-    """The load of so many expert ranks where every choice of experts is as likely.
+def even_load(model: ModelConfig, ep: int) -> float:
+    """The share in use of the rows of grouped products, where every choice of experts is as likely; they have room for
+    more, since nothing may be dropped.
 
     >>> even_load(ModelConfig(layers=1, layers_of="moe", experts=8, experts_per_token=2), 4)
-    Load(grouped=0.8, sent=0.928571428571428...)
+    0.8
     """
     if "moe" not in model.kinds:
-        return ALL_IN_USE
+        return 1.0
     here = model.experts // ep
     most = min(model.experts_per_token, here)
-    return Load(
-        grouped=max(model.experts_per_token * here / model.experts / most, 1 / ROOM_OVER_EVEN if ep > 1 else 1),
-        sent=ranks_of_a_token(model, ep) / min(model.experts_per_token, ep),
-    )
+    share = model.experts_per_token * here / model.experts / most
+    return max(share, 1 / ROOM_OVER_EVEN if ep > 1 else 1)
 
 
 def usual_rows(choices: int, room: int, ranks: int) -> int:
@@ -48,23 +33,13 @@ def usual_rows(choices: int, room: int, ranks: int) -> int:
     return min(room, math.ceil(ROOM_OVER_EVEN * choices / ranks / step) * step)
 
 
-def ranks_of_a_token(model: ModelConfig, ep: int) -> float:
-    """On how many expert ranks a token's experts are, on average.
-
-    >>> ranks_of_a_token(ModelConfig(experts=64, experts_per_token=6), 8)
-    4.535...
-    """
-    elsewhere = math.comb(model.experts - model.experts // ep, model.experts_per_token)
-    return ep * (1 - elsewhere / math.comb(model.experts, model.experts_per_token))
-
-
 def exchanged_rows(model: ModelConfig, ep: int) -> dict[str, float]:
-    """By exchange, how often a rank sends a token or the sum of its results forward, for each token that it has.
+    """By exchange, how often a rank sends a token or a result forward, for each token that it has.
 
     >>> exchanged_rows(ModelConfig(experts=8, experts_per_token=2), 4)
-    {'gather': 6, 'ragged': 2.785...}
+    {'gather': 6, 'ragged': 3.0}
     """
-    return {"gather": 2 * (ep - 1), "ragged": 2 * ranks_of_a_token(model, ep) * (ep - 1) / ep}
+    return {"gather": 2 * (ep - 1), "ragged": 2 * model.experts_per_token * (ep - 1) / ep}
 
 
 def exchange_of(asked: str, model: ModelConfig, ep: int, *, on_cpus: bool) -> str:

@@ -39,7 +39,7 @@ from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import CONTEXTS, FAMILIES
 from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, ROUNDED, apart, rounded_kernels, with_largest_weights
 from parallax.model.rope import Rope
-from parallax.model.traffic import Load, even_load, exchange_of
+from parallax.model.traffic import even_load, exchange_of
 from parallax.model.transformer import Parts
 from parallax.pipeline.boundary import BatchedHead, EmbedAndHead, LossOnly, MicrobatchHead, Tokens, folds
 from parallax.pipeline.buffers import index
@@ -263,7 +263,7 @@ class ShardedModel:
         return exchange_of(self.layout.exchange, self.model, ranks, on_cpus=self._simulated)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> float:
         """How much is in use of what a mixture has room for, where its experts' load is even."""
         return even_load(self.model, self.axis_sizes.get(EXPERT_AXIS, 1))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from sections import expected as numbers
@@ -18,7 +19,8 @@ from tiny import HIDDEN_CUT, SEQ_CUT, model_config
 from parallax.analysis.collectives import collectives
 from parallax.analysis.trace import abstract_mesh
 from parallax.config.remat import saved_parts
-from parallax.model.exchange import EXCHANGES
+from parallax.model import exchange as exchange_module
+from parallax.model.exchange import EXCHANGES, round_of, rounds_of
 from parallax.model.families import FAMILIES
 from parallax.model.mlp import GatedMLP
 from parallax.model.moe import MoE
@@ -56,7 +58,7 @@ def mixture(residual=HIDDEN_CUT, family="column_row", *, model=None, **how):
 
 def declared(layer):
     """(layouts, values) of its parameters: all random, the bias too."""
-    x = jnp.zeros((1, 1, WIDTH), layer.model.dtype)
+    x = jnp.zeros((1, 1, layer.model.d_model), layer.model.dtype)
     boxed = jax.eval_shape(lambda key: layer.init(key, x, None), jax.random.key(0))["params"]
     rng = np.random.default_rng(2)
     fill = lambda s: rng.normal(0, 2 * s.shape[-2:][0] ** -0.5, s.shape).astype(np.float32)  # noqa: E731
@@ -274,6 +276,63 @@ def test_all_tokens_may_go_to_the_same_experts(to, exchange):
     expected = exact(params, *arrays(), layer.model, **AUXILIARY)
     assert sorted(np.nonzero(expected[1]["router"]["bias"])[0]) == sorted(to)
     check(with_gradients(on_mesh(layer, layouts, dict(ep=4, tp=2)), params, *arrays()), expected)
+
+
+def as_documented(x, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA does not have on CPUs, from its documentation; NaN where ranks disagree on
+    how much is sent."""
+    ranks, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    to_me = lambda array: lax.all_gather(array, axis_name).reshape(ranks, ranks, -1)[:, me]  # noqa: E731
+    begins, sizes, places = map(to_me, (input_offsets, send_sizes, output_offsets))
+    row = jnp.arange(len(output))
+    wide = lambda mask: mask.reshape(-1, *(1 for _ in x.shape[1:]))  # noqa: E731
+    for rank, sent in enumerate(lax.all_gather(x, axis_name)):
+        for begin, size, place in zip(begins[rank], sizes[rank], places[rank]):
+            found = sent.at[begin + row - place].get(mode="clip")
+            output = jnp.where(wide((row >= place) & (row < place + size)), found, output)
+    return jnp.where((sizes.reshape(-1) == recv_sizes).all(), output, jnp.nan)
+
+
+WIDE = 1024  # rows fill TPU's tiles
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(("width", "to"), [(WIDTH, ()), (WIDE, ()), (WIDE, (5, 2))], ids=str)
+def test_what_accelerators_send_is_what_cpus_gather(width, to, monkeypatch):
+    """In one round, and in several."""
+    layer = mixture(model=ROUTERS["sigmoid"] | dict(d_model=width), exchange="ragged")
+    layouts, params = declared(layer)
+    params["router"]["bias"][[*to]] = 100
+    rng = np.random.default_rng(0)
+    args = params, *(rng.normal(size=(ROWS, SEQ, width)).astype(np.float32) for _ in range(2))
+    gathered = with_gradients(on_mesh(layer, layouts, dict(ep=4)), *args)
+    monkeypatch.setattr(exchange_module, "platform_traced", lambda: "tpu")
+    monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
+    sent = with_gradients(on_mesh(layer, layouts, dict(ep=4)), *args)
+    jax.tree.map(np.testing.assert_array_equal, sent, gathered)
+
+
+def test_rounds_send_each_row_once_and_to_its_place():
+    """Whatever the load: each rank fills its room round by round, by expert, and then by the rank that sends."""
+    rng = np.random.default_rng(0)
+    for room in (1, 3, 7, 100):
+        counts = rng.integers(0, 6, (4, 8))
+        arrived = [[] for _ in range(4)]
+        for number in range(int(rounds_of(jnp.asarray(counts), room))):
+            size, source, place = map(np.asarray, round_of(jnp.asarray(counts), number, room))
+            for rank in range(4):
+                own = {}
+                for expert, sender in itertools.product(range(2 * rank, 2 * rank + 2), range(4)):
+                    for at in range(size[expert, sender]):
+                        own[int(place[expert, sender]) + at] = (sender, int(source[expert, sender]) + at)
+                assert sorted(own) == [*range(len(own))] and len(own) <= room
+                arrived[rank] += [own[at] for at in sorted(own)]
+        for rank in range(4):
+            wanted = []
+            for expert, sender in itertools.product(range(2 * rank, 2 * rank + 2), range(4)):
+                first = counts[sender, :expert].sum()
+                wanted += [(sender, int(first) + at) for at in range(counts[sender, expert])]
+            assert arrived[rank] == wanted
 
 
 @pytest.mark.fast(1)
