@@ -219,7 +219,7 @@ def test_kernels_and_ragged_exchanges_are_priced_by_the_rows_in_use():
     metadata, product, gradient = read.pallas_calls
     assert metadata.flops == 0
     assert product.flops == gradient.flops == round(load * 2 * 256 * 32 * 16)
-    assert product.operand_bytes == round(4 * 4 + load.grouped * 256 * 32 * 2 + 2 * 32 * 16 * 2)
+    assert product.operand_bytes == round(4 * 4 + load * 256 * 32 * 2 + 2 * 32 * 16 * 2)
     assert gradient.result_bytes == 2 * 32 * 16 * 2 and all(one.grouped for one in (product, gradient))
     assert full.pallas_calls[1].flops == 2 * 256 * 32 * 16
 
