@@ -137,8 +137,8 @@ def _forward(
         return _returned(_packed(result), way, y), arrived
 
     y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
-    y = _further(room, counts, lambda number, y: run(number, y)[0], y)
-    return collect(y, rows).reshape(x_ND.shape), (x_ND, weights_NK, experts, rows, counts, arrived)
+    y = _further(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
+    return y, (x_ND, weights_NK, experts, rows, counts, arrived)
 
 
 class Arrived(NamedTuple):
@@ -202,22 +202,28 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
     way = round_of(counts, 0, room.rows)
     found = gradients(way, first)
     unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
-    dx, dweights = _further(room, counts, more_of_tokens, of_tokens(way, found, unset))
-    kernels = _further(room, counts, more_of_kernels, of_kernels(way, first, found))
-    dweights = collect(dweights, rows.of_choices()).reshape(weights_NK.shape)
-    return collect(dx, rows).reshape(x_ND.shape), dweights, kernels, None, None
+    both = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()))  # noqa: E731
+    dx, dweights = _further(room, counts, more_of_tokens, of_tokens(way, found, unset), both)
+    kernels = _further(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
+    return dx, dweights.reshape(weights_NK.shape), kernels, None, None
 
 
 _computed.defvjp(_forward, _backward)
 
 
-def _further(room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any) -> Any:
-    """The state after all rounds but the first, of which there are none with a usual load."""
+def _further(room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]) -> Any:
+    """What `end` makes of the state after all rounds but the first, of which there are none with a usual load."""
     if room.rows == room.most:
-        return state
+        return end(state)
     rounds = rounds_of(counts, room.rows)
     with jax.named_scope(USUAL_LOAD):
-        return lax.cond(rounds <= 1, lambda: state, lambda: lax.fori_loop(1, rounds, run, state))
+        # The end is within: a branch that gives back what it gets copies it.
+        return lax.cond(rounds <= 1, lambda: end(state), lambda: end(lax.fori_loop(1, rounds, run, state)))
+
+
+def _summed(y: Array, rows: Rows) -> Array:
+    """Of each token the sum of its rows, [N, D]; summed up before lanes are put together, which is one copy then."""
+    return lax.optimization_barrier(collect(y, rows)).reshape(len(rows.row_NK), -1)
 
 
 def _sizes(way: Round) -> Array:

@@ -20,6 +20,8 @@ from parallax.runtime.version import version_of
 
 # Without it compute waits for every exchange of gradients (fsdp.reduce="compute").
 EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
+# The same for tokens that come to experts (layout.exchange="ragged"), as v5e has it by default.
+ASYNC_RAGGED = {"xla_tpu_enable_async_ragged_all_to_all": True}
 # All-gathers and reductions made by the SparseCores, beside compute. The other way to have gathers wait for nobody,
 # fusing them into what computes, is for v5e alone: elsewhere newer compilers refuse it, since results may be wrong.
 SPARSE_CORES = {
@@ -45,7 +47,11 @@ SPARSE_CORES = {
 VMEM = {"xla_tpu_scoped_vmem_limit_kib": 65_536}
 # Products of rows with their group's matrices by a kernel, as v5p has it by default; a dilated convolution otherwise.
 RAGGED_DOT = {"xla_tpu_enable_ragged_dot_kernel": True}
-OPTIONS = {"TPU v5e": EXCHANGE | RAGGED_DOT, "TPU v5p": EXCHANGE | SPARSE_CORES | VMEM, "TPU v6e": RAGGED_DOT}
+OPTIONS = {
+    "TPU v5e": EXCHANGE | RAGGED_DOT,
+    "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | VMEM,
+    "TPU v6e": RAGGED_DOT,
+}
 
 # For GPUs that are not here: what is called by a name that this process does not have is compiled as a call of nothing.
 ABSENT = {"xla_gpu_mock_custom_calls": True}

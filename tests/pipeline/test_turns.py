@@ -15,10 +15,13 @@ from parallax.pipeline.executor import LayerLoop
 ROOT = pathlib.Path(__file__).parents[2]
 # A stage of one layer has no loop over layers: its weights could be gathered beside the branch that embeds.
 ONE_LAYER = dict(schedule="one_f_one_b", microbatches=2, layers=2, remat="layer")
+MIXTURE = dict(layers_of="moe*2", layers=2, experts=8, experts_per_token=2, d_expert=16, shared_experts=1)
 CASES = {
     "one layer": ((2, 4, 1), ONE_LAYER),
     "one layer, tp": ((2, 2, 2), ONE_LAYER | {"schedule": "zero_bubble", "microbatches": 4, "residual": SEQ_CUT}),
     "first of several": ((2, 4, 1), ONE_LAYER | {"layers": 6, "prefetch": 1, "remat": "stage"}),
+    "experts": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged")),
+    "experts, chunks": ((1, 1, 2, 1, 1, 4), MIXTURE | dict(microbatches=2, exchange="ragged", expert_chunk_tokens=16)),
 }
 
 
@@ -27,7 +30,7 @@ def compiled(mesh, changes):
     return jax.jit(model.loss_and_grad).lower(model.shapes, make_batch()).compile().as_text()
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("mesh", "changes"), CASES.values(), ids=CASES)
 def test_nothing_is_sent_beside_a_loop_or_branch_that_sends(mesh, changes):
     assert out_of_turn(compiled(mesh, changes)) == []
