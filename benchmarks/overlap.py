@@ -44,6 +44,7 @@ LAYER = {"pipeline.remat": "layer"}
 PIPELINE = LAYER | {"mesh.pp": 4, "pipeline.schedule": "interleaved", "data_parallel.policy": "zero1"}
 FEW = PIPELINE | {"mesh.dp": 4, "pipeline.virtual": 4, "pipeline.microbatches": 8}
 EIGHT = {"mesh.dp": 2, "mesh.ep": 8, "pipeline.microbatches": 8}  # expert ranks
+KEPT = {"pipeline.remat": "norm swiglu"}  # what came to experts, too
 RING = {"layout.context": "ring", "model.kernel": "xla"}
 # What XLA may be told for GPUs, one at a time beside the first.
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
@@ -92,7 +93,7 @@ ROWS = {
         Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
     ],
     "mixtral_8x7b_128": [Row({}), Row({"layout.exchange": "ragged"})],
-    "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT)],
+    "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT | KEPT)],
     "gpu_80gb_x8": GPU_ROWS,
     "gpu_24gb_x8": GPU_ROWS,
     "tiny_gqa": [Row({})],
