@@ -92,7 +92,7 @@ ROWS = {
         Row(RING | {"layout.context": "all_gather"}),
         Row({"mesh.dp": 1, "mesh.cp": 16, "pipeline.remat": "elementwise", "pipeline.microbatches": 4}),
     ],
-    "mixtral_8x7b_128": [Row({}), Row({"layout.exchange": "ragged"})],
+    "mixtral_8x7b_128": [Row({}), Row({"data_parallel.exceptions": ""}), Row({"layout.exchange": "gather"})],
     "deepseek_v2_lite_16": [Row({}), Row(EIGHT | {"layout.exchange": "gather"}), Row(EIGHT | KEPT)],
     "gpu_80gb_x8": GPU_ROWS,
     "gpu_24gb_x8": GPU_ROWS,
