@@ -18,13 +18,7 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import (
-    flops_per_token,
-    layer_parameters,
-    parameters_by_component,
-    qk_width,
-    scores_flops,
-)
+from parallax.analysis.flops import flops_per_token, layer_parameters, parameters_by_component, qk_width, scores_flops
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try

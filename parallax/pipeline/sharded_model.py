@@ -12,28 +12,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config import sections
 from parallax.config.remat import check_residuals_on
-from parallax.config.sections import (
-    DataParallelConfig,
-    FsdpConfig,
-    LayoutConfig,
-    LossConfig,
-    ModelConfig,
-    PipelineConfig,
-)
+from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
-from parallax.model.checks import (
-    check_context,
-    check_divides,
-    check_kernel,
-    check_kernel_seq,
-    check_layouts,
-    check_masters,
-    check_matmul,
-    check_remat,
-    check_stages,
-    check_window,
-)
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import CONTEXTS, FAMILIES
@@ -83,36 +65,34 @@ class ShardedModel:
 
     def __init__(
         self,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        pipeline: PipelineConfig,
-        data_parallel: DataParallelConfig,
-        fsdp: FsdpConfig,
-        loss: LossConfig,
+        model: sections.ModelConfig,
+        layout: sections.LayoutConfig,
+        pipeline: sections.PipelineConfig,
+        data_parallel: sections.DataParallelConfig,
+        fsdp: sections.FsdpConfig,
+        loss: sections.LossConfig,
         mesh: Any,
         weights_dtype: str = "float32",
         masters_on: str = DEVICE,
         states_on: str = DEVICE,
         measures: bool = False,
     ):
-        sections = dict(
-            model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss
-        )
+        given = dict(model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss)
         kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on)
-        self._arguments = {**sections, "mesh": mesh, "measures": measures, **kept}
+        self._arguments = {**given, "mesh": mesh, "measures": measures, **kept}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
         self.mesh, self.fsdp, self.data_parallel, self.measures = mesh, fsdp, data_parallel, measures
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
-        check_divides(model, self.axis_sizes)
-        check_context(model, layout.context, self.axis_sizes)
-        check_kernel(model, mesh)
-        check_matmul(model, layout, self.axis_sizes)
+        checks.check_divides(model, self.axis_sizes)
+        checks.check_context(model, layout.context, self.axis_sizes)
+        checks.check_kernel(model, mesh)
+        checks.check_matmul(model, layout, self.axis_sizes)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
-        check_stages(model, self.schedule)
-        check_remat(model, pipeline.remat)
-        check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+        checks.check_stages(model, self.schedule)
+        checks.check_remat(model, pipeline.remat)
+        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
         check_residuals_on(pipeline.residuals_on, pipeline.remat)
-        check_masters(model, masters_on)
+        checks.check_masters(model, masters_on)
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
@@ -133,7 +113,7 @@ class ShardedModel:
         )
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
-        check_layouts(model, self.layouts, self.axis_sizes)
+        checks.check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = self._shardings(lambda row: row.memory)
         self.states_shardings = self._shardings(lambda row: row.states)  # of what is kept of each parameter
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
@@ -215,8 +195,8 @@ class ShardedModel:
             check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}, for each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
-        check_window(self.model, seq)
-        check_kernel_seq(self.model, seq, self.layout.context, cp)
+        checks.check_window(self.model, seq)
+        checks.check_kernel_seq(self.model, seq, self.layout.context, cp)
         # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
         folded = folds(rows, pp) * tp * cp
