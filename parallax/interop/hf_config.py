@@ -694,12 +694,9 @@ def differing_keys(config: HfConfig, model: ModelConfig) -> str:
 def same_rope(config: HfConfig, model: ModelConfig) -> bool:
     """Whether a model's rotary embedding is that of a config.json."""
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
-    other, mine = Rope(dataclasses.replace(model, **keys)), Rope(model)
-    same_angles = (other.frequencies() == mine.frequencies()).all()
-    return bool(same_angles) and (other.temperature(), other.model.rope_magnitude) == (
-        mine.temperature(),
-        mine.model.rope_magnitude,
-    )
+    ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
+    there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
+    return there == here
 
 
 def check_own_keys(overrides: list[str]) -> None:

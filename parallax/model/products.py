@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.kernels import platform_traced
-from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 
@@ -80,9 +80,7 @@ def scaled_product(
     27.0
     """
     letters, of_input = einsum_letters(pattern, x, w), lax.stop_gradient(amax if like is None else like)[INPUT]
-    arrays = x, w, amax, of_input, rounded
-    axes = frozenset().union(*(varying_axes(array) for array in arrays if array is not None))
-    return _product(letters, form, *(None if array is None else as_varying(array, axes) for array in arrays))
+    return _product(letters, form, *vary_alike((x, w, amax, of_input, rounded)))
 
 
 def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:

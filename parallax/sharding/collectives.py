@@ -53,6 +53,12 @@ def as_varying(x: Array, axes: Iterable[str] = ALL_AXES) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_alike(tree: Any) -> Any:
+    """`as_varying` of all arrays of a tree, over whatever axes one of them varies."""
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: as_varying(x, axes), tree)
+
+
 def vary_all(tree: Any) -> Any:
     """The branches of a cond must agree on where their results vary; over pp they all do."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
