@@ -331,10 +331,7 @@ class PipelineConfig(Section, most=2**14):
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
     remat: str = key(
-        "layer",
-        "what the backward pass computes again",
-        choices=REMAT,
-        other='a set of parts, as "norm swiglu ffn"',
+        "layer", "what the backward pass computes again", choices=REMAT, other='a set of parts, as "norm swiglu ffn"'
     )
     residuals_on: str = key(
         "device",

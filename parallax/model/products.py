@@ -163,14 +163,9 @@ def _backward(letters: str, form: str, saved: tuple, dy: Array) -> tuple:
     kinds = EIGHT_BIT_PRODUCTS[form]
     operands, result = letters.split("->")
     left, right = operands.split(",")
-    backward = f"{result},{right}->{left}"
-    dx = _multiplied(
-        backward,
-        form,
-        Operand.of(dy, kinds.gradient, amax[GRADIENT]),
-        Operand.of(w, kinds.operand, amax[WEIGHT], rounded),
-        x.dtype,
-    )
+    gradient = Operand.of(dy, kinds.gradient, amax[GRADIENT])
+    weight = Operand.of(w, kinds.operand, amax[WEIGHT], rounded)
+    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, x.dtype)
     (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x, w), w)[1](dy)
     return dx, dw, jnp.stack([of_x, of_w, largest(dy)]), None, None
 

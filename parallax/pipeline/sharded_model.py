@@ -30,17 +30,8 @@ from parallax.pipeline.layer_order import Arrangement, arrangements
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name, gpipe_on
-from parallax.sharding.activations import (
-    BATCH,
-    BATCH_AXES,
-    CONTEXT_AXIS,
-    EXPERT_AXIS,
-    ROWS,
-    SHARED_ROWS,
-    TOKENS,
-    residual_layout,
-    with_rows,
-)
+from parallax.sharding import activations
+from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS, SHARED_ROWS, TOKENS
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group, relays_what_is_read
 from parallax.sharding.host import DEVICE, MEMORY_KINDS
@@ -232,7 +223,7 @@ class ShardedModel:
         family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
-        residual, chunk = residual_layout(self.layout), self.layout.expert_chunk_tokens
+        residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
         of_mixtures = self.loss_config, self.exchange, chunk
         return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
 
@@ -317,7 +308,7 @@ class ShardedModel:
 
     def _in_order(self, outputs: Array) -> Array:
         """The last layer's outputs in the order of the text."""
-        residual = with_rows(residual_layout(self.layout), SHARED_ROWS)
+        residual = activations.with_rows(activations.residual_layout(self.layout), SHARED_ROWS)
         # Tokens that tp cuts too have to leave it for a moment.
         whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
         outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
@@ -338,7 +329,7 @@ class ShardedModel:
             partial(self.plan.zero_grads, "blocks", weights["blocks"]),
             partial(self._context, tokens),
             boundary(work, tokens, weight, schedule.placement[-1]),
-            residual_layout(self.layout),
+            activations.residual_layout(self.layout),
             messages_last=self._simulated,
             carries_residuals=self.carries_residuals,
         )
@@ -365,29 +356,13 @@ class ShardedModel:
         return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
 
     def _stage(self, kind: type[Stage]) -> Stage:
-        stacks = [
-            LayerStack(
-                block.apply,
-                partial(self._gathered, name),
-                self.plan.add_up(name),
-                order.stage_layers,
-                order.own_layers(),
-                at,
-                self.plan.keeps_maximum(name),
-                ROUNDED if self._rounds_kernels else "",
-            )
-            for at, (block, (name, order)) in enumerate(
-                zip(self.parts.blocks.values(), self.orders.items(), strict=True)
-            )
-        ]
-        loop = LayerLoop(
-            stacks,
-            self.arrangement.stage_layers,
-            self.arrangement.repeats,
-            self.fsdp.prefetch == 1,
-            self._simulated,
-            self.arrangement.own_turns() if len(stacks) > 1 else None,
-        )
+        stacks, rounded = [], ROUNDED if self._rounds_kernels else ""
+        for block, (name, order) in zip(self.parts.blocks.values(), self.orders.items(), strict=True):
+            moves = partial(self._gathered, name), self.plan.add_up(name)
+            places = order.stage_layers, order.own_layers(), len(stacks)
+            stacks.append(LayerStack(block.apply, *moves, *places, self.plan.keeps_maximum(name), rounded))
+        order, turns = self.arrangement, self.arrangement.own_turns() if len(stacks) > 1 else None
+        loop = LayerLoop(stacks, order.stage_layers, order.repeats, self.fsdp.prefetch == 1, self._simulated, turns)
         pipeline = self.pipeline
         return kind(loop, pipeline.remat, self.schedule.split, relays_what_is_read(self.mesh), pipeline.residuals_on)
 

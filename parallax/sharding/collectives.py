@@ -95,10 +95,7 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if old[: len(new)] != new:
-            _refuse(
-                pattern,
-                f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
-            )
+            _refuse(pattern, f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
             for groups in _gather_groups(math.prod(map(lax.axis_size, gone)), first(gone)):
                 x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)
