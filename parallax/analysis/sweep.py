@@ -138,9 +138,8 @@ class LeastWork:
         saved = () if remat == "layer" else saved_parts("elementwise" if remat == "none" else remat)
         in_chunks = ("dispatch", "experts") if self.settings.layout.expert_chunk_tokens else ()
         costs = part_costs(model, seq=self.seq)
-        return model.layers * model.d_model + sum(
-            costs[part].width for part in saved if part in costs and part not in in_chunks
-        )
+        widths = (costs[part].width for part in saved if part in costs and part not in in_chunks)
+        return model.layers * model.d_model + sum(widths)
 
 
 @cache
@@ -374,7 +373,5 @@ def _name(choice: Choice) -> str:
     '4·8·2 M=16 one_f_one_b remat layer zero1'
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
-    return (
-        f"{choice.mesh} M={choice.microbatches}{schedule} "
-        f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
-    )
+    kept = f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
+    return f"{choice.mesh} M={choice.microbatches}{schedule} {kept}"

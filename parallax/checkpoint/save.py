@@ -47,10 +47,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         say_errors_once()
         files.check_writable(self._folder)
         # Orbax would remove a step as any folder, from whichever end: here it keeps all.
-        options = ocp.CheckpointManagerOptions(
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
+        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(async_options=how))
 
     def __exit__(self, kind, error, trace) -> None:
         try:

@@ -307,11 +307,9 @@ class LayoutConfig(Section):
     def check(self) -> None:
         if " ".join(self.residual.split()) not in RESIDUAL_VALUES:
             unknown = next((axis for axis in re.findall(r"[/+]([^\s/+]*)", self.residual) if axis not in AXES), None)
-            wrong = (
-                f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
-                if unknown is not None
-                else (" is no layout of the residual stream; use")
-            )
+            wrong = " is no layout of the residual stream; use"
+            if unknown is not None:
+                wrong = f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
             raise ConfigError(
                 f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUAL_VALUES))}."
             )

@@ -222,6 +222,7 @@ MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps":
 ALL_HEADS = {"num_key_value_heads": "heads"}
 SOFTMAX = {"router_score": "softmax"}
 PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
+MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
 # A softmax over the chosen experts is one over all of them, normalised.
 MIXTRAL = Mixture(
     {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
@@ -282,12 +283,7 @@ ARCHITECTURES = {
         "deepseek_v2", 2048, MLA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS, mixture=DEEPSEEK_V2
     ),
     "MixtralForCausalLM": Architecture(
-        "mixtral",
-        131_072,
-        GQA_KEYS,
-        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0},
-        windows="all",
-        mixture=MIXTRAL,
+        "mixtral", 131_072, GQA_KEYS, absent=MIXTRAL_ABSENT, windows="all", mixture=MIXTRAL
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe", 32_768, QWEN3_KEYS, ("attention_bias",), windows="all, if used", mixture=QWEN3_MOE

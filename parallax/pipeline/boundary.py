@@ -214,10 +214,8 @@ class MicrobatchHead(PipelineBoundary):
         return self.embed_and_head.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
 
     def on_last_stage_output(self, state, microbatch, slot, y):
-        whole, own = residual_layouts(self.embed_and_head)
-        loss, grads, d_share = self.embed_and_head.head_loss_and_grads(
-            *self._share(y, microbatch), self.weight, state.grads
-        )
+        ends, (whole, own) = self.embed_and_head, residual_layouts(self.embed_and_head)
+        loss, grads, d_share = ends.head_loss_and_grads(*self._share(y, microbatch), self.weight, state.grads)
         with jax.named_scope(GRADIENTS):
             dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
@@ -282,12 +280,11 @@ class BatchedHead(PipelineBoundary):
     """
 
     def start(self, slots: int) -> BatchedState:
-        x = self.embed_and_head.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
+        ends = self.embed_and_head
+        x = ends.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
         assert slots == len(entries), "all microbatches wait for the head together"
-        return BatchedState(
-            entries, jnp.zeros_like(entries), self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads()
-        )
+        return BatchedState(entries, jnp.zeros_like(entries), ends.zero_loss(), ends.zero_grads())
 
     def first_stage_input(self, state, microbatch):
         return index(state.entries, microbatch)

@@ -515,16 +515,13 @@ class LayerLoop:
     ) -> Any:
         """Run `step` for every layer of one of the rank's stages, in their order, and return the last state: a carry
         and gradients, to which it adds what the steps find. Without `weights` nothing is gathered."""
+        how = self, step, chunk, weights, reverse
 
         def loops(repeat: Repeat, turn: Array | int = 0) -> list[Turns]:
-            found = [
-                self._kind_of(run)(self, step, chunk, weights, reverse, repeat.at(run, turn)) for run in repeat.runs
-            ]
+            found = [self._kind_of(run)(*how, repeat.at(run, turn)) for run in repeat.runs]
             return found[::-1] if reverse else found
 
-        each = [
-            [RepeatedTurns(loops, repeat, reverse)] if repeat.times > 1 else loops(repeat) for repeat in self.repeats
-        ]
+        each = [[RepeatedTurns(loops, one, reverse)] if one.times > 1 else loops(one) for one in self.repeats]
         for turns in itertools.chain(*(each[::-1] if reverse else each)):
             state = turns.take(state)
         return state

@@ -405,9 +405,8 @@ class ShardingPlan:
             row, x = rows[at], whole[at]
             scale = scale_of(most.reshape(*most.shape, *(1,) * (x.ndim - most.ndim)), row.rounded_to)
             with jax.named_scope(row.scope):
-                whole[at] = gather_rounded(
-                    _pattern(before[at], after[at], x), row.rounded_to, self.gather_first, x, scale
-                )
+                pattern = _pattern(before[at], after[at], x)
+                whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
     def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
