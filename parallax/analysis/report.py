@@ -119,12 +119,7 @@ class Report:
 
 
 def report(
-    step: TrainStep,
-    batch: Any = None,
-    *,
-    name: str = "step",
-    entries: int | None = None,
-    compiled: bool = True,
+    step: TrainStep, batch: Any = None, *, name: str = "step", entries: int | None = None, compiled: bool = True
 ) -> Report:
     """What a step of `make_train_step` sends, stores and computes.
 

@@ -341,12 +341,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    compiled: Compiled,
-    chip: Chip,
-    model_flops: float,
-    *,
-    dtype: str = "bfloat16",
-    kernel_efficiency: float = 1.0,
+    compiled: Compiled, chip: Chip, model_flops: float, *, dtype: str = "bfloat16", kernel_efficiency: float = 1.0
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 

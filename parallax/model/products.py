@@ -57,14 +57,7 @@ EIGHT_BIT_PRODUCTS = {
 
 
 def scaled_product(
-    pattern: str,
-    x: Array,
-    w: Array,
-    amax: Array,
-    *,
-    form: str,
-    like: Array | None = None,
-    rounded: Array | None = None,
+    pattern: str, x: Array, w: Array, amax: Array, *, form: str, like: Array | None = None, rounded: Array | None = None
 ) -> Array:
     """`einsum(pattern, x, w)` in 8 bits, in x's dtype. `amax` are the largest magnitudes [3] that all is rounded by;
     where one is 0, none is known, and what depends on it is nan. Its gradient is what they are now. `like` is that of

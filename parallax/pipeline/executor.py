@@ -114,12 +114,7 @@ class Executor(NamedTuple):
         return {name: table[segment.start : segment.stop] for name, table in tables.items()}
 
     def tick(
-        self,
-        segment: Segment,
-        kinds: str,
-        room: Callable[[], Any] | None,
-        state: State,
-        values: dict[str, Array],
+        self, segment: Segment, kinds: str, room: Callable[[], Any] | None, state: State, values: dict[str, Array]
     ) -> tuple[State, None]:
         """One tick: F, B and W where this rank's tables have them, then messages.
 
