@@ -6,6 +6,7 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallax.analysis.devices import matmul_lines
@@ -159,18 +160,16 @@ def helpful_changes(
     told how many of how many are priced.
     """
     found = list(_priced(settings, topology, now, show))
-    room = topology.chip.usable_bytes - now.peak_bytes
+    room, by_secs, by_bytes = topology.chip.usable_bytes - now.peak_bytes, attrgetter("secs"), attrgetter("bytes")
     if room < 0:
-        smaller = sorted((change for change in found if change.bytes < 0), key=lambda change: change.bytes)
-        enough = sorted((change for change in smaller if change.bytes <= room), key=lambda change: change.secs)
+        smaller = sorted((change for change in found if change.bytes < 0), key=by_bytes)
+        enough = sorted((change for change in smaller if change.bytes <= room), key=by_secs)
         return (enough + [change for change in smaller if change.bytes > room])[:CHANGES_SHOWN]
     faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
     smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
-    return (
-        sorted(faster, key=lambda change: change.secs)[:most] + sorted(smaller, key=lambda change: change.bytes)[:least]
-    )
+    return sorted(faster, key=by_secs)[:most] + sorted(smaller, key=by_bytes)[:least]
 
 
 def _priced(

@@ -119,12 +119,7 @@ class Report:
 
 
 def report(
-    step: TrainStep,
-    batch: Any = None,
-    *,
-    name: str = "step",
-    entries: int | None = None,
-    compiled: bool = True,
+    step: TrainStep, batch: Any = None, *, name: str = "step", entries: int | None = None, compiled: bool = True
 ) -> Report:
     """What a step of `make_train_step` sends, stores and computes.
 
@@ -226,20 +221,15 @@ def by_direction(sent: Iterable[Sent]) -> list[float]:
 
 def traced_beside_compiled(sent: Iterable[Sent], made: Iterable[Any]) -> list[CompiledRow]:
     """Traced and compiled collectives of an average device, by axes and kind; also those that only one of them has."""
-    found: dict[tuple, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CompiledRow._fields[3:], 0))
-    for one in sent:
-        if one.bytes:
-            row = found[one.axes, one.kind, one.direction == "update"]
-            row["traced_calls"] += one.count
-            row["traced_bytes"] += one.total_bytes
-    for one in made:
-        if one.bytes:
-            row = found[one.axes, one.kind, of_update(one.source)]
-            row["calls"] += one.count
-            row["bytes"] += one.bytes * one.count
-            row["asynchronous_bytes"] += one.bytes * one.count * one.asynchronous
-            row["cycles_between"] += one.cycles_between * one.count
-    rows = [CompiledRow(*key, **values) for key, values in found.items()]
+    found: dict[tuple, Counter] = defaultdict(Counter)
+    for one in filter(lambda one: one.bytes, sent):
+        row = found[one.axes, one.kind, one.direction == "update"]
+        row.update(traced_calls=one.count, traced_bytes=one.total_bytes)
+    for one in filter(lambda one: one.bytes, made):
+        row, moved = found[one.axes, one.kind, of_update(one.source)], one.bytes * one.count
+        cycles = one.cycles_between * one.count
+        row.update(calls=one.count, bytes=moved, asynchronous_bytes=moved * one.asynchronous, cycles_between=cycles)
+    rows = [CompiledRow(*key, *(row[name] for name in CompiledRow._fields[3:])) for key, row in found.items()]
     return sorted(rows, key=lambda row: (row.update, axes_order(row.axes), -max(row.bytes, row.traced_bytes), row.kind))
 
 

@@ -340,12 +340,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(
-    compiled: Compiled,
-    chip: Chip,
-    model_flops: float,
-    *,
-    dtype: str = "bfloat16",
-    kernel_efficiency: float = 1.0,
+    compiled: Compiled, chip: Chip, model_flops: float, *, dtype: str = "bfloat16", kernel_efficiency: float = 1.0
 ) -> StepTime:
     """The time of one step, with `model_flops` a device.
 
@@ -367,15 +362,8 @@ def step_time(
     exposed = {axes: secs for axes, secs in critical.items() if axes not in ("compute", *KERNEL_PARTS)}
     used = mfu(model_flops, total, chip.peak(dtype))
     assert used < 1, f"{model_flops:.3g} FLOPs in {total:.3g} s are more than {chip.name} can do: a program misread"
-    return StepTime(
-        critical["compute"],
-        exposed,
-        sum(critical[name] for name in KERNEL_PARTS),
-        total,
-        1 - sum(own.values()) / total,
-        used,
-        critical[GROUPED_PRODUCTS],
-    )
+    kernels, bubble = sum(critical[name] for name in KERNEL_PARTS), 1 - sum(own.values()) / total
+    return StepTime(critical["compute"], exposed, kernels, total, bubble, used, critical[GROUPED_PRODUCTS])
 
 
 class Clock:

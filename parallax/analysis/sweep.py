@@ -18,13 +18,7 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import (
-    flops_per_token,
-    layer_parameters,
-    parameters_by_component,
-    qk_width,
-    scores_flops,
-)
+from parallax.analysis.flops import flops_per_token, layer_parameters, parameters_by_component, qk_width, scores_flops
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
@@ -144,9 +138,8 @@ class LeastWork:
         saved = () if remat == "layer" else saved_parts("elementwise" if remat == "none" else remat)
         in_chunks = ("dispatch", "experts") if self.settings.layout.expert_chunk_tokens else ()
         costs = part_costs(model, seq=self.seq)
-        return model.layers * model.d_model + sum(
-            costs[part].width for part in saved if part in costs and part not in in_chunks
-        )
+        widths = (costs[part].width for part in saved if part in costs and part not in in_chunks)
+        return model.layers * model.d_model + sum(widths)
 
 
 @cache
@@ -380,7 +373,5 @@ def _name(choice: Choice) -> str:
     '4·8·2 M=16 one_f_one_b remat layer zero1'
     """
     schedule = f" {choice.schedule}" if choice.pp > 1 else ""
-    return (
-        f"{choice.mesh} M={choice.microbatches}{schedule} "
-        f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
-    )
+    kept = f"remat {choice.remat} {choice.policy}" + " ahead" * choice.prefetch
+    return f"{choice.mesh} M={choice.microbatches}{schedule} {kept}"

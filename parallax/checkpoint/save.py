@@ -12,17 +12,9 @@ import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
+from parallax.checkpoint import steps
 from parallax.checkpoint.arrays import flatten, shape_and_dtype
 from parallax.checkpoint.fingerprint import fingerprints
-from parallax.checkpoint.steps import (
-    check_steps,
-    complete_steps,
-    read_manifest,
-    remove_step,
-    remove_unfinished,
-    unfinished_saves,
-    write_manifest,
-)
 from parallax.config.sections import CheckpointConfig
 from parallax.runtime import files
 from parallax.runtime.errors import CheckpointError, first_line
@@ -55,10 +47,8 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         say_errors_once()
         files.check_writable(self._folder)
         # Orbax would remove a step as any folder, from whichever end: here it keeps all.
-        options = ocp.CheckpointManagerOptions(
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
-        )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        how = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
+        self._manager = ocp.CheckpointManager(self._folder, options=ocp.CheckpointManagerOptions(async_options=how))
 
     def __exit__(self, kind, error, trace) -> None:
         try:
@@ -74,7 +64,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
     def save(self, step: int, parts: Mapping[str, Any], *, loss: float | None = None) -> None:
         """Begin to save named trees of arrays, such as {"params": ..., "rest": ...}; a step is saved once."""
         self.wait()
-        if step in complete_steps(self._folder):
+        if step in steps.complete_steps(self._folder):
             return
         flat = {part: flatten(tree) for part, tree in parts.items()}
         arrays = {}
@@ -103,7 +93,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         with self._saving(step):
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
-                if step not in complete_steps(self._folder):
+                if step not in steps.complete_steps(self._folder):
                     raise CheckpointError("it ended without an error, and without a checkpoint")
                 files.sync(self._folder)
         self._in_flight = {}
@@ -113,18 +103,18 @@ class CheckpointWriter(contextlib.AbstractContextManager):
     def _write_manifest(self) -> None:
         # Into the unfinished folder, which orbax then renames: manifest and arrays become visible in one act.
         if jax.process_index() == 0:
-            (unfinished,) = (at for step, at in unfinished_saves(self._folder) if step == self._in_flight["step"])
+            (unfinished,) = (at for step, at in steps.unfinished_saves(self._folder) if step == self._in_flight["step"])
             self._carry(unfinished)
-            write_manifest(unfinished, self._in_flight)
+            steps.write_manifest(unfinished, self._in_flight)
 
     def _remove_replaced(self) -> None:
         """Remove the steps that are neither among the last nor among the best."""
-        there = sorted(check_steps(self._folder).valid)  # damaged ones are for the next start to set aside
-        losses = {step: read_manifest(self._folder, step)["loss"] for step in there}
+        there = sorted(steps.check_steps(self._folder).valid)  # damaged ones are for the next start to set aside
+        losses = {step: steps.read_manifest(self._folder, step)["loss"] for step in there}
         best = sorted((step for step in there if losses[step] is not None), key=losses.get)[: self._config.keep_best]
         for step in sorted({*there} - {*there[-self._config.keep_last :], *best}):
             try:
-                remove_step(self._folder, step)
+                steps.remove_step(self._folder, step)
             except OSError as error:
                 self._say(f"cannot remove the checkpoint of step {step}: {error.strerror}; it stays in {self._folder}")
 
@@ -136,7 +126,7 @@ class CheckpointWriter(contextlib.AbstractContextManager):
         except Exception as error:
             self._in_flight = {}
             if jax.process_index() == 0:
-                remove_unfinished(self._folder, step)
+                steps.remove_unfinished(self._folder, step)
             how = f"cannot save step {step} in {self._folder}: {first_line(error)}"
             raise CheckpointError(f"{how}; older steps are untouched") from error
 

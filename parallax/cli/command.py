@@ -29,18 +29,9 @@ from parallax.config.keys import KINDS
 from parallax.config.reference import CONFIGS, about, key_lines
 from parallax.config.sections import SECTIONS, STEP_RANGE
 from parallax.config.settings import Settings, load_saved, read_settings
+from parallax.runtime import errors
 from parallax.runtime.devices import leave_out_absent_tpu
-from parallax.runtime.errors import (
-    QUOTED_LETTERS,
-    CheckpointError,
-    ConfigError,
-    check_local,
-    exit_status,
-    nearest,
-    quoted,
-    shown,
-    tell,
-)
+from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.run_files import RunFiles
 
 WIDEST_HELP = 100  # columns
@@ -80,10 +71,10 @@ def run_command(
     leave_out_absent_tpu()
     words = set(dashed(argv, HELP))
     if words & {"-h", "-help", "--help"}:
-        return exit_status(lambda: print(help_text(about, usage, own)))
+        return errors.exit_status(lambda: print(help_text(about, usage, own)))
     if words & {"-help-config", "--help-config"}:
-        return exit_status(lambda: print(config_keys()))
-    return exit_status(lambda: act(argv), one_line=True)
+        return errors.exit_status(lambda: print(config_keys()))
+    return errors.exit_status(lambda: act(argv), one_line=True)
 
 
 def read_command(argv: Sequence[str], own: Mapping[str, Flag]) -> tuple[Settings, dict[str, Any]]:
@@ -115,7 +106,7 @@ def read_line(argv: Sequence[str], own: Mapping[str, Flag], config: Path | None 
         if value == "":
             raise ConfigError(f"--{name}='' is empty; leave it out, or write a value: {known[name].meaning}")
         if isinstance(value, str):  # a path, or else no URL either
-            check_local(f"--{name}", value)
+            errors.check_local(f"--{name}", value)
     if values.config is None:
         folder = own_values.get("workdir")
         said = "" if folder is None else f", and --workdir={shown(folder)} holds no run to go on with"
@@ -251,7 +242,7 @@ def nearest_key(word: str) -> str:
     ['optimizer.learning_rate', 'train.steps', 'mesh.tp', 'model.d_model']
     """
     keys = [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
-    word = word[:QUOTED_LETTERS]
+    word = word[: errors.QUOTED_LETTERS]
     last = word.split(".")[-1]
 
     def likeness(key: str) -> float:
@@ -275,7 +266,7 @@ def _instead_of(file: Path) -> str:
         saved = file / "config.json"
         return f"is a folder; name a file in it{f', as {str(saved)!r}' if saved.is_file() else ''}"
     known = {Path(path).name: path for path in known_configs()}
-    close = difflib.get_close_matches(file.name[:QUOTED_LETTERS], known, n=1)
+    close = difflib.get_close_matches(file.name[: errors.QUOTED_LETTERS], known, n=1)
     lead = f"did you mean {known[close[0]]!r}? Known" if close else "known"
     if Path.cwd() == CONFIGS.parent:
         return f"does not exist; {lead}: {', '.join(known.values())}"

@@ -133,7 +133,6 @@ CANDIDATES = {
         ("llama_1b_16", ALL_ALONG_DP, "--config.pipeline.microbatches=8"),
         ("gpu_24gb", ALL_ALONG_DP, "--config.model.kernel=splash"),
     ],
-    "cpu": [],
 }
 SMALLEST = "tiny_gqa"
 ROOM = 0.7  # of a device's memory: JAX takes three quarters of a GPU's, and compilers more than a program's peak

@@ -16,20 +16,9 @@ from parallax.runtime.progress import loading, waiting
 with loading(__name__, sys.stderr):
     import jax
 
+    from parallax.analysis import plan
     from parallax.analysis.devices import local_topology
     from parallax.analysis.layouts import model_on_topology, settings_on_topology
-    from parallax.analysis.plan import (
-        changes_table,
-        compiled_lines,
-        eight_bit_lines,
-        estimate_parts,
-        fastest_line,
-        helpful_changes,
-        passed_over_line,
-        plan_heading,
-        sets_table,
-        sweep_table,
-    )
     from parallax.analysis.render import parts_text
     from parallax.analysis.step_time import CompiledStep, compile_and_read, predict_of
     from parallax.analysis.sweep import Cache, Sweep, draw, front
@@ -96,28 +85,28 @@ def located(settings: Settings, name: str | None) -> tuple[Settings, Topology]:
 def print_plan(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Print the plan of one layout."""
     model = model_on_topology(settings, topology)
-    print(plan_heading(name, settings, topology), flush=True)
+    print(plan.plan_heading(name, settings, topology), flush=True)
     with waiting("tracing the step"):
         now = predict_of(model, settings, topology)
-    print("", *parts_text(estimate_parts(now, topology)), sep="\n", flush=True)
-    print(*(f"{line}\n" for line in eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
+    print("", *parts_text(plan.estimate_parts(now, topology)), sep="\n", flush=True)
+    print(*(f"{line}\n" for line in plan.eight_bit_lines(settings, topology, now)), sep="", end="", flush=True)
     with waiting("pricing what would change it") as show:
-        changes = helpful_changes(settings, topology, now, show)
+        changes = plan.helpful_changes(settings, topology, now, show)
     if changes:
-        print("", *changes_table(changes), sep="\n", flush=True)
+        print("", *plan.changes_table(changes), sep="\n", flush=True)
     if values["analytic"]:
         return
     devices = compiler_devices(topology, values)
     if devices:
         with waiting(f"compiling the step for {topology.name}"):
             made = compile_and_read(settings, topology, devices)
-        print("", *compiled_lines(made, topology), sep="\n")
+        print("", *plan.compiled_lines(made, topology), sep="\n")
 
 
 def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
     search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
-    print(plan_heading(name, settings, topology), flush=True)
+    print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:
         with waiting("pricing layouts") as show:
@@ -132,10 +121,10 @@ def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, A
     finally:
         shown = search.shown()
         marked = front(search.rows)
-        print("", *sweep_table(shown, compiled, marked, search.own), "", passed_over_line(search), sep="\n")
-        print(*fastest_line(compiled, search.own), sep="\n", end="")
+        print("", *plan.sweep_table(shown, compiled, marked, search.own), "", plan.passed_over_line(search), sep="\n")
+        print(*plan.fastest_line(compiled, search.own), sep="\n", end="")
         if search.sets:
-            print("", *sets_table(search.sets, search.own), sep="\n")
+            print("", *plan.sets_table(search.sets, search.own), sep="\n")
         if values["svg"] is not None:
             write_output("svg", values["svg"], draw(f"{name} on {topology.name}", search.rows, topology, search.own))
 

@@ -28,7 +28,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from parallax.analysis.load_picture import load_picture
@@ -289,10 +289,8 @@ class WatchedRun:
             return None
         try:
             os.kill(int(owner[1]), 0)
-        except PermissionError:
-            return True
-        except (OSError, OverflowError):
-            return False
+        except (OSError, OverflowError) as error:
+            return isinstance(error, PermissionError)
         return True
 
 
@@ -429,10 +427,8 @@ def progress(run: WatchedRun, status: Status) -> RenderableType:
     """How far the run has come, and how long it will take."""
     of = f"/{run.steps:,}" if run.steps else ""
     left = "" if run.left_secs is None or not run.metrics.steps else f"left {duration(run.left_secs)}"
-    table = Table.grid(expand=True, padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
-    table.add_column(no_wrap=True, justify="right")
+    columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right")
+    table = Table.grid(*columns, expand=True, padding=(0, 1))
     colour = STATE_STYLES.get(status.state, "red")
     done = run.step if run.steps else 0
     bar = ProgressBar(run.steps or 1, done, style=SOFT, complete_style=colour, finished_style=colour)
@@ -475,9 +471,7 @@ def curves(run: WatchedRun, *, width: int, rows: int) -> Iterator[Text]:
 
 def facts(run: WatchedRun, status: Status) -> RenderableType:
     """Speed, memory, checkpoints and skipped steps, a name and a value a line."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=SOFT, no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(style=SOFT, no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     add, speed = table.add_row, run.speed
     if speed:
         tokens = decimal(speed.get("tokens_per_second", 0.0), 0)

@@ -14,6 +14,19 @@ RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "mesh.across_slices": lambda value, sections: _across_slices(value),
     "pipeline.branches": lambda value, sections: _branches(value),
 }
+# Keys of today's sections that the first runs did not have; they did as the default says.
+ADDED = {
+    "mesh": "replica cp ep",
+    "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
+    "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts",
+    "layout": "context exchange expert_chunk_tokens",
+    "pipeline": "residuals_on",
+    "data_parallel": "policy exceptions",
+    "fsdp": "gather_dtype",
+    "loss": "balance_coefficient router_z_coefficient",
+    "optimizer": "balance_rate m_dtype v_dtype weights_dtype states_on masters_on",
+    "train": "compile_cache",
+}
 GATHER = {"microbatch": ("zero3", ""), "layers": ("zero1", "embedding=zero3 head=zero3"), "step": ("zero1", "")}
 
 
@@ -64,9 +77,9 @@ def of_today(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ({'compile_cache': 'auto', 'steps': 8}, "train.compile_cache='auto' is added")
     """
     today, said = renamed(saved)
-    for name, section in SECTIONS.items():
-        added = {field.name: field.default for field in fields(section) if field.metadata["key"].added}
-        keys = today.get(name, {} if len(added) == len(fields(section)) else None)
+    for name, keys_added in ADDED.items():
+        added = {key: getattr(SECTIONS[name], key) for key in keys_added.split()}
+        keys = today.get(name, {} if len(added) == len(fields(SECTIONS[name])) else None)
         if isinstance(keys, Mapping):
             lacking = {key: value for key, value in added.items() if key not in keys}
             today |= {name: {**lacking, **keys}} if lacking else {}

@@ -29,7 +29,6 @@ class Key:
     says: str = ""  # of a value that is refused, behind KEY=VALUE
     too_large: str = ""  # the same, of a whole number above `most`
     path: bool = False  # whether it names a file or folder
-    added: bool = False  # later than the first runs, which did as the default says
 
     def checked(self, name: str, value: Any, kind: type, section: type["Section"]) -> Any:
         """What was written, as a value of the key's type; ConfigError where it is none, or out of its range."""

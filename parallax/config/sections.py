@@ -56,18 +56,10 @@ class MeshConfig(Section, most=2**20):
         says="is no number of devices; use 0 (none) or more",
     )
     replica: int = key(
-        1,
-        "data, over which no parameter is cut (hybrid sharding): for the network between slices of chips",
-        added=True,
-        **AXIS,
+        1, "data, over which no parameter is cut (hybrid sharding): for the network between slices of chips", **AXIS
     )
-    cp: int = key(
-        1,
-        "context: seq is cut over it, and the parameters too; data.seq must divide over 2 * cp",
-        added=True,
-        **AXIS,
-    )
-    ep: int = key(1, "expert: experts are cut over it; all else as over dp, the batch too", added=True, **AXIS)
+    cp: int = key(1, "context: seq is cut over it, and the parameters too; data.seq must divide over 2 * cp", **AXIS)
+    ep: int = key(1, "expert: experts are cut over it; all else as over dp, the batch too", **AXIS)
 
     def check(self) -> None:
         inferred = [axis for axis, size in self.sizes.items() if size == INFERRED]
@@ -86,30 +78,23 @@ class ModelConfig(Section, most=2**24):
     """The model as one device sees it: a decoder-only transformer."""
 
     vocab: int = key(0, "entries; 0 takes the tokenizer's, rounded up to a multiple of 128")
-    vocab_multiple: int = key(
-        1, "tables get rows up to such a multiple, as 128: zeros that have no logits", least=1, added=True
-    )
+    vocab_multiple: int = key(1, "tables get rows up to such a multiple, as 128: zeros that have no logits", least=1)
     layers: int = key(4, "blocks of attention and MLP", least=1, most=2**14)
     d_model: int = key(256, "width of the residual stream", least=1)
     d_ff: int = key(704, "width of the gated MLP", least=1)
     layers_of: str = key(
         "",
         'kinds of layers, "dense" or "moe", in order: "moe*32", "dense*1 moe*26", "(dense moe*3)*6"; empty: all dense',
-        added=True,
     )
-    experts: int = key(8, "moe: experts of a layer", least=1, most=2**12, added=True)
-    experts_per_token: int = key(2, "moe: how many of them a token goes to", least=1, added=True)
-    d_expert: int = key(704, "moe: width of an expert's gated MLP", least=1, added=True)
-    shared_experts: int = key(0, "moe: further experts that every token goes to; one MLP of so many widths", added=True)
-    router_score: str = key(
-        "softmax", "moe: of an expert, over all or each by itself", choices=("softmax", "sigmoid"), added=True
-    )
-    router_normalized: bool = key(True, "moe: the weights of a token's experts sum to 1", added=True)
-    router_scale: float = key(1.0, "moe: times these weights", least=1e-6, added=True)
-    router_groups: int = key(1, "moe: groups of experts, of which a token chooses some first", least=1, added=True)
-    router_groups_chosen: int = key(
-        1, "moe: how many; a group counts as its best expert, or two best", least=1, added=True
-    )
+    experts: int = key(8, "moe: experts of a layer", least=1, most=2**12)
+    experts_per_token: int = key(2, "moe: how many of them a token goes to", least=1)
+    d_expert: int = key(704, "moe: width of an expert's gated MLP", least=1)
+    shared_experts: int = key(0, "moe: further experts that every token goes to; one MLP of so many widths")
+    router_score: str = key("softmax", "moe: of an expert, over all or each by itself", choices=("softmax", "sigmoid"))
+    router_normalized: bool = key(True, "moe: the weights of a token's experts sum to 1")
+    router_scale: float = key(1.0, "moe: times these weights", least=1e-6)
+    router_groups: int = key(1, "moe: groups of experts, of which a token chooses some first", least=1)
+    router_groups_chosen: int = key(1, "moe: how many; a group counts as its best expert, or two best", least=1)
     attention: str = key("mla", "kv_heads = heads is MHA, kv_heads = 1 is MQA", choices=("mla", "gqa"))
     heads: int = key(8, "query heads", least=1)
     kv_heads: int = key(8, "gqa only", least=1)
@@ -131,9 +116,7 @@ class ModelConfig(Section, most=2**24):
     rope_magnitude: float = key(1.0, "times the rotated parts of queries and of keys", least=1e-6)
     qkv_bias: bool = key(False, "biases on the projections to heads: of q, k and v; in mla of q alone")
     qk_norm: bool = key(False, "gqa: an RMSNorm over d_head of each query and key head, before it is rotated")
-    sliding_window: int = key(
-        0, "tokens that a query sees, itself too; data.seq must not be longer. 0: all", added=True
-    )
+    sliding_window: int = key(0, "tokens that a query sees, itself too; data.seq must not be longer. 0: all")
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", least=LEAST_FLOAT, below=1)
     tied: bool = key(True, "the head is the embedding's transpose")
     dropout: float = key(0.0, "probability, on embedding and residual branches", below=1)
@@ -151,13 +134,11 @@ class ModelConfig(Section, most=2**24):
         "products of projections and MLPs, and gradients of their inputs; compute is model.dtype, int8 is fast on TPU "
         "v5e, v5p and v6e, float8 on v7x, H100 and H200",
         choices=MATMULS,
-        added=True,
     )
     matmul_parts: str = key(
         " ".join(MATMUL_PARTS),
         "int8, float8: of which parts of a layer: attention, its projections; mlp, that of dense layers and of shared "
         "experts",
-        added=True,
     )
 
     def check(self) -> None:
@@ -310,30 +291,25 @@ class LayoutConfig(Section):
         "how queries meet the keys of other cp ranks: keys and values are gathered; or go from rank to rank "
         "(kernel='xla' alone); or heads change places with seq",
         choices=("all_gather", "ring", "ulysses"),
-        added=True,
     )
     exchange: str = key(
         AUTO,
         "moe: how tokens come to experts of other ep ranks: gather, all of them go to all; ragged, each where an "
         "expert of its own is; auto, what sends less, on CPUs gather",
         choices=(AUTO, "gather", "ragged"),
-        added=True,
     )
     expert_chunk_tokens: int = key(
         0,
         "moe: at most so many of a device's tokens are on their way to experts at once, and the backward pass sends "
         "them again; 0: all",
-        added=True,
     )
 
     def check(self) -> None:
         if " ".join(self.residual.split()) not in RESIDUAL_VALUES:
             unknown = next((axis for axis in re.findall(r"[/+]([^\s/+]*)", self.residual) if axis not in AXES), None)
-            wrong = (
-                f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
-                if unknown is not None
-                else (" is no layout of the residual stream; use")
-            )
+            wrong = " is no layout of the residual stream; use"
+            if unknown is not None:
+                wrong = f": unknown axis {quoted(unknown)}; {nearest(unknown, AXES)}. Use"
             raise ConfigError(
                 f"layout.residual={quoted(self.residual)}{wrong} {' or '.join(map(repr, RESIDUAL_VALUES))}."
             )
@@ -353,17 +329,13 @@ class PipelineConfig(Section, most=2**14):
     virtual: int = key(1, "interleaved only: stages on each pipeline rank", least=1)
     microbatches: int = key(1, "per step; with mesh.pp=1 they are gradient accumulation", least=1)
     remat: str = key(
-        "layer",
-        "what the backward pass computes again",
-        choices=REMAT,
-        other='a set of parts, as "norm swiglu ffn"',
+        "layer", "what the backward pass computes again", choices=REMAT, other='a set of parts, as "norm swiglu ffn"'
     )
     residuals_on: str = key(
         "device",
         "where what a pass saves waits for a later one; a set is of the parts that wait in host memory",
         choices=RESIDUALS_ON,
         other='a set of parts, as "input ffn"',
-        added=True,
     )
 
     def check(self) -> None:
@@ -388,8 +360,8 @@ class DataParallelConfig(Section):
     another policy: "embedding=zero1 blocks/mlp=zero2"; the longest name that matches counts.
     """
 
-    policy: str = key("zero3", "of all parameters", choices=POLICY_NAMES, other="one of your own", added=True)
-    exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"', added=True)
+    policy: str = key("zero3", "of all parameters", choices=POLICY_NAMES, other="one of your own")
+    exceptions: str = key("", 'other policies by name, as "embedding=zero1 blocks/mlp=zero2"')
 
     def check(self) -> None:
         for word in self.exceptions.split():
@@ -435,9 +407,7 @@ class FsdpConfig(Section):
     reduce: str = key(
         "float32", "dtype of gradients that travel; compute is model.dtype", choices=("float32", "compute")
     )
-    gather_dtype: str = key(
-        "compute", "dtype of weights that travel", choices=("compute", "int8", "float8"), added=True
-    )
+    gather_dtype: str = key("compute", "dtype of weights that travel", choices=("compute", "int8", "float8"))
 
 
 @dataclass(frozen=True)
@@ -450,10 +420,8 @@ class LossConfig(Section):
     """
 
     z_coefficient: float = key(0.0, "weight of logsumexp(logits)^2", says="must be 0 or more; 1e-4 is usual.")
-    balance_coefficient: float = key(0.0, "moe: weight of the balance loss; 1e-2 or 1e-3 is usual", added=True)
-    router_z_coefficient: float = key(
-        0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens", added=True
-    )
+    balance_coefficient: float = key(0.0, "moe: weight of the balance loss; 1e-2 or 1e-3 is usual")
+    router_z_coefficient: float = key(0.0, "moe: weight of logsumexp(router's logits)^2, a mean over tokens")
     chunk_tokens: int = key(
         1024,
         "logits of at most so many tokens exist at once on a device",
@@ -484,34 +452,22 @@ class OptimizerConfig(Section):
     clip_norm: float = key(1.0, "of the whole gradient; 0 is off")
     muon_momentum: float = key(0.95, "muon: decay of the gradient's mean; Nesterov's, as Muon has it", below=BELOW_ONE)
     balance_rate: float = key(
-        0.0, "moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual", added=True
+        0.0, "moe: what a step adds to the router's bias of an expert with too few tokens; 1e-3 is usual"
     )
     m_dtype: str = key(
-        "float32",
-        "of first moments between steps; float8: e4m3, each block over a float32 scale",
-        choices=STATE_DTYPES,
-        added=True,
+        "float32", "of first moments between steps; float8: e4m3, each block over a float32 scale", choices=STATE_DTYPES
     )
-    v_dtype: str = key(
-        "float32", "of second moments, AdamW's; float8 has their roots", choices=STATE_DTYPES, added=True
-    )
+    v_dtype: str = key("float32", "of second moments, AdamW's; float8 has their roots", choices=STATE_DTYPES)
     weights_dtype: str = key(
-        "float32",
-        "of parameters between steps; with bfloat16 there is no float32 copy of them",
-        choices=WEIGHTS_DTYPES,
-        added=True,
+        "float32", "of parameters between steps; with bfloat16 there is no float32 copy of them", choices=WEIGHTS_DTYPES
     )
     states_on: str = key(
         "device",
         "where moments are between steps, but those of norms and biases; host: the update moves a layer's at a time",
         choices=MEMORIES,
-        added=True,
     )
     masters_on: str = key(
-        "device",
-        "the same of parameters; host: a step computes with a copy of them in model.dtype",
-        choices=MEMORIES,
-        added=True,
+        "device", "the same of parameters; host: a step computes with a copy of them in model.dtype", choices=MEMORIES
     )
 
     def check(self) -> None:
@@ -621,7 +577,6 @@ class TrainConfig(Section, says=TOO_SMALL):
         choices=("auto", "off"),
         other="a folder, which all processes see",
         path=True,
-        added=True,
     )
     profile_steps: str = key("", "FIRST:LAST, as 20:25: these steps are traced, both ends too; empty: none")
 

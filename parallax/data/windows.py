@@ -7,12 +7,7 @@ from parallax.runtime.errors import LARGEST_INT32, DataError
 
 
 def batch_arrays(
-    ids: np.ndarray,
-    counts: np.ndarray,
-    *,
-    end: int,
-    segments: np.ndarray | int = 1,
-    positions: np.ndarray | int = 0,
+    ids: np.ndarray, counts: np.ndarray, *, end: int, segments: np.ndarray | int = 1, positions: np.ndarray | int = 0
 ) -> dict[str, np.ndarray]:
     """The arrays of windows, or of the same columns of windows.
 

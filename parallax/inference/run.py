@@ -124,14 +124,7 @@ class Run:
 
 
 def load(
-    workdir: Path | str,
-    *,
-    step: int | None = None,
-    pp: int = 1,
-    dp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    tp: int = 1,
+    workdir: Path | str, *, step: int | None = None, pp: int = 1, dp: int = 1, cp: int = 1, ep: int = 1, tp: int = 1
 ) -> Run:
     """Open the folder of a run: the checkpoint of `step`, or the newest that is whole, on a mesh of these axes.
 

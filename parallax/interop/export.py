@@ -11,14 +11,7 @@ import jax
 import numpy as np
 
 from parallax.checkpoint.arrays import PIECE_BYTES, ArrayReader, ArrayWriter, flatten, new_cache
-from parallax.checkpoint.steps import (
-    DamagedError,
-    complete_steps,
-    files_of,
-    read_manifest,
-    write_manifest,
-    wrong_files,
-)
+from parallax.checkpoint.steps import DamagedError, complete_steps, files_of, read_manifest, write_manifest, wrong_files
 from parallax.config.sections import MeshConfig
 from parallax.config.settings import Settings, load_saved, read_settings
 from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, load_tokenizer

@@ -216,11 +216,13 @@ class Mixture(NamedTuple):
 
 
 GQA_KEYS = {"attention": "gqa", "qkv_bias": False, "qk_norm": False}
+QWEN3_KEYS = GQA_KEYS | {"qk_norm": True}
 # rms_norm_eps does not reach the norms inside DeepSeek's attention.
 MLA_KEYS = {"attention": "mla", "qkv_bias": False, "qk_norm": False, "norm_eps": 1e-6}
 ALL_HEADS = {"num_key_value_heads": "heads"}
 SOFTMAX = {"router_score": "softmax"}
 PLAIN_ROUTER = SOFTMAX | {"router_scale": 1.0, "router_groups": 1, "router_groups_chosen": 1, "shared_experts": 0}
+MIXTRAL_ABSENT = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0}
 # A softmax over the chosen experts is one over all of them, normalised.
 MIXTRAL = Mixture(
     {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"},
@@ -247,7 +249,8 @@ DEEPSEEK_FIELDS = {
 # What their own code says of moe_layer_freq, and of V2's norm_topk_prob, transformers passes over.
 DEEPSEEK_V2 = Mixture(
     DEEPSEEK_FIELDS,
-    {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+    {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
+    | {"first_k_dense_replace": 0},
     SOFTMAX | {"router_normalized": False},
     {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
     dense="first",
@@ -257,7 +260,8 @@ DEEPSEEK_V3 = Mixture(
     DEEPSEEK_FIELDS
     | {"norm_topk_prob": "router_normalized", "n_group": "router_groups", "topk_group": "router_groups_chosen"},
     {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
-    | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4},
+    | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4}
+    | {"first_k_dense_replace": 3},
     {"router_score": "sigmoid"},
     {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     dense="first",
@@ -270,39 +274,19 @@ ARCHITECTURES = {
         "qwen2", 32_768, GQA_KEYS | {"qkv_bias": True}, ("use_mrope",), windows="some, if used"
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", 32_768, GQA_KEYS | {"qk_norm": True}, ("attention_bias",), {"head_dim": 128}, "some, if used"
+        "qwen3", 32_768, QWEN3_KEYS, ("attention_bias",), {"head_dim": 128}, "some, if used"
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3",
-        4096,
-        MLA_KEYS,
-        ("attention_bias",),
-        ALL_HEADS | {"first_k_dense_replace": 3},
-        mixture=DEEPSEEK_V3,
+        "deepseek_v3", 4096, MLA_KEYS, ("attention_bias",), ALL_HEADS, mixture=DEEPSEEK_V3
     ),
     "DeepseekV2ForCausalLM": Architecture(
-        "deepseek_v2",
-        2048,
-        MLA_KEYS,
-        ("attention_bias", "mlp_bias"),
-        ALL_HEADS | {"first_k_dense_replace": 0},
-        mixture=DEEPSEEK_V2,
+        "deepseek_v2", 2048, MLA_KEYS, ("attention_bias", "mlp_bias"), ALL_HEADS, mixture=DEEPSEEK_V2
     ),
     "MixtralForCausalLM": Architecture(
-        "mixtral",
-        131_072,
-        GQA_KEYS,
-        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 0},
-        windows="all",
-        mixture=MIXTRAL,
+        "mixtral", 131_072, GQA_KEYS, absent=MIXTRAL_ABSENT, windows="all", mixture=MIXTRAL
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe",
-        32_768,
-        GQA_KEYS | {"qk_norm": True},
-        ("attention_bias",),
-        windows="all, if used",
-        mixture=QWEN3_MOE,
+        "qwen3_moe", 32_768, QWEN3_KEYS, ("attention_bias",), windows="all, if used", mixture=QWEN3_MOE
     ),
 }
 
@@ -340,7 +324,7 @@ def read_config(content: Mapping[str, Any]) -> HfConfig:
         model["kv_heads"] = model["heads"]
         fields.ignore(["head_dim", "qk_head_dim"])  # which follow from others
     if kind.mixture:
-        model |= _read_mixture(fields, kind.mixture, model, absent)
+        model |= _read_mixture(fields, kind.mixture, model)
     if kind.windows:
         model["sliding_window"] = _read_window(fields, kind, model["layers"])
     context = fields.read("max_position_embeddings", int, kind.context)
@@ -365,15 +349,13 @@ def _read_keys(fields: Fields, names: Mapping[str, str], model: dict[str, Any], 
             fields.refuse(name, value, _in_json(model[key]))
 
 
-def _read_mixture(
-    fields: Fields, mixture: Mixture, model: Mapping[str, Any], absent: Mapping[str, Any]
-) -> dict[str, Any]:
+def _read_mixture(fields: Fields, mixture: Mixture, model: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of layers with experts; `layers_of` alone where there are none."""
     fields.ignore(BALANCE_FIELDS.split())
     experts = next(iter(mixture.fields))
     if fields.left.get(experts) is None and mixture.other_name in fields.left:
         fields.left[experts] = fields.take(mixture.other_name)
-    layers = _read_layers(fields, mixture, model["layers"], absent)
+    layers = _read_layers(fields, mixture, model["layers"])
     if mixture.dense == "some" and fields.left.get(experts) == 0:
         layers = ""
     if not layers:
@@ -391,11 +373,11 @@ def _read_mixture(
     return {"layers_of": layers, "d_expert": model["d_ff"]} | found
 
 
-def _read_layers(fields: Fields, mixture: Mixture, layers: int, absent: Mapping[str, Any]) -> str:
+def _read_layers(fields: Fields, mixture: Mixture, layers: int) -> str:
     """The key layers_of."""
     layers = min(layers, MOST_LAYERS)
     if mixture.dense == "first":
-        dense = fields.read("first_k_dense_replace", int, absent["first_k_dense_replace"], least=0)
+        dense = fields.read("first_k_dense_replace", int, mixture.absent["first_k_dense_replace"], least=0)
         return layers_of(["dense" if layer < dense else "moe" for layer in range(layers)])
     if not mixture.dense:
         return layers_of(["moe"] * layers)
@@ -694,12 +676,9 @@ def differing_keys(config: HfConfig, model: ModelConfig) -> str:
 def same_rope(config: HfConfig, model: ModelConfig) -> bool:
     """Whether a model's rotary embedding is that of a config.json."""
     keys = {key: value for key, value in config.model.items() if key.startswith("rope_")}
-    other, mine = Rope(dataclasses.replace(model, **keys)), Rope(model)
-    same_angles = (other.frequencies() == mine.frequencies()).all()
-    return bool(same_angles) and (other.temperature(), other.model.rope_magnitude) == (
-        mine.temperature(),
-        mine.model.rope_magnitude,
-    )
+    ropes = Rope(dataclasses.replace(model, **keys)), Rope(model)
+    there, here = ([*rope.frequencies(), rope.temperature(), rope.model.rope_magnitude] for rope in ropes)
+    return there == here
 
 
 def check_own_keys(overrides: list[str]) -> None:

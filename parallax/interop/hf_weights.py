@@ -101,6 +101,7 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
     found["head.norm.scale"] = _scale_view("model.norm", d_model)
     if not model.tied:
         found["head.table"] = WeightView(LM_HEAD, table)
+    names = MIXTURES.get(architecture, USUAL_NAMES)
     of_attention = _mla(model, interleaved) if model.attention == "mla" else _gqa(model)
     layer = {
         "attention_norm.scale": _scale_view(f"{LAYER}input_layernorm", d_model),
@@ -111,11 +112,7 @@ def weight_views(model: ModelConfig, architecture: str, *, interleaved: bool) ->
         **{f"attention.{name}": view for name, view in of_attention.items()},
     }
     for kind, stack in stack_names(model.kinds).items():
-        mlp = (
-            _mixture(model, MIXTURES.get(architecture, USUAL_NAMES))
-            if kind == "moe"
-            else _mlp("mlp", d_model, model.d_ff)
-        )
+        mlp = _mixture(model, names) if kind == "moe" else _mlp("mlp", d_model, model.d_ff)
         found |= {f"{stack}{name}": view for name, view in layer.items()}
         found |= {f"{stack}mlp.{name}": view for name, view in mlp.items()}
     return found

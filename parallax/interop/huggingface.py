@@ -17,14 +17,7 @@ from parallax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Bytes, Tok
 from parallax.interop import export, hf_config, hf_weights
 from parallax.interop.export import SavedParams, SavedStep, TensorSource, json_text
 from parallax.interop.hf_config import HfConfig
-from parallax.interop.hf_weights import (
-    FUSED_DOWNS,
-    FUSED_GATES_AND_UPS,
-    FusedTensor,
-    ScaledTensor,
-    Weight,
-    WeightView,
-)
+from parallax.interop.hf_weights import FusedTensor, ScaledTensor, Weight, WeightView
 from parallax.interop.safetensors import in_pieces, read_model, write_model
 from parallax.model.checks import check_window
 from parallax.model.products import is_scale
@@ -160,7 +153,7 @@ def _tensors_of_model(
     head, table = tensors.get(hf_weights.LM_HEAD), tensors.get(hf_weights.TABLE)
     if head and table and hf_weights.LM_HEAD not in shapes and _same(head, table):
         del tensors[hf_weights.LM_HEAD]  # a tied table that is stored twice
-    if any(name.endswith((FUSED_GATES_AND_UPS, FUSED_DOWNS)) for name in tensors):
+    if any(name.endswith((hf_weights.FUSED_GATES_AND_UPS, hf_weights.FUSED_DOWNS)) for name in tensors):
         parts = {part for about in fused.values() for part in about.parts}
         shapes = {name: shape for name, shape in shapes.items() if name not in parts}
         shapes |= {name: about.shape for name, about in fused.items()}

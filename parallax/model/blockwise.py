@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, varying_axes
+from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.zigzag import context_ranks, order_of
 
 LONGEST_SIDE = 256  # tokens on a side of a block of scores, at most
@@ -53,8 +53,7 @@ def blockwise_attention(
     size = tokens_of_block(chunk)
     heads = _filled(q_BSHJ, own, size), _filled(k_BTGJ, held, size), _filled(v_BTGK, held, size)
     arrays = *heads, _filled(segments_BN, whole, size, of=FILLING)
-    axes = frozenset().union(*map(varying_axes, arrays))
-    out = _attention(*(as_varying(x, axes) for x in arrays), scale, keys)
+    out = _attention(*vary_alike(arrays), scale, keys)
     return out if chunk % size == 0 else _without_filling(out, own, chunk)
 
 

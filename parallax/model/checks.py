@@ -152,9 +152,8 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
             f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
-            f"these are {width} wide "
-            f"(model.d_head={model.d_head}{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); "
-            f"use kernel='xla'."
+            f"these are {width} wide (model.d_head={model.d_head}"
+            f"{f' + d_rope={model.d_rope}' * (model.attention == 'mla')}); use kernel='xla'."
         )
 
 

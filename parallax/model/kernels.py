@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
 from parallax.sharding.activations import CONTEXT_AXIS
-from parallax.sharding.collectives import as_varying, bound_axis_sizes, varying_axes
+from parallax.sharding.collectives import as_varying, bound_axis_sizes, vary_alike, varying_axes
 from parallax.sharding.zigzag import order_of, own_tokens
 
 
@@ -63,8 +63,7 @@ def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BT: A
     float32. `S` is a multiple of 128, or of 256 where context ranks share the queries: a block is of one chunk.
     """
     arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BT)
-    axes = frozenset().union(*map(varying_axes, arrays))
-    return _attention(*(as_varying(x, axes) for x in arrays)).swapaxes(1, 2)
+    return _attention(*vary_alike(arrays)).swapaxes(1, 2)
 
 
 def cudnn_attention(
@@ -81,13 +80,12 @@ def cudnn_attention(
     if platform_traced() and not is_for_absent_gpus():
         how = dict(is_causal=is_causal, scale=scale, implementation="cudnn")
         return _named(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask, **how), *arrays)
-    axes = frozenset().union(*map(varying_axes, arrays))
 
     def described(q: Array, k: Array, v: Array, mask: Array) -> Array:
         bias = jnp.where(mask, 0, jnp.finfo(q.dtype).min / 2).astype(q.dtype)
         return described_attention(q, k, v, bias, scale)
 
-    return _named(described, *(as_varying(x, axes) for x in arrays))
+    return _named(described, *vary_alike(arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,13 +44,7 @@ def cross_entropy(
 
 
 def chunked_loss(
-    config: LossConfig,
-    table: Layout,
-    table_VD: Array,
-    hidden_ND: Array,
-    labels_N: Array,
-    *,
-    entries: int | None = None,
+    config: LossConfig, table: Layout, table_VD: Array, hidden_ND: Array, labels_N: Array, *, entries: int | None = None
 ) -> Array:
     """The sums [2] of `cross_entropy`'s two losses over N tokens, forward only."""
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.kernels import platform_traced
-from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 
@@ -57,14 +57,7 @@ EIGHT_BIT_PRODUCTS = {
 
 
 def scaled_product(
-    pattern: str,
-    x: Array,
-    w: Array,
-    amax: Array,
-    *,
-    form: str,
-    like: Array | None = None,
-    rounded: Array | None = None,
+    pattern: str, x: Array, w: Array, amax: Array, *, form: str, like: Array | None = None, rounded: Array | None = None
 ) -> Array:
     """`einsum(pattern, x, w)` in 8 bits, in x's dtype. `amax` are the largest magnitudes [3] that all is rounded by;
     where one is 0, none is known, and what depends on it is nan. Its gradient is what they are now. `like` is that of
@@ -80,9 +73,7 @@ def scaled_product(
     27.0
     """
     letters, of_input = einsum_letters(pattern, x, w), lax.stop_gradient(amax if like is None else like)[INPUT]
-    arrays = x, w, amax, of_input, rounded
-    axes = frozenset().union(*(varying_axes(array) for array in arrays if array is not None))
-    return _product(letters, form, *(None if array is None else as_varying(array, axes) for array in arrays))
+    return _product(letters, form, *vary_alike((x, w, amax, of_input, rounded)))
 
 
 def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:
@@ -165,14 +156,9 @@ def _backward(letters: str, form: str, saved: tuple, dy: Array) -> tuple:
     kinds = EIGHT_BIT_PRODUCTS[form]
     operands, result = letters.split("->")
     left, right = operands.split(",")
-    backward = f"{result},{right}->{left}"
-    dx = _multiplied(
-        backward,
-        form,
-        Operand.of(dy, kinds.gradient, amax[GRADIENT]),
-        Operand.of(w, kinds.operand, amax[WEIGHT], rounded),
-        x.dtype,
-    )
+    gradient = Operand.of(dy, kinds.gradient, amax[GRADIENT])
+    weight = Operand.of(w, kinds.operand, amax[WEIGHT], rounded)
+    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, x.dtype)
     (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x, w), w)[1](dy)
     return dx, dw, jnp.stack([of_x, of_w, largest(dy)]), None, None
 

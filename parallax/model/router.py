@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallax.config.sections import ModelConfig
 from parallax.sharding.activations import CONTEXT_AXIS, activation
-from parallax.sharding.collectives import as_varying, is_bound, sum_over, varying_axes
+from parallax.sharding.collectives import is_bound, sum_over, vary_alike
 from parallax.sharding.einsum import einsum
 from parallax.sharding.parameter import parameter
 from parallax.sharding.zigzag import context_ranks
@@ -105,8 +105,7 @@ def with_gradients(y: Array, given: Any, gradients: Any) -> Array:
     >>> jax.grad(lambda x: 3 * with_gradients(jnp.ones(()), x, jnp.full((), 5.0)))(1.0).item()
     5.0
     """
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((y, given, gradients))))
-    return _with_gradients(*jax.tree.map(lambda x: as_varying(x, axes), (y, given, gradients)))
+    return _with_gradients(*vary_alike((y, given, gradients)))
 
 
 @jax.custom_vjp

@@ -3,13 +3,3 @@
 from parallax.pipeline.executor import BACKWARD, FORWARD, WEIGHTS, at_rank
 from parallax.pipeline.layer_order import Arrangement, arrangements
 from parallax.pipeline.sharded_model import ShardedModel
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "WEIGHTS",
-    "Arrangement",
-    "ShardedModel",
-    "arrangements",
-    "at_rank",
-]

@@ -214,10 +214,8 @@ class MicrobatchHead(PipelineBoundary):
         return self.embed_and_head.embed(index(self.tokens.ids, microbatch), index(self.tokens.rows, microbatch))
 
     def on_last_stage_output(self, state, microbatch, slot, y):
-        whole, own = residual_layouts(self.embed_and_head)
-        loss, grads, d_share = self.embed_and_head.head_loss_and_grads(
-            *self._share(y, microbatch), self.weight, state.grads
-        )
+        ends, (whole, own) = self.embed_and_head, residual_layouts(self.embed_and_head)
+        loss, grads, d_share = ends.head_loss_and_grads(*self._share(y, microbatch), self.weight, state.grads)
         with jax.named_scope(GRADIENTS):
             dy = all_gather(f"{own} -> {whole}", d_share).reshape(y.shape)
         exits = lax.dynamic_update_index_in_dim(state.exits, as_varying(dy), slot, 0)
@@ -236,21 +234,13 @@ class MicrobatchHead(PipelineBoundary):
         Rows that are too few for all ranks are folded: pieces of a row become rows, for the head works by tokens.
         """
         whole, own = residual_layouts(self.embed_and_head)
-        mine = jnp.where(lax.axis_index("pp") == self.last, y, 0)
-        share = reduce_scatter(f"{whole} -> {own}", self._folded(mine))
-        return share, self._own_labels(index(self.tokens.labels, microbatch))
-
-    def _folded(self, y_BSD: Array) -> Array:
-        fold = folds(len(y_BSD), lax.axis_size("pp"))
-        return y_BSD.reshape(len(y_BSD) * fold, -1, y_BSD.shape[-1])
-
-    def _own_labels(self, labels_BS: Array) -> Array:
-        """Labels of this rank's share, folded as every tp rank folds its own piece of seq."""
-        fold = folds(len(labels_BS), lax.axis_size("pp"))
-        further = residual_layouts(self.embed_and_head)[0].without(*TOKEN_AXES).cut_of("seq")
-        pieces = math.prod(map(lax.axis_size, further))
-        folded = rearrange(labels_BS, "B (pieces fold S) -> (B fold) (pieces S)", pieces=pieces, fold=fold)
-        return cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
+        mine, fold = jnp.where(lax.axis_index("pp") == self.last, y, 0), folds(len(y), lax.axis_size("pp"))
+        share = reduce_scatter(f"{whole} -> {own}", mine.reshape(len(y) * fold, -1, y.shape[-1]))
+        # Labels are folded as every tp rank folds its own piece of seq.
+        pieces = math.prod(map(lax.axis_size, whole.without(*TOKEN_AXES).cut_of("seq")))
+        labels_BS, pattern = index(self.tokens.labels, microbatch), "B (pieces fold S) -> (B fold) (pieces S)"
+        folded = rearrange(labels_BS, pattern, pieces=pieces, fold=fold)
+        return share, cut(f"{TOKENS} -> {SHARED_ROWS} {SEQ}", folded)
 
 
 class LossOnly(MicrobatchHead):
@@ -290,12 +280,11 @@ class BatchedHead(PipelineBoundary):
     """
 
     def start(self, slots: int) -> BatchedState:
-        x = self.embed_and_head.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
+        ends = self.embed_and_head
+        x = ends.embed(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows))
         entries = as_varying(self._to_first(x))
         assert slots == len(entries), "all microbatches wait for the head together"
-        return BatchedState(
-            entries, jnp.zeros_like(entries), self.embed_and_head.zero_loss(), self.embed_and_head.zero_grads()
-        )
+        return BatchedState(entries, jnp.zeros_like(entries), ends.zero_loss(), ends.zero_grads())
 
     def first_stage_input(self, state, microbatch):
         return index(state.entries, microbatch)
@@ -319,16 +308,14 @@ class BatchedHead(PipelineBoundary):
 
     def finish(self, state) -> BatchedState:
         """Take the gradients of the first stage's inputs back to the ranks that embedded them."""
-        first = lax.axis_index("pp") == 0
         with jax.named_scope(GRADIENTS):
-            dx = self._scatter_rows(jnp.where(first, state.entries, 0))
+            dx = self._scatter_rows(0, state.entries)
         grads = self.embed_and_head.embed_grads(self._own_rows(self.tokens.ids), self._own_rows(self.tokens.rows), dx)
         return state._replace(grads=add_gradients(state.grads, grads))
 
     def from_last(self, exits: Array) -> Array:
         """This rank's rows of the last stage's outputs."""
-        last = lax.axis_index("pp") == self.last
-        return self._scatter_rows(jnp.where(last, exits, 0))
+        return self._scatter_rows(self.last, exits)
 
     def _own_rows(self, x_MB: Array) -> Array:
         flat = x_MB.reshape(-1, *x_MB.shape[2:])
@@ -340,6 +327,8 @@ class BatchedHead(PipelineBoundary):
         rows = all_gather(f"{own} -> {whole}", x)
         return rows.reshape(*self.tokens.rows.shape, *rows.shape[1:])
 
-    def _scatter_rows(self, x_MB: Array) -> Array:
+    def _scatter_rows(self, rank: int, x_MB: Array) -> Array:
+        """This rank's rows of what a pipeline rank has."""
         whole, own = residual_layouts(self.embed_and_head)
+        x_MB = jnp.where(lax.axis_index("pp") == rank, x_MB, 0)
         return reduce_scatter(f"{whole} -> {own}", x_MB.reshape(-1, *x_MB.shape[2:]))

@@ -12,28 +12,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallax.config import sections
 from parallax.config.remat import check_residuals_on
-from parallax.config.sections import (
-    DataParallelConfig,
-    FsdpConfig,
-    LayoutConfig,
-    LossConfig,
-    ModelConfig,
-    PipelineConfig,
-)
+from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
-from parallax.model.checks import (
-    check_context,
-    check_divides,
-    check_kernel,
-    check_kernel_seq,
-    check_layouts,
-    check_masters,
-    check_matmul,
-    check_remat,
-    check_stages,
-    check_window,
-)
 from parallax.model.context import Context, training_context
 from parallax.model.embedding import EMBEDDINGS
 from parallax.model.families import CONTEXTS, FAMILIES
@@ -48,17 +30,8 @@ from parallax.pipeline.layer_order import Arrangement, arrangements
 from parallax.pipeline.observed import ObservedStage, all_seen, nothing_seen
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import by_name, gpipe_on
-from parallax.sharding.activations import (
-    BATCH,
-    BATCH_AXES,
-    CONTEXT_AXIS,
-    EXPERT_AXIS,
-    ROWS,
-    SHARED_ROWS,
-    TOKENS,
-    residual_layout,
-    with_rows,
-)
+from parallax.sharding import activations
+from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, ROWS, SHARED_ROWS, TOKENS
 from parallax.sharding.collectives import all_gather, as_varying, offset, reshard, sum_over
 from parallax.sharding.compiler import clears_what_is_overwritten, first_group, relays_what_is_read
 from parallax.sharding.host import DEVICE, MEMORY_KINDS
@@ -83,36 +56,34 @@ class ShardedModel:
 
     def __init__(
         self,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        pipeline: PipelineConfig,
-        data_parallel: DataParallelConfig,
-        fsdp: FsdpConfig,
-        loss: LossConfig,
+        model: sections.ModelConfig,
+        layout: sections.LayoutConfig,
+        pipeline: sections.PipelineConfig,
+        data_parallel: sections.DataParallelConfig,
+        fsdp: sections.FsdpConfig,
+        loss: sections.LossConfig,
         mesh: Any,
         weights_dtype: str = "float32",
         masters_on: str = DEVICE,
         states_on: str = DEVICE,
         measures: bool = False,
     ):
-        sections = dict(
-            model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss
-        )
+        given = dict(model=model, layout=layout, pipeline=pipeline, data_parallel=data_parallel, fsdp=fsdp, loss=loss)
         kept = dict(weights_dtype=weights_dtype, masters_on=masters_on, states_on=states_on)
-        self._arguments = {**sections, "mesh": mesh, "measures": measures, **kept}
+        self._arguments = {**given, "mesh": mesh, "measures": measures, **kept}
         self.model, self.layout, self.pipeline, self.loss_config = model, layout, pipeline, loss
         self.mesh, self.fsdp, self.data_parallel, self.measures = mesh, fsdp, data_parallel, measures
         self.axis_sizes: dict[str, int] = dict(mesh.shape)
-        check_divides(model, self.axis_sizes)
-        check_context(model, layout.context, self.axis_sizes)
-        check_kernel(model, mesh)
-        check_matmul(model, layout, self.axis_sizes)
+        checks.check_divides(model, self.axis_sizes)
+        checks.check_context(model, layout.context, self.axis_sizes)
+        checks.check_kernel(model, mesh)
+        checks.check_matmul(model, layout, self.axis_sizes)
         self.schedule = by_name(pipeline.schedule, self.axis_sizes["pp"], pipeline.microbatches, pipeline.virtual)
-        check_stages(model, self.schedule)
-        check_remat(model, pipeline.remat)
-        check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
+        checks.check_stages(model, self.schedule)
+        checks.check_remat(model, pipeline.remat)
+        checks.check_remat(model, pipeline.residuals_on, "pipeline.residuals_on")
         check_residuals_on(pipeline.residuals_on, pipeline.remat)
-        check_masters(model, masters_on)
+        checks.check_masters(model, masters_on)
         self.arrangement = Arrangement(self.schedule.placement, model.kinds)
         self.parts = self._parts(ROWS)
         self.orders = arrangements(self.schedule.placement, model.kinds)
@@ -133,7 +104,7 @@ class ShardedModel:
         )
         self._check_prefetch()
         self.layouts, self.shapes = self.plan.at_rest, self.plan.shapes
-        check_layouts(model, self.layouts, self.axis_sizes)
+        checks.check_layouts(model, self.layouts, self.axis_sizes)
         self.shardings = self._shardings(lambda row: row.memory)
         self.states_shardings = self._shardings(lambda row: row.states)  # of what is kept of each parameter
         self.batch_sharding = NamedSharding(mesh, BATCH.spec(mesh))
@@ -215,8 +186,8 @@ class ShardedModel:
             check_multiple("data.seq", seq, chunks, f"2 x mesh.cp={cp}, for each context rank has two chunks of a row")
         at_once = f"mesh.cp={cp} x mesh.tp={tp}" if cp > 1 else f"mesh.tp={tp}"
         check_multiple("data.seq", seq, math.lcm(chunks, cp * tp), at_once)
-        check_window(self.model, seq)
-        check_kernel_seq(self.model, seq, self.layout.context, cp)
+        checks.check_window(self.model, seq)
+        checks.check_kernel_seq(self.model, seq, self.layout.context, cp)
         # The head inside the ticks: pipeline ranks share a microbatch's rows, or pieces of them.
         rows = global_batch // pieces
         folded = folds(rows, pp) * tp * cp
@@ -252,7 +223,7 @@ class ShardedModel:
         family = FAMILIES[self.layout.tensor_parallel]._replace(context=CONTEXTS[self.layout.context])
         form = EMBEDDINGS[self.layout.embedding]
         kv = self.model.kv(self.axis_sizes["tp"])
-        residual, chunk = residual_layout(self.layout), self.layout.expert_chunk_tokens
+        residual, chunk = activations.residual_layout(self.layout), self.layout.expert_chunk_tokens
         of_mixtures = self.loss_config, self.exchange, chunk
         return Parts.build(self.model, residual, family, form, kv, rows, *of_mixtures, measures=self.measures)
 
@@ -337,7 +308,7 @@ class ShardedModel:
 
     def _in_order(self, outputs: Array) -> Array:
         """The last layer's outputs in the order of the text."""
-        residual = with_rows(residual_layout(self.layout), SHARED_ROWS)
+        residual = activations.with_rows(activations.residual_layout(self.layout), SHARED_ROWS)
         # Tokens that tp cuts too have to leave it for a moment.
         whole = residual.with_cut("seq", (CONTEXT_AXIS,)).with_cut("d_model", ("tp",))
         outputs = to_order(reshard(f"{residual} -> {whole}", outputs), axis=1)
@@ -358,7 +329,7 @@ class ShardedModel:
             partial(self.plan.zero_grads, "blocks", weights["blocks"]),
             partial(self._context, tokens),
             boundary(work, tokens, weight, schedule.placement[-1]),
-            residual_layout(self.layout),
+            activations.residual_layout(self.layout),
             messages_last=self._simulated,
             carries_residuals=self.carries_residuals,
         )
@@ -385,29 +356,13 @@ class ShardedModel:
         return training_context(Rope(self.model), positions, segments, rows, tokens.key, weight)
 
     def _stage(self, kind: type[Stage]) -> Stage:
-        stacks = [
-            LayerStack(
-                block.apply,
-                partial(self._gathered, name),
-                self.plan.add_up(name),
-                order.stage_layers,
-                order.own_layers(),
-                at,
-                self.plan.keeps_maximum(name),
-                ROUNDED if self._rounds_kernels else "",
-            )
-            for at, (block, (name, order)) in enumerate(
-                zip(self.parts.blocks.values(), self.orders.items(), strict=True)
-            )
-        ]
-        loop = LayerLoop(
-            stacks,
-            self.arrangement.stage_layers,
-            self.arrangement.repeats,
-            self.fsdp.prefetch == 1,
-            self._simulated,
-            self.arrangement.own_turns() if len(stacks) > 1 else None,
-        )
+        stacks, rounded = [], ROUNDED if self._rounds_kernels else ""
+        for block, (name, order) in zip(self.parts.blocks.values(), self.orders.items(), strict=True):
+            moves = partial(self._gathered, name), self.plan.add_up(name)
+            places = order.stage_layers, order.own_layers(), len(stacks)
+            stacks.append(LayerStack(block.apply, *moves, *places, self.plan.keeps_maximum(name), rounded))
+        order, turns = self.arrangement, self.arrangement.own_turns() if len(stacks) > 1 else None
+        loop = LayerLoop(stacks, order.stage_layers, order.repeats, self.fsdp.prefetch == 1, self._simulated, turns)
         pipeline = self.pipeline
         return kind(loop, pipeline.remat, self.schedule.split, relays_what_is_read(self.mesh), pipeline.residuals_on)
 

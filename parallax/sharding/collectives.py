@@ -53,6 +53,12 @@ def as_varying(x: Array, axes: Iterable[str] = ALL_AXES) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_alike(tree: Any) -> Any:
+    """`as_varying` of all arrays of a tree, over whatever axes one of them varies."""
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: as_varying(x, axes), tree)
+
+
 def vary_all(tree: Any) -> Any:
     """The branches of a cond must agree on where their results vary; over pp they all do."""
     return jax.tree.map(lambda leaf: as_varying(leaf, ["pp"]), tree)
@@ -89,10 +95,7 @@ def all_gather(pattern: str, x: Array, *, first: Callable[[tuple[str, ...]], int
     before, after = _checked(pattern, x)
     for dim, (old, new) in enumerate(zip(before.axes, after.axes, strict=True)):
         if old[: len(new)] != new:
-            _refuse(
-                pattern,
-                f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order",
-            )
+            _refuse(pattern, f"only the last axes of a dim can be gathered, {before.names[dim]} needs another order")
         if gone := tuple(axis for axis in old[len(new) :] if is_bound(axis)):
             for groups in _gather_groups(math.prod(map(lax.axis_size, gone)), first(gone)):
                 x = lax.all_gather(x, _named(gone), axis=dim, tiled=True, axis_index_groups=groups)

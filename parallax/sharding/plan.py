@@ -14,8 +14,8 @@ Policies are those of ZeRO (Rajbhandari et al. 2020; "zero3" is FSDP) and "lean"
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,15 +29,7 @@ from jax import Array, lax
 from parallax.config.sections import PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
 from parallax.runtime.units import in_bytes
-from parallax.sharding.collectives import (
-    all_gather,
-    as_varying,
-    bound_axis_sizes,
-    exchange_and_add,
-    max_over,
-    reduce_scatter,
-    sum_over,
-)
+from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
 from parallax.sharding.host import DEVICE, HOST, to_device, to_host
 from parallax.sharding.layout import Layout, named_leaves
@@ -169,63 +161,49 @@ class ParameterPlan:
         return lax.map(lambda at: self.cast(layer(at)), jnp.arange(len(weight)))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ShardingPlan:
     """Where each parameter lies and what moves it: a tree of ParameterPlan, one for each. It prints as a table.
 
     A module alone has a plan, too: `nn.map_variables(Dense, "params", trans_in_fn=plan.use)` is FSDP as a Flax module,
     which gathers its kernel wherever it is applied.
+
+    Args:
+        declared: parameters as `Declared`, a tree of them.
+        sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
+        dtype: of compute, in which weights travel unless `gather` says otherwise; `reduce` is how gradients do,
+            see FsdpConfig.
+        products: the numbers of 8 bits that products round their kernels to.
+        orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" where there are
+            several kinds; without it no layer moves over pp.
+        gather_first: `first` of `all_gather`.
+        masters_on: where parameters are between steps, and `states_on` what an optimizer keeps of them; but what no
+            data axis may cut, norms and biases, is on the device.
+    Raises:
+        ConfigError: the policies do not fit these parameters.
     """
 
-    def __init__(
-        self,
-        declared: Any,
-        policies: Policies,
-        sizes: Mapping[str, int],
-        axis_sizes: Mapping[str, int],
-        dtype: str,
-        *,
-        orders: Mapping[str, Any] = MappingProxyType({}),
-        reduce: str = "float32",
-        gather: str = "compute",
-        products: str | None = None,
-        gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1,
-        masters_on: str = DEVICE,
-        states_on: str = DEVICE,
-    ):
-        """
-        Args:
-            declared: parameters as `Declared`, a tree of them.
-            sizes: of dims, as `ModelConfig.sizes`; `axis_sizes` of the mesh.
-            dtype: of compute, in which weights travel unless `gather` says otherwise; `reduce` is how gradients do,
-                see FsdpConfig.
-            products: the numbers of 8 bits that products round their kernels to.
-            orders: of layers on pipeline ranks, an Arrangement for "blocks", or for "blocks/KIND" where there are
-                several kinds; without it no layer moves over pp.
-            gather_first: `first` of `all_gather`.
-            masters_on: where parameters are between steps, and `states_on` what an optimizer keeps of them; but what no
-                data axis may cut, norms and biases, is on the device.
-        Raises:
-            ConfigError: the policies do not fit these parameters.
-        """
-        layouts = named_leaves(layouts_of(declared))
-        policies.check(layouts)
-        self.policies, self.axis_sizes, self.shapes = policies, axis_sizes, nn.meta.unbox(declared)
-        self.orders, self.reduce, self.gather_first = orders, reduce, gather_first
-        scaled = {name.rpartition("/")[0] for name, layout in layouts.items() if is_amax(layout)}
-        row = partial(
-            _row,
-            scaled=scaled,
-            policies=policies,
-            orders=orders,
-            sizes=sizes,
-            axis_sizes=axis_sizes,
-            dtype=dtype,
-            rounded_to=None if gather == "compute" else gather,
-            products=products,
-            memory=masters_on,
-            states=states_on,
-        )
-        self.rows = jax.tree_util.tree_map_with_path(row, declared, is_leaf=lambda leaf: isinstance(leaf, Declared))
+    declared: Any
+    policies: Policies
+    sizes: Mapping[str, int]
+    axis_sizes: Mapping[str, int]
+    dtype: str
+    _: dataclasses.KW_ONLY
+    orders: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reduce: str = "float32"
+    gather: str = "compute"
+    products: str | None = None
+    gather_first: Callable[[tuple[str, ...]], int] = lambda axes: 1
+    masters_on: str = DEVICE
+    states_on: str = DEVICE
+
+    def __post_init__(self):
+        layouts = named_leaves(layouts_of(self.declared))
+        self.policies.check(layouts)
+        self.shapes = nn.meta.unbox(self.declared)
+        self._scaled = {name.rpartition("/")[0] for name, layout in layouts.items() if is_amax(layout)}
+        is_leaf = lambda leaf: isinstance(leaf, Declared)  # noqa: E731
+        self.rows = jax.tree_util.tree_map_with_path(self._row, self.declared, is_leaf=is_leaf)
 
     def __repr__(self) -> str:
         """A line for each parameter, within about 100 columns: behind the layout at rest the data axes that cut it
@@ -293,6 +271,31 @@ class ShardingPlan:
         """The tree of layouts at rest."""
         return jax.tree.map(lambda row: row.at_rest, self.rows)
 
+    def _row(self, path: Any, declared: Declared) -> ParameterPlan:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # Parameters of layers are named as in a layer, of whatever kind.
+        path = name.rpartition("/")[0]
+        part = next((stack for stack in self.orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
+        module = path.removeprefix(part).strip("/")
+        order, ranks = self.orders.get(part), self.axis_sizes.get("pp", 1) if self.orders else 1
+        compute = declared.layout
+        cut = cut_over_data(compute, declared.at_rest, self.sizes, self.axis_sizes)
+        stay = PolicyLayouts(*POLICIES[self.policies.of(name)](compute, cut))
+        at_rest = staged = stay.at_rest
+        if order and not order.in_order:
+            at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
+        elif not part.startswith("blocks") and ranks > 1 and len(compute.names) > 1:
+            at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
+        scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
+        found = ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, None)
+        if not declared.at_rest:
+            return found
+        found = dataclasses.replace(found, dtype=self.dtype, memory=self.masters_on, states=self.states_on)
+        if path in self._scaled:  # kernels of 8-bit products are rounded over the scales of these
+            return dataclasses.replace(found, rounded_for=self.products)
+        narrow = self.gather != "compute" and "vocab" not in compute.names
+        return dataclasses.replace(found, rounded_to=self.gather) if narrow else found
+
     # ---- the moves
 
     def load(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,7 +339,7 @@ class ShardingPlan:
             one = jax.ShapeDtypeStruct(weight.shape[len(layers) :], weight.dtype)
             whole = lambda w: self._gather(row, row.resident, row.compute, w)  # noqa: E731
             made = lambda w: self._scatter(row, row.compute, row.summed, whole(w))  # noqa: E731
-            return as_varying(jnp.zeros((*layers, *jax.eval_shape(made, one).shape), jnp.float32))
+            return collectives.as_varying(jnp.zeros((*layers, *jax.eval_shape(made, one).shape), jnp.float32))
 
         return jax.tree.map(zeros, self.rows[part], weights)
 
@@ -379,7 +382,7 @@ class ShardingPlan:
         if row.staged == row.at_rest:
             return grad
         with jax.named_scope(row.scope):
-            return reduce_scatter(f"{row.staged} -> {row.at_rest}", grad)
+            return collectives.reduce_scatter(f"{row.staged} -> {row.at_rest}", grad)
 
     def _gather_all(
         self,
@@ -398,13 +401,12 @@ class ShardingPlan:
             return whole
         narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
         largest, shapes = pack([_largest(rows[at], whole[at]) for at in narrow], "*")
-        for at, most in zip(narrow, unpack(max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
+        for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
             scale = scale_of(most.reshape(*most.shape, *(1,) * (x.ndim - most.ndim)), row.rounded_to)
             with jax.named_scope(row.scope):
-                whole[at] = gather_rounded(
-                    _pattern(before[at], after[at], x), row.rounded_to, self.gather_first, x, scale
-                )
+                pattern = _pattern(before[at], after[at], x)
+                whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
     def _gather(self, row: ParameterPlan, before: Layout, after: Layout, weight: Array) -> Array:
@@ -412,7 +414,7 @@ class ShardingPlan:
         if before == after:
             return weight
         with jax.named_scope(row.scope):
-            return all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
+            return collectives.all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
         """The one call that sums gradients over data axes to the pieces that a device keeps."""
@@ -421,8 +423,8 @@ class ShardingPlan:
                 return grad.astype(jnp.float32)
             pattern = _pattern(before, after, grad)
             if self.reduce == "float32":
-                return reduce_scatter(pattern, grad.astype(jnp.float32))
-            return exchange_and_add(pattern, grad.astype(row.dtype))
+                return collectives.reduce_scatter(pattern, grad.astype(jnp.float32))
+            return collectives.exchange_and_add(pattern, grad.astype(row.dtype))
 
     def _sum(self, grads: Any) -> Any:
         """Gradients of parameters that several ranks hold, summed over them once, after all microbatches.
@@ -430,55 +432,16 @@ class ShardingPlan:
         Norms and biases, those with the same axes, travel in one message; what is large travels by itself.
         """
         leaves, structure = jax.tree.flatten(grads)
-        messages: dict[Any, list[int]] = {}
+        messages: dict[Any, list[int]] = defaultdict(list)
         for at, layout in enumerate(jax.tree.leaves(self.at_rest)):
-            axes = tuple(axis for axis in bound_axis_sizes() if axis not in layout.used_axes())
+            axes = tuple(axis for axis in collectives.bound_axis_sizes() if axis not in layout.used_axes())
             alone = at if leaves[at].size > SMALL else None
-            messages.setdefault((max_over if is_amax(layout) else sum_over, axes, alone), []).append(at)
+            combine = collectives.max_over if is_amax(layout) else collectives.sum_over
+            messages[combine, axes, alone].append(at)
         for (combine, axes, _), members in messages.items():
             for at, total in zip(members, _together(combine, [leaves[at] for at in members], axes), strict=True):
                 leaves[at] = total
         return jax.tree.unflatten(structure, leaves)
-
-
-def _row(
-    path: Any,
-    declared: Declared,
-    *,
-    policies: Policies,
-    scaled: set[str],
-    orders: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    axis_sizes: Mapping[str, int],
-    dtype: str,
-    rounded_to: str | None,
-    products: str | None,
-    memory: str,
-    states: str,
-) -> ParameterPlan:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    # Parameters of layers are named as in a layer, of whatever kind.
-    path = name.rpartition("/")[0]
-    part = next((stack for stack in orders if f"{path}/".startswith(f"{stack}/")), path.partition("/")[0])
-    module = path.removeprefix(part).strip("/")
-    order, ranks = orders.get(part), axis_sizes.get("pp", 1) if orders else 1
-    compute = declared.layout
-    cut = cut_over_data(compute, declared.at_rest, sizes, axis_sizes)
-    stay = PolicyLayouts(*POLICIES[policies.of(name)](compute, cut))
-    at_rest = staged = stay.at_rest
-    if order and not order.in_order:
-        at_rest = cut_over_pp(staged.without("pp"), sizes, axis_sizes, names=staged.names[1:])
-    elif not part.startswith("blocks") and ranks > 1 and len(compute.names) > 1:
-        at_rest = cut_over_pp(staged, sizes, axis_sizes, names=staged.names)
-    scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
-    travels = dtype if declared.at_rest else None
-    # Kernels of 8-bit products are rounded over the scales of these.
-    rounded_for = products if declared.at_rest and path in scaled else None
-    rounded_to = rounded_to if declared.at_rest and "vocab" not in compute.names and path not in scaled else None
-    memory, states = (memory, states) if declared.at_rest else (DEVICE, DEVICE)
-    return ParameterPlan(
-        scope, at_rest, staged, stay.resident, compute, stay.summed, travels, rounded_to, rounded_for, memory, states
-    )
 
 
 # Behind the layout at rest: the data axes that cut the parameter during a step, in a layer, and its summed gradient.

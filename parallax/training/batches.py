@@ -38,11 +38,7 @@ def put_on(sharding: Sharding, shape: tuple[int, int]) -> Callable[[dict[str, np
 
 
 def open_split(
-    settings: Settings,
-    folder: RunFolder,
-    split: str,
-    rows: np.ndarray | None = None,
-    columns: range | None = None,
+    settings: Settings, folder: RunFolder, split: str, rows: np.ndarray | None = None, columns: range | None = None
 ) -> Reader:
     """The reader of a split; the corpus is prepared first where it is not yet."""
     vocab = settings.model.vocab or None

@@ -237,18 +237,9 @@ def model_of(settings: Settings, mesh: Any = None) -> ShardedModel:
     Without a mesh, on that of the settings, over all devices that are here.
     """
     mesh = make_mesh(settings.mesh) if mesh is None else mesh
-    return ShardedModel(
-        settings.model,
-        settings.layout,
-        settings.pipeline,
-        settings.data_parallel,
-        settings.fsdp,
-        settings.loss,
-        mesh,
-        settings.optimizer.weights_dtype,
-        settings.optimizer.masters_on,
-        settings.optimizer.states_on,
-    )
+    sections = settings.model, settings.layout, settings.pipeline, settings.data_parallel, settings.fsdp, settings.loss
+    optimizer = settings.optimizer
+    return ShardedModel(*sections, mesh, optimizer.weights_dtype, optimizer.masters_on, optimizer.states_on)
 
 
 def model_and_optimizer(settings: Settings, mesh: Any = None) -> tuple[ShardedModel, optax.GradientTransformation]:

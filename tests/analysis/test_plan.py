@@ -711,7 +711,7 @@ def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):
 @pytest.fixture
 def no_changes(monkeypatch):
     """What would help a plan is not priced, which takes seconds."""
-    monkeypatch.setattr(command, "helpful_changes", lambda *_: [])
+    monkeypatch.setattr(command.plan, "helpful_changes", lambda *_: [])
 
 
 def test_a_plan_for_gpus_is_analytic_without_their_compiler_and_says_how_to_get_it(

@@ -101,7 +101,7 @@ def commands(monkeypatch, tmp_path, known_speed, shared_programs):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(run_module, "begin", lambda parts, folder, start, say: (None, start))
     monkeypatch.setattr(run_module, "make_train_step", stop)
-    monkeypatch.setattr(plan_command, "helpful_changes", lambda *_: [])
+    monkeypatch.setattr(plan_command.plan, "helpful_changes", lambda *_: [])
     corpus = write_corpus(tmp_path / "corpus")
     data = {"data.source": "text", "data.path": str(corpus / "*.txt"), "data.cache": str(corpus / "cache")}
     return ["--config=configs/quickstart.py", *as_flags(SMALL | data | {"data.tokenizer": "bytes"})]

@@ -4,11 +4,11 @@ import sys
 import time
 
 import train
-from parallax.checkpoint import save
+from parallax.checkpoint import steps
 
 
 def main(stuck_at, argv):
-    write_manifest = save.write_manifest
+    write_manifest = steps.write_manifest
 
     def write_or_wait(folder, content):
         if content["step"] == stuck_at:
@@ -16,7 +16,7 @@ def main(stuck_at, argv):
             time.sleep(600)
         write_manifest(folder, content)
 
-    save.write_manifest = write_or_wait
+    steps.write_manifest = write_or_wait
     return train.main(argv)
 
 

@@ -24,16 +24,9 @@ from parallax.config.sections import DistributedConfig
 from parallax.runtime import files
 from parallax.runtime.devices import ROOT, TPU_FILES, simulate_devices
 from parallax.runtime.errors import EXIT_RESTART, ConfigError, LostError, first_line
+from parallax.runtime.multihost import control_line
 from parallax.runtime.multihost.address import VARIABLES, ProcessAddress
-from parallax.runtime.multihost.control_line import (
-    LAST_WORDS_SECS,
-    ControlLine,
-    Hub,
-    end_now,
-    end_within,
-    nothing_in_the_way,
-    say_last,
-)
+from parallax.runtime.multihost.control_line import ControlLine, Hub
 from parallax.runtime.multihost.gloo import avoid_reduce_scatter, needs_detour
 from parallax.runtime.progress import waiting
 
@@ -238,19 +231,19 @@ def leave(command: Callable[[], int]) -> int:
     except Exception:
         if _line is None:
             raise
-        with nothing_in_the_way():
+        with control_line.nothing_in_the_way():
             traceback.print_exc()
         status = 1
     if _line is None:
         return status
     if status or _line.is_leaving:
-        end_now(status)
+        control_line.end_now(status)
     wait_for_all("the end of the run")
     _line.leave(0, "")
     try:
         jax.distributed.shutdown()
     except JaxRuntimeError:
-        end_now(status)  # who is lost now has nothing left to do
+        control_line.end_now(status)  # who is lost now has nothing left to do
     return status
 
 
@@ -367,13 +360,13 @@ def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> None:
 
 
 def _started_too_late(secs: float) -> None:
-    end_within(LAST_WORDS_SECS, EXIT_RESTART)
-    with nothing_in_the_way():
-        say_last(
+    control_line.end_within(control_line.LAST_WORDS_SECS, EXIT_RESTART)
+    with control_line.nothing_in_the_way():
+        control_line.say_last(
             f"LostError: JAX has not connected the processes in {secs:.0f} s (distributed.start_secs); "
             "are all of them running? Start the same command again"
         )
-    end_now(EXIT_RESTART)
+    control_line.end_now(EXIT_RESTART)
 
 
 # ---- what the runtime and the environment say
