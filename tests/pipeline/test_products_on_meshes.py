@@ -25,10 +25,12 @@ MODELS = {
     "mla": dict(attention="mla", layers=4, d_latent_q=16),
     "moe": dict(attention="gqa", layers=4, layers_of="(dense moe)*2", shared_experts=1, experts=4, d_expert=16),
 }
+EIGHT_BIT = dict(matmul_residuals="8bit")
 FAST = {
     "zero bubble": ("gqa", "int8", (2, 2, 2), dict(schedule="zero_bubble", remat="none", policy="zero1")),
     "context": ("gqa", "float8", (1, 2, 2, 1, 2, 1), dict(context="ring", remat="norm swiglu", prefetch=1)),
     "experts": ("moe", "int8", (1, 1, 2, 1, 1, 4), dict(tensor_parallel="scatter", policy="lean")),
+    "8-bit residuals": ("gqa", "int8", (2, 2, 2), EIGHT_BIT | dict(schedule="zero_bubble", remat="none")),
 }
 SLOW = {
     "tensor": ("gqa", "int8", (1, 2, 4), dict(residual=SEQ_CUT, remat="attention")),
@@ -38,6 +40,14 @@ SLOW = {
     "V": ("gqa", "int8", (2, 1, 2, 2), dict(schedule="zero_bubble_v", remat="layer", policy="ddp")),
     "Ulysses": ("mla", "int8", (1, 1, 2, 1, 4, 1), dict(context="ulysses", reduce="compute")),
     "uneven": ("gqa", "int8", (2, 2, 1), dict(schedule="zero_bubble", layers=3)),
+    "8-bit residuals, sets": (
+        "mla",
+        "float8",
+        (2, 2, 2),
+        EIGHT_BIT | dict(schedule="gpipe", remat="q ffn", residuals_on="host"),
+    ),
+    "8-bit residuals, V": ("gqa", "float8", (2, 1, 2), EIGHT_BIT | dict(schedule="zero_bubble_v", residual=SEQ_CUT)),
+    "8-bit residuals, scatter": ("gqa", "int8", (1, 2, 4), EIGHT_BIT | dict(remat="ffn", tensor_parallel="scatter")),
     "two kinds": ("moe", "float8", (2, 1, 1, 1, 1, 4), dict(schedule="zero_bubble", remat="layer")),
 }
 
@@ -59,14 +69,14 @@ def found_of(mesh, name, form, **how):
 
 
 @functools.cache
-def alone(name, form, layers):
-    return found_of((1, 1, 1), name, form, layers=layers)
+def alone(name, form, layers, residuals):
+    return found_of((1, 1, 1), name, form, layers=layers, matmul_residuals=residuals)
 
 
 def check(case):
     name, form, mesh, how = case
     loss, grads, first, then = found_of(mesh, name, form, **how)
-    expected = alone(name, form, how.get("layers", 4))
+    expected = alone(name, form, how.get("layers", 4), how.get("matmul_residuals", "compute"))
     np.testing.assert_allclose(loss, expected[0], rtol=LOSS_ERROR)
     errors = {at: np.linalg.norm(grads[at] - own) / np.linalg.norm(own) for at, own in expected[1].items()}
     assert {at: error for at, error in errors.items() if not error <= GRADIENT_ERROR} == {}
@@ -120,9 +130,51 @@ def test_ranks_that_share_key_heads_or_gather_latents_are_refused():
 def test_a_layer_saves_what_it_saves_without_and_its_maxima(name):
     """An input that several products read is saved once."""
 
-    def saved(form):
+    def saved_by(form):
         model = build((1, 1, 1), matmul=form, remat="none", microbatches=1, **MODELS[name])
         return memory(model, {}, global_batch=32, seq=SEQ).saved_activations
 
     layers, products_of_layer = 4, 9
-    assert 0 <= saved("int8") - saved("compute") <= 2 * 4 * layers * products_of_layer
+    assert 0 <= saved_by("int8") - saved_by("compute") <= 2 * 4 * layers * products_of_layer
+
+
+# What a token has saved of a layer's inputs in the compute dtype, by what is made again: entries, and arrays. d_model
+# is 32, d_ff 64; attention and the MLP read a normed input each.
+INPUTS = {
+    "none": (2 * 32 + 64, 3),
+    "ffn": (2 * 32 + 64, 3),
+    "swiglu": (2 * 32, 2),
+    "norm": (64, 1),
+    "elementwise": (0, 0),
+    "layer": (0, 0),
+}
+
+
+def saved(residuals, mesh=(1, 1, 1), **how):
+    how = dict(matmul="int8", matmul_residuals=residuals, microbatches=1) | how
+    return memory(build(mesh, **MODELS["gqa"] | how), {}, global_batch=8, seq=SEQ).saved_activations
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("remat", INPUTS)
+def test_8_bit_residuals_save_each_input_once_in_a_byte_an_entry(remat):
+    """In place of four. Beside them each array has its largest magnitude, a float32."""
+    layers, (entries, arrays) = 4, INPUTS[remat]
+    fewer = 3 * 8 * SEQ * entries - 4 * arrays
+    assert saved("compute", remat=remat) - saved("8bit", remat=remat) == layers * fewer
+
+
+@pytest.mark.parametrize("how", [dict(residual=SEQ_CUT), {}, dict(tensor_parallel="scatter")], ids=str)
+def test_8_bit_residuals_are_not_saved_where_ranks_gathered_them(how):
+    """Four tp ranks hold as much of an input in float32 before it is gathered."""
+    before, after = (saved(residuals, (1, 1, 4), remat="swiglu", **how) for residuals in ("compute", "8bit"))
+    assert (after < before) if how.get("tensor_parallel") else (after == before)
+
+
+@pytest.mark.parametrize("remat", ["none", "elementwise", "layer"])
+def test_what_waits_for_weights_gradients_is_in_8_bits(remat):
+    """W reads inputs, whatever is made again for B: those of 4 layers on 2 ranks, for as many microbatches as wait."""
+    how = dict(schedule="zero_bubble", remat=remat, microbatches=4)
+    before, after = (saved(residuals, (2, 1, 1), **how) for residuals in ("compute", "8bit"))
+    a_microbatch = 2 * (3 * 2 * SEQ * 2 * 32 - 4 * 2)
+    assert before - after >= 2 * a_microbatch
