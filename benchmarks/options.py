@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments import Arguments, absent_devices, config_of, run_benchmark
 
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
+INT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul_residuals": "8bit"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "m and v bfloat16": {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"},
@@ -33,20 +34,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "m and v on the host": {"optimizer.states_on": "host"},
     "weights on the host": {"optimizer.masters_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
-    "products int8": {"model.matmul": "int8"},
+    "products int8": INT8,
     "products float8": {"model.matmul": "float8"},
-    "products int8, residuals 8bit": {"model.matmul": "int8", "model.matmul_residuals": "8bit"},
+    "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,
     "gathers int8": {"fsdp.gather_dtype": "int8"},
     "remat none": {"pipeline.remat": "none"},
-    "remat none, products int8": {"pipeline.remat": "none", "model.matmul": "int8"},
-    "remat none, products int8, residuals 8bit": {
-        "pipeline.remat": "none",
-        "model.matmul": "int8",
-        "model.matmul_residuals": "8bit",
-    },
     "remat elementwise": {"pipeline.remat": "elementwise"},
     "remat attention": {"pipeline.remat": "attention"},
     "remat layer": {"pipeline.remat": "layer"},
+    "remat ffn": {"pipeline.remat": "ffn"},
+    "remat ffn, products int8": {"pipeline.remat": "ffn"} | INT8,
+    "remat ffn, products int8, residuals 8bit": {"pipeline.remat": "ffn"} | INT8 | RESIDUALS_8BIT,
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "weights bfloat16"]}
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from itertools import chain
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -71,8 +70,8 @@ class Dense(nn.Module):
         of it."""
         if self.matmul == COMPUTE:
             return x
-        axes_before, axes = ({*chain(*Layout.parse(layout).axes)} for layout in (before or self.x, self.x))
-        pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before - axes)
+        axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
+        pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before if axis not in axes)
         saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
         return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "")
 
