@@ -1,16 +1,15 @@
-"""What saves memory or time, one at a time: what each saves and costs, predicted, and compiled without a TPU.
+"""What saves memory or time, one at a time: what each saves and costs, predicted, and compiled without a chip.
 
     python benchmarks/options.py --config llama_1b_16 --topology v5e:4x4 [--only "nothing" "weights bfloat16"]
 
-Needs the TPU compiler: pip install -e '.[tpu]'. The first row is the config as it is, in GiB of a chip and milliseconds
-of a step; the others are differences from it. *Predicted* is what `python -m parallax.plan` says, *compiled* arguments
-and temporaries of the compiler's program and its time as parallax.analysis estimates it, kernels at --kernels of peak.
-What travels between a chip and its host carries no cycles: no compiled time has it. What the compiler refuses is *too
-large*.
+Needs the compiler of the topology's chips: pip install -e '.[tpu]', or '.[gpu-compiler]'. The first row is the config
+as it is, in GiB of a chip and milliseconds of a step; the others are differences from it. *Predicted* is what
+`python -m parallax.plan` says, *compiled* arguments and temporaries of the compiler's program and its time as
+parallax.analysis estimates it, kernels at --kernels of peak. What travels between a chip and its host carries no
+cycles: no compiled time has it. What the compiler refuses is *too large*; a row that cannot be says why.
 """
 
 import argparse
-import dataclasses
 import math
 import os
 import sys
@@ -25,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import Arguments, absent_devices, config_of, run_benchmark
 
-CONFIGS = ("llama_1b_16", "llama2_7b_64", "mixtral_8x7b_128", "deepseek_v2_lite_16", "tiny_gqa")
+CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
+INT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul_residuals": "8bit"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "m and v bfloat16": {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"},
@@ -34,20 +34,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "m and v on the host": {"optimizer.states_on": "host"},
     "weights on the host": {"optimizer.masters_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
-    "products int8": {"model.matmul": "int8"},
+    "products int8": INT8,
+    "products float8": {"model.matmul": "float8"},
+    "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,
     "gathers int8": {"fsdp.gather_dtype": "int8"},
+    "remat none": {"pipeline.remat": "none"},
     "remat elementwise": {"pipeline.remat": "elementwise"},
     "remat attention": {"pipeline.remat": "attention"},
     "remat layer": {"pipeline.remat": "layer"},
+    "remat ffn": {"pipeline.remat": "ffn"},
+    "remat ffn, products int8": {"pipeline.remat": "ffn"} | INT8,
+    "remat ffn, products int8, residuals 8bit": {"pipeline.remat": "ffn"} | INT8 | RESIDUALS_8BIT,
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4", "only": ["nothing", "weights bfloat16"]}
 
 
 class Figures(NamedTuple):
-    """GiB of a chip and seconds of a step, predicted and compiled; nan where the compiler refuses the program."""
+    """GiB of a chip and seconds of a step, predicted and compiled; nan where there is none, and why."""
 
     predicted: tuple[float, float]
-    compiled: tuple[float, float]
+    compiled: tuple[float, float] = (math.nan, math.nan)
+    why: str = ""
 
 
 def main() -> None:
@@ -64,7 +71,7 @@ def main() -> None:
     first = None
     for name in args.only:
         started, found = time.perf_counter(), figures(args, name)
-        first = first or found
+        first = first or found  # of a first row without figures the others have no differences
         print(f"| {name} | " + " | ".join(cells(found, first)) + " |", flush=True)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
@@ -75,47 +82,44 @@ def cells(found: Figures, first: Figures) -> list[str]:
     def cell(at: int, side: int) -> str:
         own, before = found[side][at], first[side][at]
         if math.isnan(own):
-            return "too large"
+            return ""
         if found is first or math.isnan(before):
             return f"{own:.2f} GiB" if at == 0 else f"{1e3 * own:.1f} ms"
         return f"{own - before:+.2f} GiB" if at == 0 else f"{100 * (own / before - 1):+.1f} %"
 
-    return [cell(at, side) for at in (0, 1) for side in (0, 1)]
+    shown = [cell(at, side) for at in (0, 1) for side in (0, 1)]
+    if "" in shown:
+        shown[shown.index("")] = found.why
+    return shown
 
 
 def figures(args: argparse.Namespace, name: str) -> Figures:
     import jax
 
     import parallax as px
-    from parallax.analysis.compiled import read_step
-    from parallax.analysis.flops import flops_per_token
-    from parallax.analysis.step_time import predict, step_time
+    from parallax.analysis.step_time import compile_and_read, predict
     from parallax.analysis.topology import read_topology
-    from parallax.runtime.chips import chip
-    from parallax.training.step import step_of
+    from parallax.runtime.errors import ConfigError
 
-    config, devices = config_of(args.config), absent_devices(args.topology)
-    config.update_from_flattened_dict(OPTIONS[name])
-    # On other slices than the config is for, as much work for each chip.
-    size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
-    if size > 0:  # else dp is what is left
-        config.mesh.dp = config.mesh.dp * len(devices) // size
-        config.data.global_batch = config.data.global_batch * len(devices) // size
-    settings = px.read_settings(config.to_dict())
-    estimate = predict(settings, read_topology(args.topology))
-    mesh = px.make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
-    step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
-    predicted = estimate.peak_bytes / 2**30, estimate.secs
+    config, devices, topology = config_of(args.config), absent_devices(args.topology), read_topology(args.topology)
+    predicted = math.nan, math.nan
     try:
-        program = step.lower(*shape).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Figures(predicted, (math.nan, math.nan))
-    read = read_step(program, step.model, seq=shape[1])
-    flops = flops_per_token(settings.model, step.model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
-    found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
-    return Figures(predicted, ((read.arguments + read.temporaries) / 2**30, found.total_secs))
+        # On other slices than the config is for, as much work for each chip.
+        size = math.prod(px.read_settings(config.to_dict()).mesh.sizes.values())
+        if size > 0:  # else dp is what is left
+            config.mesh.dp = config.mesh.dp * len(devices) // size
+            config.data.global_batch = config.data.global_batch * len(devices) // size
+        config.update_from_flattened_dict(OPTIONS[name])
+        settings = px.read_settings(config.to_dict())
+        estimate = predict(settings, topology)
+        predicted = estimate.peak_bytes / 2**30, estimate.secs
+        made = compile_and_read(settings, topology, devices, kernel_efficiency=args.kernels)
+    except (ConfigError, jax.errors.JaxRuntimeError) as error:
+        return Figures(predicted, why=f"no: {str(error).splitlines()[0]}")
+    if made.refused:
+        return Figures(predicted, why="too large")
+    secs = made.time.total_secs if made.time else math.nan
+    return Figures(predicted, ((made.arguments + made.temporaries) / 2**30, secs), why="no cycles")
 
 
 if __name__ == "__main__":

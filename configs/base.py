@@ -70,6 +70,9 @@ def get_config() -> ConfigDict:
     # int8, float8: of which parts of a layer: attention, its projections; mlp, that of dense layers and of shared
     # experts
     config.model.matmul_parts = "attention mlp"
+    # "compute" | "8bit": int8, float8: what is saved of an input for the weight's gradient: compute, it in model.dtype;
+    # 8bit, what it was rounded to
+    config.model.matmul_residuals = "compute"
 
     # Strings that say where arrays are cut.
     config.layout = ConfigDict()

@@ -133,7 +133,8 @@ def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
     """Which products are made in 8 bits, with a warning where the chip makes the other kind faster, or no kind fast."""
     if model.matmul == "compute":
         return
-    yield f"products of {' and '.join(model.matmul_parts.split())} in {model.matmul}"
+    saved = ", which save their input in 8 bits" * (model.matmul_residuals != "compute")
+    yield f"products of {' and '.join(model.matmul_parts.split())} in {model.matmul}{saved}"
     speeds = {name: known.matmul_speed(name) for name in MATMULS}
     best = max(MATMULS, key=lambda name: speeds[name])
     if model.matmul != best:

@@ -230,6 +230,8 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
     fastest = max(MATMULS, key=topology.chip.matmul_speed)
     if settings.model.matmul == "compute" != fastest:
         yield "model", {"matmul": fastest}
+    elif settings.model.matmul != "compute" == settings.model.matmul_residuals:
+        yield "model", {"matmul_residuals": "8bit"}
 
 
 def _on_host(settings: Settings, topology: Topology) -> Iterator[Values]:
@@ -291,7 +293,8 @@ def eight_bit_lines(settings: Settings, topology: Topology, now: Estimate) -> It
     """A step with products in 8 bits beside the same without."""
     if settings.model.matmul == "compute":
         return
-    without = predict(with_changes(settings, "model", matmul="compute"), topology)
+    plain = with_changes(settings, "model", matmul="compute", matmul_residuals="compute")
+    without = predict(plain, topology)
     tokens = settings.data.global_batch * settings.data.seq
     speeds = [
         f"{name} {found.secs:.3f} s a step, {tokens / found.secs:,.0f} tokens/s"

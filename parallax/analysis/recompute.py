@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import MATMUL_PARTS, ModelConfig
 from parallax.sharding.plan import FLOAT32_BYTES
 
 # Of the most that is saved: how far apart sets are that each layout of a sweep is tried with, and those of one layout.
@@ -38,9 +38,10 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     """
     kinds = Counter(model.kinds)
     d, heads, sizes = model.d_model, model.heads * model.d_head, model.sizes
-    of_float32 = FLOAT32_BYTES / jnp.dtype(model.dtype).itemsize
+    itemsize = jnp.dtype(model.dtype).itemsize
+    of_float32 = FLOAT32_BYTES / itemsize
     # Entries of a token in a layer that has the part, and parameters that it multiplies for them.
-    attention = {"norm": (2 * d, 0), "out": (d, heads * d)}
+    attention = {"out": (d, heads * d)}
     if model.attention == "mla":
         latents, shared = model.d_latent + model.d_latent_q, model.d_rope
         wide, read = model.heads * sizes["d_qk"], model.d_latent_q or d
@@ -60,7 +61,15 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     layers = {part: (model.layers, *cost) for part, cost in attention.items()}
     layers |= {part: (kinds["moe"], *cost) for part, cost in mixture.items()}
     hidden = kinds["dense"] * model.d_ff + kinds["moe"] * sizes["d_shared"]
-    layers |= {"ffn": (1, 2 * hidden, 2 * d * hidden), "swiglu": (1, hidden, 0)}
+    layers |= {"ffn": (1, 2 * hidden, 2 * d * hidden)}
+    # What is saved as 8-bit products read it. Router and experts read theirs too, and so does what makes d_rope.
+    of_8_bits = model.matmul != "compute" and model.matmul_residuals == "8bit"
+    of_heads, of_mlp = (
+        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in MATMUL_PARTS
+    )
+    of_heads = 1 if model.attention == "mla" else of_heads
+    layers["norm"] = 1, d * (model.layers * of_heads + kinds["dense"] * of_mlp + kinds["moe"]), 0
+    layers["swiglu"] = 1, kinds["dense"] * model.d_ff * of_mlp + kinds["moe"] * sizes["d_shared"], 0
     costs = {part: PartCost(float(n * width), 2.0 * n * weights) for part, (n, width, weights) in layers.items()}
     costs["core"] = PartCost(model.layers * (heads + model.heads * of_float32), float(model.layers * scores))
     return {part: costs[part] for part in model.remat_parts}

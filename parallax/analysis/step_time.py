@@ -450,8 +450,10 @@ class Overlap(NamedTuple):
     hidden: float
 
 
-def compile_and_read(settings: Settings, topology: Topology, devices: list[Any]) -> CompiledStep:
-    """Compile the training step of these settings and read the result."""
+def compile_and_read(
+    settings: Settings, topology: Topology, devices: list[Any], *, kernel_efficiency: float = 1.0
+) -> CompiledStep:
+    """Compile the training step of these settings and read the result; kernels at `kernel_efficiency` of peak."""
     mesh = make_mesh(dataclasses.replace(settings.mesh, simulate=0), devices)
     step, shape = step_of(settings, mesh), (settings.data.global_batch, settings.data.seq)
     model, lowered = step.model, step.lower(*shape)
@@ -468,7 +470,8 @@ def compile_and_read(settings: Settings, topology: Topology, devices: list[Any])
     if found.cycles is None:
         return CompiledStep("", found.arguments, found.temporaries, peak)
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / topology.devices
-    time = step_time(found, topology.chip, flops, dtype=settings.model.dtype)
+    how = dict(dtype=settings.model.dtype, kernel_efficiency=kernel_efficiency)
+    time = step_time(found, topology.chip, flops, **how)
     return CompiledStep("", found.arguments, found.temporaries, peak, time, overlaps(found, topology.chip))
 
 

@@ -18,7 +18,8 @@ RENAMED: dict[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
 ADDED = {
     "mesh": "replica cp ep",
     "model": "vocab_multiple layers_of experts experts_per_token d_expert shared_experts router_score "
-    "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts",
+    "router_normalized router_scale router_groups router_groups_chosen sliding_window matmul matmul_parts "
+    "matmul_residuals",
     "layout": "context exchange expert_chunk_tokens",
     "pipeline": "residuals_on",
     "data_parallel": "policy exceptions",

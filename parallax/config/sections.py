@@ -32,6 +32,7 @@ WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
 MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp")
+MATMUL_RESIDUALS = ("compute", "8bit")
 # Of model.layers_of: a group in parentheses or a kind by itself, and how often; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
 LAYER_GROUP = re.compile(r"(?:\(([^()]+)\)|([a-z]+))(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -140,6 +141,12 @@ class ModelConfig(Section, most=2**24):
         "int8, float8: of which parts of a layer: attention, its projections; mlp, that of dense layers and of shared "
         "experts",
     )
+    matmul_residuals: str = key(
+        "compute",
+        "int8, float8: what is saved of an input for the weight's gradient: compute, it in model.dtype; 8bit, what it "
+        "was rounded to",
+        choices=MATMUL_RESIDUALS,
+    )
 
     def check(self) -> None:
         self._check_matmul()
@@ -182,6 +189,11 @@ class ModelConfig(Section, most=2**24):
                 )
         if not self.matmul_parts.split():
             raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
+        if self.matmul == "compute" != self.matmul_residuals:
+            raise ConfigError(
+                f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
+                "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
+            )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope))
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(

@@ -133,15 +133,17 @@ class GQA(nn.Module):
     temperature: float
     out_scale: float
     matmul: str = "compute"
+    matmul_residuals: str = "compute"  # of q, k and v; attention itself saves what `out` reads
 
     def setup(self):
         x, out = self.family.input("d_model"), activation("heads/tp d_head")
         q, kv = (self.family.into("d_model", f"{heads} d_head") for heads in ("heads/tp", self.kv))
         wide = activation(f"{self.kv} d_head")
         dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
-        self.q = dense(q, x, out, bias=self.bias)
-        self.k = dense(kv, x, wide, bias=self.bias)
-        self.v = dense(kv, x, wide, bias=self.bias)
+        how = dict(bias=self.bias, matmul_residuals=self.matmul_residuals)
+        self.q = dense(q, x, out, **how)
+        self.k = dense(kv, x, wide, **how)
+        self.v = dense(kv, x, wide, **how)
         self.out = dense(self.family.back("heads/tp d_head"), out, self.residual, scale=self.out_scale)
         norm = lambda layout: RMSNorm(layout, self.sizes, self.norm_eps) if self.qk_norm else _as_it_is  # noqa: E731
         self.q_norm, self.k_norm = norm(out), norm(wide)
@@ -165,10 +167,11 @@ class GQA(nn.Module):
 
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        q, k = self.q(x), self.k(x, like=self.q)
+        x = self.q.input(x, part="norm", before=self.residual)
+        q, k = self.q(x), self.k(x)
         q, k = self.q_norm(self.read_by_norm(q)), self.k_norm(self.read_by_norm(k))
         q = checkpoint_name(rotate(q, context.rope), "q")
-        return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x, like=self.q), "kv")
+        return q, checkpoint_name(rotate(k, context.rope), "kv"), checkpoint_name(self.v(x), "kv")
 
     def _attend(self, q: Array, k: Array, v: Array, context: Context) -> Array:
         k, v = (self._read_by_own_queries(heads, q.shape[2]) for heads in (k, v))

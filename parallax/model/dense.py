@@ -7,8 +7,17 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from parallax.model.products import AMAX, AMAX_LAYOUT, COMPUTE, KERNEL, ROUNDED, scaled_product
-from parallax.sharding.collectives import reshard
+from parallax.model.products import (
+    AMAX,
+    AMAX_LAYOUT,
+    COMPUTE,
+    EIGHT_BITS,
+    KERNEL,
+    ROUNDED,
+    ProductInput,
+    scaled_product,
+)
+from parallax.sharding.collectives import bound_axis_sizes, reshard
 from parallax.sharding.einsum import einsum, einsum_layout
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
@@ -24,7 +33,8 @@ class Dense(nn.Module):
         scatter   "d_model/tp d_ff"     batch/dp seq d_model/tp -> batch/dp seq d_ff/tp
 
     `at_rest` is the kernel's dim that data axes may cut between its uses: see ShardingPlan. `matmul` says how the
-    product and the input's gradient are made: see parallax/model/products.py.
+    product and the input's gradient are made, `matmul_residuals` what the kernel's gradient is made of: see
+    parallax/model/products.py.
 
     Communication:
         forward   reduce_scatter of the partial sums over tp if a contracted dim and `y` are cut over tp;
@@ -41,6 +51,7 @@ class Dense(nn.Module):
     scale: float = 1.0  # of the initial values' standard deviation, fan_in ** -0.5
     at_rest: str = "d_model"
     matmul: str = COMPUTE
+    matmul_residuals: str = COMPUTE
 
     def setup(self):
         x, y = Layout.parse(self.x), Layout.parse(self.y)
@@ -53,25 +64,35 @@ class Dense(nn.Module):
             layout = " ".join("/".join((name, *y.cut_of(name))) for name in y.names if name not in x.names)
             self.shift = parameter(self, "bias", layout, self.sizes, nn.initializers.zeros)
 
-    def __call__(self, x: Array, *, behind: int = 0, like: "Dense | None" = None) -> Array:
-        """With so many zeros behind the entries of the last dim. In 8 bits x is rounded once with `like`, which has the
-        same input."""
+    def input(self, x: Array, *, part: str = "", before: str = "") -> Array | ProductInput:
+        """x as this product takes it and others do that have it, too: in 8 bits it is rounded once. Where 8 bits are
+        what is saved of it, it is of this part for `pipeline.remat`, if ranks of the layout `before` did not hold less
+        of it."""
+        if self.matmul == COMPUTE:
+            return x
+        axes_before, axes = (Layout.parse(layout).used_axes() for layout in (before or self.x, self.x))
+        pieces = math.prod(bound_axis_sizes().get(axis, 1) for axis in axes_before if axis not in axes)
+        saved = self.matmul_residuals == EIGHT_BITS and pieces == 1
+        return ProductInput.of(x, self.amax, form=self.matmul, part=part if saved else "")
+
+    def __call__(self, x: Array | ProductInput, *, behind: int = 0) -> Array:
+        """With so many zeros behind the entries of the last dim."""
         y_layout = Layout.parse(self.y)
         partial = einsum_layout([Layout.parse(self.x), Layout.parse(self.weight)], y_layout.names)
-        y = self._product(f"{self.x}, {self.weight} -> {partial}", x, behind, like)
+        y = self._product(f"{self.x}, {self.weight} -> {partial}", x, behind)
         y = reshard(f"{partial} -> {y_layout}", y)
         if not self.bias:
             return y
         shift = self.shift.astype(self.dtype)
         return y + shift.reshape((1,) * (y.ndim - shift.ndim) + shift.shape)
 
-    def _product(self, pattern: str, x: Array, behind: int, like: "Dense | None") -> Array:
+    def _product(self, pattern: str, x: Array | ProductInput, behind: int) -> Array:
         kernel = _padded(self.kernel.astype(self.dtype), behind)
         if self.matmul == COMPUTE:
             return einsum(pattern, x, kernel)
         rounded = self.get_variable(ROUNDED, KERNEL) if self.has_variable(ROUNDED, KERNEL) else None
-        how = dict(form=self.matmul, like=like.amax if like else None)
-        return scaled_product(pattern, x, kernel, self.amax, **how, rounded=_padded(rounded, behind))
+        how = dict(form=self.matmul, residuals=self.matmul_residuals, rounded=_padded(rounded, behind))
+        return scaled_product(pattern, x, kernel, self.amax, **how)
 
 
 def _padded(kernel: Array | None, behind: int) -> Array | None:

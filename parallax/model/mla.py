@@ -18,6 +18,7 @@ from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.kernels import platform_traced
 from parallax.model.norm import RMSNorm
+from parallax.model.products import ProductInput
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
@@ -66,6 +67,7 @@ class MLA(nn.Module):
     temperature: float
     out_scale: float
     matmul: str = "compute"
+    matmul_residuals: str = "compute"  # of what reads latents; the rotated key's product saves x, attention `out`'s
 
     def setup(self):
         self.queries = self._query_layers()
@@ -77,8 +79,9 @@ class MLA(nn.Module):
         up = self.family.into("d_latent", "heads/tp d_head"), self.family.input("d_latent", seq=seq)
         up = (*up, activation("heads/tp d_head", seq=seq))
         how = dict(sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
-        self.up_k = Up(*up, **how, at_rest="d_latent")
-        self.up_v = Up(*up, **how, at_rest="d_latent")
+        of_latent = dict(at_rest="d_latent", matmul_residuals=self.matmul_residuals)
+        self.up_k = Up(*up, **how, **of_latent)
+        self.up_v = Up(*up, **how, **of_latent)
         kernel = self.family.back("heads/tp d_head")
         self.out = Dense(kernel, heads, self.residual, **how, scale=self.out_scale)
 
@@ -88,7 +91,8 @@ class MLA(nn.Module):
         latent = reshard_in_order(f"{of_tokens} -> {of_keys}", latent)
         of_tokens, of_keys = (activation("d_rope", seq=seq) for seq in (SEQ, self._seq_of_keys))
         k_rope = reshard_in_order(f"{of_tokens} -> {of_keys}", k_rope)
-        k, v = self._keys(latent, k_rope), checkpoint_name(self.up_v(latent, like=self.up_k), "kv")
+        latents = self.up_k.input(latent)
+        k, v = self._keys(latents, k_rope), checkpoint_name(self.up_v(latents), "kv")
         sow_intermediates(self, context, q, k, scale=self._scale_of_scores, cache={"latent": latent, "k_rope": k_rope})
         how = dict(keys=self._seq_of_keys, scale=self._scale_of_scores, kernel=self.kernel)
         return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
@@ -136,7 +140,7 @@ class MLA(nn.Module):
             self._dense("d_model", "d_latent_q/tp"),
             RMSNorm(narrow, self.sizes, self.norm_eps),
             Reshard(narrow, self.family.input("d_latent_q")),
-            self._dense("d_latent_q", "heads/tp d_qk"),
+            self._dense("d_latent_q", "heads/tp d_qk", matmul_residuals=self.matmul_residuals),
         ]
 
     def _dense(self, dim: str, out: str, **how: str) -> Dense:
@@ -148,12 +152,12 @@ class MLA(nn.Module):
     def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries with their last d_rope entries rotated, the normed latent, the rotated key part."""
         x = reshard(f"{self.residual} -> {self.family.input('d_model')}", x)
-        q = x
+        q = of_tokens = self.queries[0].input(x)
         for layer in self.queries:
             part = "q" if layer is self.queries[-1] else "latent"
             q = checkpoint_name(layer(q), part) if isinstance(layer, Dense) else layer(q)
         q = checkpoint_name(self._rotated(q, context), "q")
-        latent = self.norm(checkpoint_name(self.down(x, like=self.queries[0]), "latent"))
+        latent = self.norm(checkpoint_name(self.down(of_tokens), "latent"))
         latent = reshard(f"{activation('d_latent/tp')} -> {self.family.input('d_latent')}", latent)
         k_rope = rotate(checkpoint_name(self.k_rope(x), "latent")[:, :, None], context.rope)[:, :, 0]
         return q, latent, k_rope
@@ -168,7 +172,7 @@ class MLA(nn.Module):
         q_head, q_rope = jnp.split(q, [head], axis=-1)
         return jnp.concatenate([q_head, rotate(q_rope, context.rope)], axis=-1)
 
-    def _keys(self, latent: Array, k_rope: Array) -> Array:
+    def _keys(self, latent: Array | ProductInput, k_rope: Array) -> Array:
         """Keys of the heads, and behind each the part that all share."""
         head, width = self.sizes["d_head"], k_rope.shape[-1]
         if joins_by_adding():

@@ -32,18 +32,21 @@ class GatedMLP(nn.Module):
     out_scale: float
     width: str = "d_ff"
     matmul: str = "compute"
+    matmul_residuals: str = "compute"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         whole, wide = self.family.input("d_model"), activation(f"{self.width}/tp")
         x = reshard(f"{self.residual} -> {whole}", x)
         kernel = self.family.into("d_model", f"{self.width}/tp")
-        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, matmul=self.matmul)
+        how = dict(matmul=self.matmul, matmul_residuals=self.matmul_residuals)
+        dense = partial(Dense, sizes=self.sizes, dtype=self.dtype, **how)
         gate, up = (dense(kernel, whole, wide, name=name) for name in ("gate", "up"))
         down = dense(self.family.back(f"{self.width}/tp"), wide, self.residual, scale=self.out_scale, name="down")
-        wide_gate, wide_up = gate(x), up(x, like=gate)
+        x = gate.input(x, part="norm", before=self.residual)
+        wide_gate, wide_up = gate(x), up(x)
         hidden = _gated(checkpoint_name(wide_gate, "ffn"), checkpoint_name(wide_up, "ffn"))
-        return down(checkpoint_name(hidden, "swiglu"))
+        return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 
 @jax.checkpoint  # its own backward pass keeps gate and up alone

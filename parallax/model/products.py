@@ -1,10 +1,12 @@
 """Matrix products in 8 bits, scaled by the maxima of the step before.
 
 Input and weight, and in the backward pass the gradient of the output, are divided by a scale, clipped and rounded to 8
-bits. The product and the input's gradient are made of them; the weight's gradient is made in the compute dtype, of the
-input and the gradient as they were. A scale is one number for a whole tensor of a layer: the largest magnitude that it
-had in the step before, over all microbatches and devices, so that nothing is computed, and no device waits, before
-rounding. A maximum is the same in whatever order it is taken. What grew since then is clipped: e4m3 would become nan.
+bits. The product and the input's gradient are made of them. The weight's gradient is made in the compute dtype, of the
+gradient as it was, and of the input as it was, or as it was rounded: then its 8 bits are what is saved of it.
+
+A scale is one number for a whole tensor of a layer: the largest magnitude that it had in the step before, over all
+microbatches and devices, so that nothing is computed, and no device waits, before rounding. A maximum is the same in
+whatever order it is taken. What grew since then is clipped: e4m3 would become nan.
 
 A product's largest magnitudes [3], of input, weight and gradient of the output, are a parameter. Its "gradient" is the
 largest magnitudes of this step, of which the maximum is kept where gradients are summed; see `latest_amax` for what
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.kernels import platform_traced
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
@@ -29,6 +32,7 @@ from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
 
 COMPUTE, MEASURED = "compute", "measured"
+EIGHT_BITS = "8bit"  # of residuals
 AMAX, AMAX_LAYOUT = "amax", "operands"  # a parameter's name, and its layout
 KERNEL, ROUNDED = "kernel", "rounded"  # the parameter beside it, and the collection of what it was rounded to
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -56,13 +60,56 @@ EIGHT_BIT_PRODUCTS = {
 }
 
 
+class Operand(NamedTuple):
+    """Numbers in 8 bits, or as they were, and what 1 of them stands for."""
+
+    values: Array
+    unit: Array | None
+
+    @staticmethod
+    def of(x: Array, kind: str, amax: Array, rounded: Array | None = None) -> "Operand":
+        """Of an array, or of what it was rounded to before; "" is no kind and rounds nothing."""
+        if not kind:
+            return Operand(x, None)
+        unit = unit_of(amax, kind)
+        return Operand(to_eight_bits(x, unit, kind) if rounded is None else rounded, unit)
+
+
+class ProductInput(NamedTuple):
+    """The input of products: as it is, as they all take it, and its largest magnitude."""
+
+    x: Array
+    operand: Operand
+    largest: Array
+
+    @staticmethod
+    def of(x: Array, amax: Array, *, form: str, part: str = "") -> "ProductInput":
+        """An input by the scale of one product, the first of those that take it. `part` is the name that its 8 bits
+        have for `pipeline.remat`; "" is none."""
+        fixed = lax.stop_gradient(x)
+        operand = Operand.of(fixed, EIGHT_BIT_PRODUCTS[form].operand, lax.stop_gradient(amax)[INPUT])
+        found = ProductInput(x, operand, largest(fixed))
+        if not part:
+            return found
+        values, most = (checkpoint_name(array, part) for array in (operand.values, found.largest))
+        return ProductInput(x, Operand(values, operand.unit), most)
+
+
 def scaled_product(
-    pattern: str, x: Array, w: Array, amax: Array, *, form: str, like: Array | None = None, rounded: Array | None = None
+    pattern: str,
+    x: Array | ProductInput,
+    w: Array,
+    amax: Array,
+    *,
+    form: str,
+    residuals: str = COMPUTE,
+    rounded: Array | None = None,
 ) -> Array:
     """`einsum(pattern, x, w)` in 8 bits, in x's dtype. `amax` are the largest magnitudes [3] that all is rounded by;
-    where one is 0, none is known, and what depends on it is nan. Its gradient is what they are now. `like` is that of
-    another product of the same input, whose scale is taken: XLA rounds the input once then. `rounded` is w as
-    `rounded_kernels` has it: of w only the gradient is taken then, and its largest magnitude is 0, not measured.
+    where one is 0, none is known, and what depends on it is nan. Its gradient is what they are now. An input of several
+    products has the scale that it was rounded by, once for all of them. `residuals` says what the weight's gradient is
+    made of, and what is saved of the input: EIGHT_BITS is what it was rounded to. `rounded` is w as `rounded_kernels`
+    has it: of w only the gradient is taken then, and its largest magnitude is 0, not measured.
 
     Communication:
         forward   nothing
@@ -72,8 +119,10 @@ def scaled_product(
     >>> scaled_product("seq d_model, d_model d_ff -> seq d_ff", x, w, amax, form="int8").item()
     27.0
     """
-    letters, of_input = einsum_letters(pattern, x, w), lax.stop_gradient(amax if like is None else like)[INPUT]
-    return _product(letters, form, *vary_alike((x, w, amax, of_input, rounded)))
+    x = x if isinstance(x, ProductInput) else ProductInput.of(x, amax, form=form)
+    saves = residuals if EIGHT_BIT_PRODUCTS[form].operand else COMPUTE
+    x, w, amax, values, unit, most, rounded = vary_alike((x.x, w, amax, *x.operand, x.largest, rounded))
+    return _product(einsum_letters(pattern, x, w), form, saves, x, w, amax, Operand(values, unit), most, rounded)
 
 
 def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:
@@ -138,29 +187,52 @@ def latest_amax(found: Array, before: Array) -> Array:
     return jnp.where(found > 0, rounded, before)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(letters: str, form: str, x: Array, w: Array, amax: Array, of_input: Array, rounded: Array | None) -> Array:
-    return _forward(letters, form, x, w, amax, of_input, rounded)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(
+    letters: str,
+    form: str,
+    saves: str,
+    x: Array,
+    w: Array,
+    amax: Array,
+    operand: Operand,
+    most: Array,
+    rounded: Array | None,
+) -> Array:
+    return _forward(letters, form, saves, x, w, amax, operand, most, rounded)[0]
 
 
 def _forward(
-    letters: str, form: str, x: Array, w: Array, amax: Array, of_input: Array, rounded: Array | None
+    letters: str,
+    form: str,
+    saves: str,
+    x: Array,
+    w: Array,
+    amax: Array,
+    operand: Operand,
+    most: Array,
+    rounded: Array | None,
 ) -> tuple[Array, tuple]:
-    kind = EIGHT_BIT_PRODUCTS[form].operand
-    y = _multiplied(letters, form, Operand.of(x, kind, of_input), Operand.of(w, kind, amax[WEIGHT], rounded), x.dtype)
-    return y, (x, w, amax, rounded, largest(x), largest(w) if rounded is None else jnp.zeros_like(of_input))
+    y = _multiplied(
+        letters, form, operand, Operand.of(w, EIGHT_BIT_PRODUCTS[form].operand, amax[WEIGHT], rounded), x.dtype
+    )
+    of_w = largest(w) if rounded is None else jnp.zeros_like(most)
+    saved = Operand(x, None) if saves == COMPUTE else operand
+    return y, (saved, w, amax, rounded, most, of_w)
 
 
-def _backward(letters: str, form: str, saved: tuple, dy: Array) -> tuple:
+def _backward(letters: str, form: str, saves: str, saved: tuple, dy: Array) -> tuple:
     x, w, amax, rounded, of_x, of_w = saved
     kinds = EIGHT_BIT_PRODUCTS[form]
     operands, result = letters.split("->")
     left, right = operands.split(",")
     gradient = Operand.of(dy, kinds.gradient, amax[GRADIENT])
     weight = Operand.of(w, kinds.operand, amax[WEIGHT], rounded)
-    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, x.dtype)
-    (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x, w), w)[1](dy)
-    return dx, dw, jnp.stack([of_x, of_w, largest(dy)]), None, None
+    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, dy.dtype)
+    # Numbers of 8 bits are exact in bfloat16; what 1 of them stands for is not.
+    (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x.values.astype(dy.dtype), w), w)[1](dy)
+    dw = dw if x.unit is None else (dw.astype(jnp.float32) * x.unit).astype(w.dtype)
+    return dx, dw, jnp.stack([of_x, of_w, largest(dy)]), None, None, None
 
 
 _product.defvjp(_forward, _backward)
@@ -170,21 +242,6 @@ def largest(x: Array) -> Array:
     """The largest magnitude, float32; nan if an entry is."""
     # The last dim apart: so compilers for TPU take it in the pass that rounds.
     return jnp.max(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(x.ndim - 1))))
-
-
-class Operand(NamedTuple):
-    """Numbers in 8 bits, or as they were, and what 1 of them stands for."""
-
-    values: Array
-    unit: Array | None
-
-    @staticmethod
-    def of(x: Array, kind: str, amax: Array, rounded: Array | None = None) -> "Operand":
-        """Of an array, or of what it was rounded to before; "" is no kind and rounds nothing."""
-        if not kind:
-            return Operand(x, None)
-        unit = unit_of(amax, kind)
-        return Operand(to_eight_bits(x, unit, kind) if rounded is None else rounded, unit)
 
 
 def _multiplied(letters: str, form: str, x: Operand, w: Operand, dtype: Any) -> Array:

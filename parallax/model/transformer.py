@@ -86,7 +86,7 @@ class Block(nn.Module):
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
             tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp")
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
-        how = dict(matmul=self._matmul("mlp"))
+        how = dict(matmul=self._matmul("mlp"), matmul_residuals=self.model.matmul_residuals)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)
 
     def _matmul(self, part: str) -> str:
@@ -99,6 +99,7 @@ class Block(nn.Module):
         shared |= {"sizes": m.sizes, "dtype": m.dtype, "kernel": m.kernel, "bias": m.qkv_bias}
         shared |= {"temperature": Rope(m).temperature(), "out_scale": self._out_scale}
         shared |= {"norm_eps": m.norm_eps, "matmul": self._matmul("attention")}
+        shared |= {"matmul_residuals": m.matmul_residuals}
         return MLA(**shared) if m.attention == "mla" else GQA(kv=self.kv, qk_norm=m.qk_norm, **shared)
 
 

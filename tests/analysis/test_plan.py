@@ -27,6 +27,7 @@ from parallax.analysis.plan import (
     REMAT_WIDTH,
     Change,
     compiled_lines,
+    eight_bit_lines,
     helpful_changes,
     neighbours,
     plan_heading,
@@ -630,10 +631,20 @@ def test_what_is_narrow_or_on_the_host_is_not_offered_again():
     settings = tiny(**asked, fsdp_gather_dtype="int8", model_matmul="int8", pipeline_residuals_on="host")
     offered = {flags for flags, _ in neighbours(settings, PAIR)}
     assert "--config.optimizer.v_dtype=float8" in offered
-    assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul" in flags]
+    assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul=" in flags]
     assert not [flags for flags in offered if "gather_dtype" in flags or "residuals_on" in flags]
     without_link = PAIR._replace(chip=PAIR.chip._replace(host_bandwidth=0.0))
     assert not [flags for flags, _ in neighbours(tiny(), without_link) if flags.endswith("=host")]
+
+
+def test_8_bit_residuals_are_offered_and_said_with_8_bit_products():
+    flags = "--config.model.matmul_residuals=8bit"
+    offered = [{flags for flags, _ in neighbours(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
+    assert flags not in offered[0] and flags in offered[1]
+    both = tiny(model_matmul="int8", model_matmul_residuals="8bit")
+    assert not [flags for flags, _ in neighbours(both, PAIR) if "matmul" in flags]
+    assert "in int8, which save their input in 8 bits" in plan_heading("tiny", both, PAIR)
+    assert any("times as fast" in line for line in eight_bit_lines(both, PAIR, predict(both, PAIR)))
 
 
 def test_the_heading_says_stages_of_a_rank_and_gathers_ahead_where_they_are_asked_for():

@@ -11,6 +11,7 @@ from parallax.model.products import (
     EIGHT_BIT_PRODUCTS,
     MEASURED,
     ROUNDED,
+    ProductInput,
     apart,
     latest_amax,
     rounded_kernels,
@@ -51,8 +52,8 @@ def operands(pattern):
     return letters, x, w, dy
 
 
-def product_and_gradients(pattern, x, w, amax, dy, form):
-    y, pull = jax.vjp(lambda *args: scaled_product(pattern, *args, form=form), x, w, amax)
+def product_and_gradients(pattern, x, w, amax, dy, form, **how):
+    y, pull = jax.vjp(lambda *args: scaled_product(pattern, *args, form=form, **how), x, w, amax)
     return y, *pull(dy)
 
 
@@ -69,6 +70,37 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(pattern, form
     np.testing.assert_allclose(dx, np.einsum(of_x, dy_8bit, w_8bit), rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(dw, np.einsum(of_w, x, dy), rtol=1e-5, atol=1e-8)  # of what was not rounded
     np.testing.assert_array_equal(found, [np.abs(array).max() for array in (x, w, dy)])
+
+
+@pytest.mark.parametrize("form", FORMS_OF_8_BITS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_with_8_bit_residuals_the_weights_gradient_is_that_of_the_rounded_input_and_no_more_changes(pattern, form):
+    letters, x, w, dy = operands(pattern)
+    amax = np.float32([2.0, 1.5, 2e-3])
+    plain = product_and_gradients(pattern, x, w, jnp.asarray(amax), dy, form)
+    found = product_and_gradients(pattern, x, w, jnp.asarray(amax), dy, form, residuals="8bit")
+    for at in (0, 1, 3):
+        np.testing.assert_array_equal(found[at], plain[at])
+    of_rounded = np.einsum(BACKWARD[letters][1], rounded(x, amax[0], DTYPES[form][0]), dy)
+    np.testing.assert_allclose(found[2], of_rounded, rtol=1e-5, atol=1e-8)
+    assert not np.allclose(found[2], plain[2], rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS_OF_8_BITS)
+def test_of_an_input_8_bit_residuals_save_its_8_bits_once_for_several_products(form):
+    pattern = next(iter(PATTERNS))
+    _, x, w, _ = operands(pattern)
+
+    def saved(residuals):
+        def multiply(x, w):
+            x = ProductInput.of(x, jnp.ones(3), form=form)
+            return [scaled_product(pattern, x, w, jnp.ones(3), form=form, residuals=residuals) for _ in range(2)]
+
+        _, pull = jax.vjp(multiply, jnp.asarray(x), jnp.asarray(w))
+        return [leaf for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(pull)}.values() if leaf.shape == x.shape]
+
+    assert [leaf.dtype.name for leaf in saved("compute")] == ["float32"]
+    assert [leaf.dtype.name for leaf in saved("8bit")] == [EIGHT_BIT_DTYPES[form].name]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -105,7 +137,11 @@ def test_products_of_one_input_take_one_scale_and_each_finds_its_own_maximum(for
     pattern = next(iter(PATTERNS))
     _, x, w, dy = operands(pattern)
     own, other = jnp.float32([0.0, 2.0, 1e-3]), jnp.float32([3.0, 9.0, 9.0])
-    y, pull = jax.vjp(lambda own, other: scaled_product(pattern, x, w, own, form=form, like=other), own, other)
+
+    def multiply(own, other):
+        return scaled_product(pattern, ProductInput.of(x, other, form=form), w, own, form=form)
+
+    y, pull = jax.vjp(multiply, own, other)
     both = jnp.float32([3.0, 2.0, 1e-3])
     np.testing.assert_array_equal(y, scaled_product(pattern, x, w, both, form=form))
     of_own, of_other = pull(dy)
@@ -140,6 +176,8 @@ def test_operands_in_bfloat16_give_bfloat16():
     for form in EIGHT_BIT_PRODUCTS:
         y, dx, dw, found = product_and_gradients(pattern, x, w, jnp.ones(3), dy, form)
         assert {array.dtype.name for array in (y, dx, dw)} == {"bfloat16"} and found.dtype == jnp.float32
+        _, _, dw, _ = product_and_gradients(pattern, x, w, jnp.ones(3), dy, form, residuals="8bit")
+        assert dw.dtype.name == "bfloat16"
 
 
 def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_not_change_it():
@@ -158,6 +196,8 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
         (dict(matmul_parts="mpl"), "model.matmul_parts='mpl': 'mpl' is no part; use a set of attention, mlp"),
         (dict(matmul_parts="mlp experts"), "'experts' is no part: products of experts are made in model.dtype"),
         (dict(matmul_parts=" "), "names no part"),
+        (dict(matmul="int8", matmul_residuals="int8"), "model.matmul_residuals='int8' is unknown"),
+        (dict(matmul_residuals="8bit"), "model.matmul_residuals='8bit' does nothing with model.matmul='compute'"),
         (dict(matmul="int8", d_ff=2**18), "sums products of a dim of 262144 in int32, which holds 133144 of them"),
     ],
 )

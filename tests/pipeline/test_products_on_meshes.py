@@ -10,25 +10,31 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from tiny import SEQ, SEQ_CUT, build, make_batch, params_of
+from tiny import SEQ, SEQ_CUT, build, make_batch, model_config, params_of
 
 from parallax.analysis.memory import memory
+from parallax.analysis.recompute import part_costs
 from parallax.checkpoint.arrays import flatten
 from parallax.model.products import is_scale, latest_amax
 from parallax.runtime.errors import ConfigError
 from parallax.runtime.jaxprs import within
+from parallax.sharding.layout import named_leaves
 from parallax.training.step import with_first_scales
 
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 0.05  # of a loss; of a leaf's norm: what left out a microbatch is wrong by a quarter
+GATHERS = dict(gather_dtype="int8", matmul_parts="mlp")
 MODELS = {
     "gqa": dict(attention="gqa", layers=4),
     "mla": dict(attention="mla", layers=4, d_latent_q=16),
     "moe": dict(attention="gqa", layers=4, layers_of="(dense moe)*2", shared_experts=1, experts=4, d_expert=16),
 }
+EIGHT_BIT = dict(matmul_residuals="8bit")
 FAST = {
     "zero bubble": ("gqa", "int8", (2, 2, 2), dict(schedule="zero_bubble", remat="none", policy="zero1")),
     "context": ("gqa", "float8", (1, 2, 2, 1, 2, 1), dict(context="ring", remat="norm swiglu", prefetch=1)),
     "experts": ("moe", "int8", (1, 1, 2, 1, 1, 4), dict(tensor_parallel="scatter", policy="lean")),
+    "8-bit residuals": ("gqa", "int8", (2, 2, 2), EIGHT_BIT | dict(schedule="zero_bubble", remat="none")),
+    "rounded gathers": ("gqa", "float8", (1, 2, 2), GATHERS),
 }
 SLOW = {
     "tensor": ("gqa", "int8", (1, 2, 4), dict(residual=SEQ_CUT, remat="attention")),
@@ -38,8 +44,21 @@ SLOW = {
     "V": ("gqa", "int8", (2, 1, 2, 2), dict(schedule="zero_bubble_v", remat="layer", policy="ddp")),
     "Ulysses": ("mla", "int8", (1, 1, 2, 1, 4, 1), dict(context="ulysses", reduce="compute")),
     "uneven": ("gqa", "int8", (2, 2, 1), dict(schedule="zero_bubble", layers=3)),
+    "8-bit residuals, sets": (
+        "mla",
+        "float8",
+        (2, 2, 2),
+        EIGHT_BIT | dict(schedule="gpipe", remat="q ffn", residuals_on="host"),
+    ),
+    "8-bit residuals, V": ("gqa", "float8", (2, 1, 2), EIGHT_BIT | dict(schedule="zero_bubble_v", residual=SEQ_CUT)),
+    "8-bit residuals, scatter": ("gqa", "int8", (1, 2, 4), EIGHT_BIT | dict(remat="ffn", tensor_parallel="scatter")),
+    "rounded gathers, zero1": ("mla", "int8", (2, 2, 2), GATHERS | dict(schedule="zero_bubble", policy="zero1")),
+    "rounded gathers, ahead": ("moe", "int8", (1, 2, 2, 1, 1, 2), GATHERS | dict(prefetch=1)),
     "two kinds": ("moe", "float8", (2, 1, 1, 1, 1, 4), dict(schedule="zero_bubble", remat="layer")),
 }
+
+
+ARITHMETIC = ("layers", "matmul_parts", "matmul_residuals", "gather_dtype")  # what one device must do, too
 
 
 @functools.cache
@@ -59,19 +78,19 @@ def found_of(mesh, name, form, **how):
 
 
 @functools.cache
-def alone(name, form, layers):
-    return found_of((1, 1, 1), name, form, layers=layers)
+def alone(name, form, **how):
+    return found_of((1, 1, 1), name, form, **how)
 
 
 def check(case):
     name, form, mesh, how = case
     loss, grads, first, then = found_of(mesh, name, form, **how)
-    expected = alone(name, form, how.get("layers", 4))
+    expected = alone(name, form, **{key: how[key] for key in ARITHMETIC if key in how})
     np.testing.assert_allclose(loss, expected[0], rtol=LOSS_ERROR)
     errors = {at: np.linalg.norm(grads[at] - own) / np.linalg.norm(own) for at, own in expected[1].items()}
     assert {at: error for at, error in errors.items() if not error <= GRADIENT_ERROR} == {}
     for scales, own in ((first, expected[2]), (then, expected[3])):
-        assert scales.keys() == own.keys() and len(own) >= 7
+        assert scales.keys() == own.keys() and len(own) >= (7 if "matmul_parts" not in how else 3)
         for at in own:
             assert (own[at] > 0).all()
             np.testing.assert_array_equal(scales[at], own[at], err_msg=at)
@@ -107,6 +126,27 @@ def test_kernels_of_8_bit_products_travel_in_8_bits():
     assert [row.travels for row in rows].count("int8") == 7  # as the plan says
 
 
+def test_gather_dtype_is_for_the_kernels_that_no_8_bit_product_reads():
+    """Of these alone it changes how they travel, and what is computed."""
+
+    def model_of(**how):
+        return build((1, 2, 2), matmul="float8", **MODELS["gqa"] | how)
+
+    def travels(model):
+        rows = named_leaves(model.plan.rows["blocks"])
+        return {name: row.travels for name, row in rows.items() if name.endswith("kernel")}
+
+    def found(model):
+        params = with_first_scales(model, params_of(model), batch(), seed=0)
+        return jax.jit(model.loss_and_grad)(params, batch())
+
+    for name, dtype in travels(model_of(matmul_parts="mlp", gather_dtype="int8")).items():
+        assert dtype == ("float8_e4m3fn" if name.startswith("mlp") else "int8"), name
+    plain, rounded = model_of(), model_of(gather_dtype="int8")
+    assert set(travels(rounded).values()) == {"float8_e4m3fn"} and travels(plain) == travels(rounded)
+    jax.tree.map(np.testing.assert_array_equal, found(plain), found(rounded))
+
+
 def test_ranks_that_share_key_heads_or_gather_latents_are_refused():
     with pytest.raises(ConfigError, match="mesh.tp=8 ranks share model.kv_heads=4"):
         build((1, 1, 8), matmul="int8", **MODELS["gqa"])
@@ -120,9 +160,68 @@ def test_ranks_that_share_key_heads_or_gather_latents_are_refused():
 def test_a_layer_saves_what_it_saves_without_and_its_maxima(name):
     """An input that several products read is saved once."""
 
-    def saved(form):
+    def saved_by(form):
         model = build((1, 1, 1), matmul=form, remat="none", microbatches=1, **MODELS[name])
         return memory(model, {}, global_batch=32, seq=SEQ).saved_activations
 
     layers, products_of_layer = 4, 9
-    assert 0 <= saved("int8") - saved("compute") <= 2 * 4 * layers * products_of_layer
+    assert 0 <= saved_by("int8") - saved_by("compute") <= 2 * 4 * layers * products_of_layer
+
+
+# What a token has saved of a layer's inputs in the compute dtype, by what is made again: entries, and arrays. d_model
+# is 32, d_ff 64; attention and the MLP read a normed input each.
+INPUTS = {
+    "none": (2 * 32 + 64, 3),
+    "ffn": (2 * 32 + 64, 3),
+    "swiglu": (2 * 32, 2),
+    "norm": (64, 1),
+    "elementwise": (0, 0),
+    "layer": (0, 0),
+}
+
+
+def saved(residuals, mesh=(1, 1, 1), **how):
+    how = dict(matmul="int8", matmul_residuals=residuals, microbatches=1) | how
+    return memory(build(mesh, **MODELS["gqa"] | how), {}, global_batch=8, seq=SEQ).saved_activations
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("remat", INPUTS)
+def test_8_bit_residuals_save_each_input_once_in_a_byte_an_entry(remat):
+    """In place of four. Beside them each array has its largest magnitude, a float32."""
+    layers, (entries, arrays) = 4, INPUTS[remat]
+    fewer = 3 * 8 * SEQ * entries - 4 * arrays
+    assert saved("compute", remat=remat) - saved("8bit", remat=remat) == layers * fewer
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sweep_counts_the_8_bits_of_a_part(name):
+    def saved_of(remat):
+        how = dict(matmul="int8", matmul_residuals="8bit", microbatches=1, remat=remat)
+        model = build((1, 1, 1), **MODELS[name] | how)
+        return memory(model, {}, global_batch=8, seq=SEQ).saved_activations
+
+    costs = part_costs(model_config(matmul="int8", matmul_residuals="8bit", **MODELS[name]), seq=SEQ)
+    for part, other in (("norm", "swiglu"), ("swiglu", "norm")):
+        found = saved_of(other) - saved_of("norm swiglu")
+        maxima = found - 4 * 8 * SEQ * costs[part].width
+        assert 0 <= maxima <= 4 * 2 * 4
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("how", [dict(residual=SEQ_CUT), {}, dict(tensor_parallel="scatter")], ids=str)
+def test_8_bit_residuals_are_not_saved_where_ranks_gathered_them(how):
+    """Four tp ranks hold as much of an input in float32 before it is gathered."""
+    before, after = (saved(residuals, (1, 1, 4), remat="swiglu", **how) for residuals in ("compute", "8bit"))
+    assert (after < before) if how.get("tensor_parallel") else (after == before)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("remat", ["none", "elementwise", "layer"])
+def test_what_waits_for_weights_gradients_is_in_8_bits(remat):
+    """W reads inputs, whatever is made again for B: those of 4 layers on 2 ranks, for as many microbatches as wait."""
+    how = dict(schedule="zero_bubble", remat=remat, microbatches=4)
+    before, after = (saved(residuals, (2, 1, 1), **how) for residuals in ("compute", "8bit"))
+    a_microbatch = 2 * (3 * 2 * SEQ * 2 * 32 - 4 * 2)
+    assert before - after >= 2 * a_microbatch

@@ -16,6 +16,7 @@ from parallax.interop.safetensors import read_model
 from parallax.model.products import is_scale, latest_amax
 from parallax.runtime.errors import CheckpointError, ConfigError
 from parallax.training.optimizer import make_optimizer
+from parallax.training.resume import is_fixed
 from parallax.training.run import train
 from parallax.training.step import make_train_step
 
@@ -130,6 +131,10 @@ def test_a_run_that_was_stopped_ends_with_the_same_scales(corpus, run_8bit, tmp_
 def test_a_run_does_not_go_on_with_other_products(corpus, run_8bit):
     with pytest.raises(CheckpointError, match="model.matmul='int8' there, 'compute' here"):
         train(tiny_config(corpus, **{"train.steps": 20}), run_8bit)
+
+
+def test_a_run_does_not_go_on_with_other_residuals():
+    assert is_fixed("model.matmul") and is_fixed("model.matmul_residuals")
 
 
 def test_an_evaluation_has_the_scales_of_the_run(run_8bit, capsys):
