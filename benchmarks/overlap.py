@@ -10,7 +10,8 @@ milliseconds as parallax.analysis estimates them, and *share* is that of waits i
 are the shares of bytes over these axes, *dp* with those over dp and cp together, that go on while something is
 computed: asynchronous, with compute between start and done. The compiler gives kernels no cycles; they are priced at
 the longer of their FLOPs, at the share of peak that --kernels says, and their bytes, and *MFU* is with them, *MFU-*
-leaves them out.
+leaves them out. *sent* are the GiB that a chip sends in a step, and *hidden* those that compute between start and done
+covers.
 """
 
 import argparse
@@ -49,17 +50,27 @@ RING = {"layout.context": "ring", "model.kernel": "xla"}
 # What XLA may be told for GPUs, one at a time beside the first.
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
+PIPELINED = [{f"xla_gpu_enable_pipelined_{kind}": True} for kind in COMBINED]
+# Named, since by default not all of a step's kernels are launched together.
+LAUNCHED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 GPU_OPTIONS = [
-    {},
     HIDING,
-    HIDING | {"xla_gpu_enable_pipelined_all_gather": True},
-    HIDING | {f"xla_gpu_enable_pipelined_{kind}": True for kind in COMBINED},
+    *(HIDING | one for one in PIPELINED),
+    HIDING | {name: True for one in PIPELINED for name in one},
     HIDING | {"xla_gpu_enable_while_loop_double_buffering": True},
     HIDING | {f"xla_gpu_{kind}_combine_threshold_bytes": 2**30 for kind in COMBINED},
     HIDING | {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COMBINED},
     HIDING | {"xla_gpu_enable_command_buffer": ""},
+    HIDING | {"xla_gpu_enable_command_buffer": LAUNCHED},
 ]
-GPU_ROWS = [Row({}), *(Row({}, False, told) for told in GPU_OPTIONS), Row(PLAIN), Row(AHEAD), Row(PLAIN | AHEAD)]
+GPU_ROWS = [
+    Row({}),
+    *(Row({}, told=told) for told in GPU_OPTIONS),
+    Row(PLAIN),  # reduce-scatters, which can be pipelined, in place of all-to-alls
+    Row(PLAIN, told=HIDING | PIPELINED[1]),
+    Row(AHEAD),
+    Row(PLAIN | AHEAD),
+]
 ROWS = {
     "llama_1b_16": [
         Row({}),
@@ -99,7 +110,7 @@ ROWS = {
     "tiny_gqa": [Row({})],
 }
 SMALLEST = {"config": "tiny_gqa", "topology": "v5e:2x4"}
-COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "ep", "tp", "MFU", "MFU-")
+COLUMNS = ("GiB", "compute", "kernels", "waits", "share", "dp", "cp", "ep", "tp", "MFU", "MFU-", "sent", "hidden")
 
 
 def main() -> None:
@@ -136,7 +147,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     import parallax as px
     from parallax.analysis.compiled import read_step
     from parallax.analysis.flops import flops_per_token
-    from parallax.analysis.step_time import step_time
+    from parallax.analysis.step_time import overlaps, step_time
     from parallax.runtime.chips import chip
     from parallax.sharding import compiler
     from parallax.training.step import step_of
@@ -155,6 +166,7 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
     read = read_step(program, model, seq=shape[1])
     flops = flops_per_token(settings.model, model.shapes, seq=shape[1]) * math.prod(shape) / mesh.size
     found = step_time(read, chip(args.topology), flops, kernel_efficiency=args.kernels)
+    sent = overlaps(read, chip(args.topology))
     without = found.mfu * found.total_secs / (found.total_secs - found.pallas_secs)
     millis = (found.compute_secs, found.pallas_secs, sum(found.exposed_secs.values()))
     return [
@@ -163,6 +175,8 @@ def figures(args: argparse.Namespace, devices: Any, row: Row) -> list[str]:
         f"{100 * sum(found.exposed_secs.values()) / found.total_secs:.1f} %",
         *(hidden(read.collectives, axes) for axes in (("dp",), ("cp",), ("ep",), ("tp",))),
         *(f"{100 * share:.1f} %" for share in (found.mfu, without)),
+        f"{sum(row.bytes for row in sent) / 2**30:.1f}",
+        f"{sum(row.bytes * row.hidden for row in sent) / 2**30:.1f}",
     ]
 
 

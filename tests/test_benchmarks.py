@@ -31,7 +31,7 @@ RUNS = {
     "guard.py": r"CPU time +with / without +\d+\.\d{3}",
     "hf_table.py": r"\| \w+ \| 1·1·1 \| \d\.\de-\d+ \|.*",
     "meshes.py": r" 1  1  1  \d\.\d{5} +0\.0e\+00",
-    "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|",
+    "overlap.py": r"\| nothing \| \d+\.\d\d \|.* \d+\.\d % \|( \d+\.\d \|){2}",
     "options.py": r"\| weights bfloat16 \|( [+-]\d\.\d\d GiB \|){2}( [+-]\d+\.\d % \|){2}",
     "plan.py": r"Spearman's correlation of 2 layouts: -?1\.00",
     "predictions.py": rf"\| tiny_gqa \| 1·1·1 \| accumulate \| layer \|{PAIRS}.*",

@@ -27,7 +27,7 @@ from parallax.analysis.hlo import (
     shape_bytes,
 )
 from parallax.analysis.recompute import forward_flops, recomputed_flops
-from parallax.analysis.roofline import moved_bytes, roofline_secs
+from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
@@ -231,7 +231,7 @@ class TimelineReader:
                 yield self._branch(one)
             elif one.kind == "call":
                 yield from self.computation(one.called[0])
-            elif one.kind in ("fusion", "async-start"):
+            elif one.kind in (*FUSIONS, "async-start"):
                 yield from self._fused(one, computation)
             elif one.kind in ("call-start", "call-update"):
                 yield from self._offloaded(one, computation)

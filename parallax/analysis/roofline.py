@@ -2,8 +2,9 @@
 
 An instruction takes the longer of two times: that of its matrix products at the chip's peak for their dtype, and that
 of its bytes at the bandwidth of the chip's memory. What a fusion computes stays in its core; of an array that it slices
-the slice alone is read, and of one that it updates in place the update alone is written. Launches, caches, other
-arithmetic and tiles that fill no core count as nothing, so that most steps take longer than this.
+the slice alone is read, and of one that it updates in place the update alone is written. A fusion that runs beside
+others, as jax 0.12 copies slots, takes the memory's bandwidth from them, and counts as if in turn. Launches, caches,
+other arithmetic and tiles that fill no core count as nothing, so that most steps take longer than this.
 """
 
 import re
@@ -16,6 +17,7 @@ PEAK_OF_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "
 # What runs nothing, and copies between a GPU and its host, which are none of its memory's bandwidth.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"copy-start", "copy-done", "opt-barrier", "add-dependency"}
+FUSIONS = ("fusion", "fusion-start")
 SLICING = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
 WORKSPACE = ("s8[", "u8[")
@@ -40,7 +42,7 @@ def moved_bytes(one: Instruction, home: Computation, module: Module) -> int:
     """Bytes that an instruction of this computation reads from memory and writes there."""
     if one.kind in FREE or one.kind.endswith("-done"):
         return 0
-    if one.kind == "fusion":
+    if one.kind in FUSIONS:
         return _of_fusion(one, home, module)
     if one.kind in SLICING:
         return 2 * shape_bytes(one.shape)

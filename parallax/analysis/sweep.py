@@ -194,12 +194,15 @@ class PricedLayout(NamedTuple):
 
 class Sweep:
     """A search for the `keep` fastest layouts. `rows` are those priced so far, fastest first; `passed` counts the
-    others by the reason why they were passed over: "not legal", "too large", "slower". `sets` are the settings' own
-    layout with other values of `pipeline.remat`, fastest first."""
+    others by the reason why they were passed over: "not legal", "too large", "slower", "beyond --most". `sets` are the
+    settings' own layout with other values of `pipeline.remat`, fastest first."""
 
-    def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int):
-        """ConfigError where the settings' own layout is not legal."""
-        self.settings, self.cache, self.keep = settings, cache, keep
+    def __init__(self, settings: Settings, topology: Topology, cache: Cache, *, keep: int, most: int = 0):
+        """Looks at `most` layouts beside the settings' own, those whose bound is least, or at all if that is 0.
+
+        ConfigError where the settings' own layout is not legal.
+        """
+        self.settings, self.cache, self.keep, self.most = settings, cache, keep, most
         self.own = Choice.of(settings)
         self.rows: list[PricedLayout] = []
         self.passed: Counter[str] = Counter()
@@ -208,7 +211,8 @@ class Sweep:
         self.least = LeastWork(settings, self.topology, model_on_topology(settings, self.topology))
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Price layouts, those first whose bound is least, until no other can be among the best.
+        """Price layouts, those first whose bound is least, until no other can be among the best, or `most` were looked
+        at.
 
         `progress` is told how many of how many are done. What was done before an interruption is kept.
         """
@@ -219,6 +223,9 @@ class Sweep:
             progress(done, len(waiting))
             if len(self.rows) >= self.keep and bound_of[choice] > self.rows[self.keep - 1].estimate.secs:
                 self.passed["slower"] += len(waiting) - done
+                break
+            if self.most and done >= self.most:
+                self.passed["beyond --most"] += len(waiting) - done
                 break
             if choice != self.own:
                 self._look_at(choice)

@@ -36,6 +36,7 @@ FLAGS = {
     "analytic": Flag("compile nothing", False),
     "sweep": Flag("price all legal layouts, and compile the best", False),
     "keep": Flag("sweep: find so many of the fastest layouts; default: 12", 12),
+    "most": Flag("sweep: look at so many layouts, those that may be fastest; default: 0, as many as it takes", 0),
     "compile": Flag("sweep: compile so many of them; default: 3", 3),
     "svg": Flag("sweep: draw memory against time to this file"),
     "cache": Flag("sweep: the folder where it keeps what it has found; default: .cache/plan", ".cache/plan"),
@@ -61,10 +62,10 @@ def act(argv: Sequence[str]) -> None:
 
 def check_flags(values: dict[str, Any], argv: Sequence[str]) -> None:
     """Raise ConfigError where flags do not go together or have no value that means something."""
-    for flag in ("keep", "compile", "svg", "cache"):
+    for flag in ("keep", "most", "compile", "svg", "cache"):
         if written(argv, flag) is not None and not values["sweep"]:
             raise ConfigError(f"--{flag}={written(argv, flag)} is for --sweep; add --sweep, or leave it out.")
-    for flag, least in (("keep", 1), ("compile", 0)):
+    for flag, least in (("keep", 1), ("most", 0), ("compile", 0)):
         check_whole(f"--{flag}", values[flag], least=least)
 
 
@@ -105,7 +106,7 @@ def print_plan(name: str, settings: Settings, topology: Topology, values: dict[s
 
 def sweep(name: str, settings: Settings, topology: Topology, values: dict[str, Any]) -> None:
     """Search the layouts, print the table and draw the picture, of what is done where it is interrupted."""
-    search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"])
+    search = Sweep(settings, topology, Cache(values["cache"]), keep=values["keep"], most=values["most"])
     print(plan.plan_heading(name, settings, topology), flush=True)
     compiled: dict[Any, CompiledStep] = {}
     try:

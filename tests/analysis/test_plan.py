@@ -378,6 +378,14 @@ def test_layouts_whose_bound_is_above_the_best_are_not_traced(found, tmp_path, m
     assert search.rows[0] == fastest and search.passed["slower"]
 
 
+def test_a_bounded_search_looks_at_the_layouts_that_may_be_fastest_and_counts_the_others(few, tmp_path):
+    search, totals = Sweep(tiny(), PAIR, Cache(tmp_path), keep=1000, most=3), []
+    search.run(lambda done, total: totals.append(total))
+    others = search.passed.pop("beyond --most")
+    assert others == totals[0] - 3
+    assert len(search.rows) + search.passed.total() in (3, 4)  # the config's own may be one of the three
+
+
 class SlowerThan:
     """Bounds that tell one layout from the others."""
 
@@ -775,6 +783,8 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:2x2", "--config.pipeline.microbatches=3"], "data.global_batch=4 does not divide"),
         (["--topology=v5e:2x2", "--svg=x.svg"], "--svg=x.svg is for --sweep"),
         (["--topology=v5e:2x2", "--sweep", "--keep=0"], "--keep=0 must be a whole number of 1 or more"),
+        (["--topology=v5e:2x2", "--sweep", "--most=-1"], "--most=-1 must be a whole number of 0 or more"),
+        (["--topology=v5e:2x2", "--most=9"], "--most=9 is for --sweep"),
         (["--topology="], "is empty; leave it out"),
         (["--topolgy=v5e:2x2"], "unknown flag --topolgy; did you mean 'topology'"),
     ],

@@ -32,12 +32,12 @@ def program(line, inside=""):
     return module.computations["main"].root, module.computations["main"], module
 
 
-def fused(*lines):
+def fused(*lines, kind="fusion"):
     """A fusion of x, stack and the number; `lines` are its body."""
     given = ("p.0 = bf16[8,16]{1,0}", "p.1 = bf16[6,8,16]{2,1,0}", "p.2 = s32[]")
     head = [f"  %{one} parameter({at})" for at, one in enumerate(given)]
     inside = "\n".join(["%body (p.0: bf16[8,16]) -> bf16[] {", *head, *(f"  {line}" for line in lines), "}", ""])
-    return program("bf16[8,16]{1,0} fusion(%x, %stack, %at), kind=kLoop, calls=%body", inside)
+    return program(f"bf16[8,16]{{1,0}} {kind}(%x, %stack, %at), kind=kLoop, calls=%body", inside)
 
 
 X, STACK = 8 * 16 * 2, 6 * 8 * 16 * 2
@@ -73,6 +73,13 @@ def test_a_fusion_that_updates_in_place_writes_the_update():
     assert moved_bytes(*fused(new, f"ROOT %u.1 = {placed}")) == 2 * X + 4
     twice = "ROOT %t.1 = (bf16[6,8,16]{2,1,0}, bf16[8,16]{1,0}) tuple(%u.1, %p.0)"
     assert moved_bytes(*fused(new, f"%u.1 = {placed}", twice)) == 3 * X + 4
+
+
+def test_a_fusion_that_runs_beside_others_moves_the_same_bytes_once():
+    taken = "%s.1 = bf16[1,8,16]{2,1,0} dynamic-slice(%p.1, %p.2, %p.2, %p.2), dynamic_slice_sizes={1,8,16}"
+    body = (taken, "%b.1 = bf16[8,16]{1,0} bitcast(%s.1)", "ROOT %a.1 = bf16[8,16]{1,0} add(%b.1, %p.0)")
+    assert moved_bytes(*fused(*body, kind="fusion-start")) == moved_bytes(*fused(*body)) == 3 * X + 4
+    assert moved_bytes(*program("bf16[8,16]{1,0} fusion-done(%x)")) == 0
 
 
 @pytest.mark.parametrize(
