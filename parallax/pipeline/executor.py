@@ -286,13 +286,16 @@ class LayerStack:
 
     def save(self, weights: Any, x: Array, context: Context) -> tuple[Array, list[Array]]:
         """The output of one layer, and what its backward pass reads."""
-        layer, others = partial(self.layer, context=context), weights
-        if self.constant:
-            constant = {self.constant: weights[self.constant]}
-            others = {name: entry for name, entry in weights.items() if name != self.constant}
-            layer = lambda others, x: self.layer(others | constant, x, context)  # noqa: E731
-        y, pull = jax.vjp(layer, others, x)
+        y, pull = jax.vjp(*self.for_vjp(weights, x, context))
         return y, self.vjp.saved(pull, weights, context)
+
+    def for_vjp(self, weights: Any, x: Array, context: Context) -> tuple[Callable, Any, Array]:
+        """What `jax.vjp` takes, for that of one layer in weights and x."""
+        if not self.constant:
+            return partial(self.layer, context=context), weights, x
+        constant = {self.constant: weights[self.constant]}
+        others = {name: entry for name, entry in weights.items() if name != self.constant}
+        return lambda others, x: self.layer(others | constant, x, context), others, x
 
     def context(self, context: Context, number: Array | int) -> Context:
         """The context with a dropout key of this layer's own; 0 is the embedding's."""
@@ -386,10 +389,14 @@ class Stage:
                 y, kept_of_layer = stack.vjp.forward_selected(gathered, x, here)
                 saved = [x, *kept_of_layer]
             else:
-                y, saved = stack.save(gathered, x, here)
+                y, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
+                saved = stack.vjp.saved(pull, gathered, here)
             return (y, self._write_residuals(stack, residuals, saved, at, layer)), {}
 
-        (y, of_layers), _ = self.loop.over_layers(step, at.chunk, ((x, of_layers), []), weights=weights)
+        state: Any = (x, of_layers), []
+        for turns in self.loop.turns(step, at.chunk, weights=weights):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        (y, of_layers), _ = state
         return vary_all((y, residuals if of_layers is None else of_layers))
 
     def backward(
@@ -404,8 +411,10 @@ class Stage:
         if self.remat == "stage":
             (x,) = read_slot(residuals["FB"][0], at.slots["FB"])
             empty = [[zeros(leaf, stack.stage_layers) for leaf in stack.saved_shapes] for stack in self.loop.stacks]
-            save = partial(self._save, context)
-            (_, recomputed), _ = self.loop.over_layers(save, at.chunk, ((x, empty), []), weights=weights)
+            state: Any = (x, empty), []
+            for turns in self.loop.turns(partial(self._save, context), at.chunk, weights=weights):
+                state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+            (_, recomputed), _ = state
 
         def step(stack, carry, layer, number, gathered):
             (dy, residuals), here = carry, stack.context(context, number)
@@ -413,7 +422,8 @@ class Stage:
                 saved = read_slot(recomputed[stack.at], layer)
             elif self.remat == "layer":
                 (x,) = read_slot(residuals["FB"][stack.at], at.slots["FB"], layer)
-                _, saved = stack.save(gathered, x, here)
+                _, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
+                saved = stack.vjp.saved(pull, gathered, here)
             else:
                 saved = self._read_residuals(stack, gathered, residuals, here, at, layer)
             if self.split:
@@ -425,7 +435,9 @@ class Stage:
             return (dx, residuals), shares
 
         state = (dy, residuals), grads
-        (dx, residuals), grads = self.loop.over_layers(step, at.chunk, state, weights=weights, reverse=True)
+        for turns in self.loop.turns(step, at.chunk, weights=weights, reverse=True):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        (dx, residuals), grads = state
         return vary_all((dx, grads, residuals, end(dx)))
 
     def weight_gradients(self, read: Callable[[], SlotIndex], residuals: Any, grads: list[Array]) -> list[Array]:
@@ -436,8 +448,10 @@ class Stage:
             read_later = [read_slot(residuals[pool][stack.at], at.slots[pool], layer) for pool in ("FW", "BW")]
             return carry, stack.vjp.weight_backward(*read_later)
 
-        _, grads = self.loop.over_layers(step, at.chunk, ((), grads))
-        return vary_all(grads)
+        state: Any = (), grads
+        for turns in self.loop.turns(step, at.chunk):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return vary_all(state[1])
 
     # ---- one layer
 
@@ -479,9 +493,9 @@ class Stage:
     ) -> tuple[Any, dict]:
         """One layer forward, with what it saves written."""
         (x, saved), here = carry, stack.context(context, number)
-        y, saved_of_layer = stack.save(gathered, x, here)
+        y, pull = jax.vjp(*stack.for_vjp(gathered, x, here))
         of_kinds = list(saved)
-        of_kinds[stack.at] = write_slot(saved[stack.at], saved_of_layer, layer)
+        of_kinds[stack.at] = write_slot(saved[stack.at], stack.vjp.saved(pull, gathered, here), layer)
         return (y, of_kinds), {}
 
 
@@ -505,11 +519,12 @@ class LayerLoop:
     serialized: bool
     places: Array | None = None
 
-    def over_layers(
-        self, step: Step, chunk: Array | int, state: Any, *, weights: Any = None, reverse: bool = False
-    ) -> Any:
-        """Run `step` for every layer of one of the rank's stages, in their order, and return the last state: a carry
-        and gradients, to which it adds what the steps find. Without `weights` nothing is gathered."""
+    def turns(
+        self, step: Step, chunk: Array | int, *, weights: Any = None, reverse: bool = False
+    ) -> list["Turns | RepeatedTurns"]:
+        """The loops over the layers of one of the rank's stages, in their order: `turns.end(lax.fori_loop(turns.start,
+        turns.stop, turns.turn, turns.begin(state)))` runs `step` for every layer of one, where the state is a carry and
+        gradients, to which it adds what the steps find. Without `weights` nothing is gathered."""
         how = self, step, chunk, weights, reverse
 
         def loops(repeat: Repeat, turn: Array | int = 0) -> list[Turns]:
@@ -517,9 +532,7 @@ class LayerLoop:
             return found[::-1] if reverse else found
 
         each = [[RepeatedTurns(loops, one, reverse)] if one.times > 1 else loops(one) for one in self.repeats]
-        for turns in itertools.chain(*(each[::-1] if reverse else each)):
-            state = turns.take(state)
-        return state
+        return [*itertools.chain(*(each[::-1] if reverse else each))]
 
     def _kind_of(self, run: Places) -> "type[Turns]":
         if len(run.kinds) > 1:
@@ -560,12 +573,18 @@ class Turns:
     """The layers of a run of places of one kind."""
 
     def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool, run: Places):
-        self.loop, self.step, self.chunk, self.weights = loop, step, chunk, weights
-        self.reverse, self.run, self.stack = reverse, run, loop.stacks[run.kinds[0]]
+        self.loop, self.step, self.chunk, self.weights, self.reverse, self.run = (
+            loop,
+            step,
+            chunk,
+            weights,
+            reverse,
+            run,
+        )
+        self.stack, self.start, self.stop = loop.stacks[run.kinds[0]], 0, run.places
 
-    def take(self, state: Any) -> Any:
-        """The state after all of them."""
-        return lax.fori_loop(0, self.run.places, self.turn, state)
+    def begin(self, state: Any) -> Any:
+        return state
 
     def turn(self, at: Array | int, state: Any, stack: LayerStack | None = None) -> Any:
         """Gather a layer, of this kind, run it, add its gradients."""
@@ -574,6 +593,9 @@ class Turns:
         gathered = self.loop.gathered(stack, self.weights, number, _first(carry))
         carry, shares = self.step(stack, carry, layer, number, gathered)
         return vary_all((carry, self.loop.add(stack, grads, number, shares)))
+
+    def end(self, state: Any) -> Any:
+        return state
 
     def place_of(self, at: Any, stack: LayerStack) -> tuple[Any, Any]:
         """Where the layer of this turn stands among those of its kind: in the stage, and in the rank's places.
@@ -618,26 +640,31 @@ class RepeatedTurns:
 
     def __init__(self, loops: Callable[[Repeat, Array], list[Turns]], repeat: Repeat, reverse: bool):
         self.loops, self.repeat, self.reverse = loops, repeat, reverse
+        self.start, self.stop = 0, repeat.times
 
-    def take(self, state: Any) -> Any:
-        return lax.fori_loop(0, self.repeat.times, self.turn, state)
+    def begin(self, state: Any) -> Any:
+        return state
 
     def turn(self, at: Array, state: Any) -> Any:
         for turns in self.loops(self.repeat, self.repeat.times - 1 - at if self.reverse else at):
-            state = turns.take(state)
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return state
+
+    def end(self, state: Any) -> Any:
         return state
 
 
 class PrefetchTurns(Turns):
     """The same, with the next layer's weights gathered and the last one's gradients scattered meanwhile."""
 
-    def take(self, state: Any) -> Any:
-        (carry, grads), last = state, self.run.places - 1
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.start, self.stop = 1, self.run.places - 1
+
+    def begin(self, state: Any) -> Any:
+        carry, grads = state
         gathered = self.loop.gathered(self.stack, self.weights, self.place_of(0, self.stack)[1], _first(carry))
-        begun = self.turn(0, (carry, gathered, {}, list(grads)))
-        before_last = lax.fori_loop(1, last, self.turn, begun)
-        carry, _, shares, grads = self.turn(last, before_last, is_last=True)
-        return carry, self.loop.add(self.stack, grads, self.place_of(last, self.stack)[1], shares)
+        return self.turn(0, (carry, gathered, {}, list(grads)))
 
     def turn(self, at: Array | int, state: Any, *, is_last: bool = False) -> Any:
         carry, gathered, shares, grads = state
@@ -656,6 +683,10 @@ class PrefetchTurns(Turns):
             after = self.place_of(at + 1, self.stack)[1]
             coming = self.loop.gathered(self.stack, self.weights, after, _first(carry))
         return carry, coming, shares, grads
+
+    def end(self, state: Any) -> Any:
+        carry, _, shares, grads = self.turn(self.stop, state, is_last=True)
+        return carry, self.loop.add(self.stack, grads, self.place_of(self.stop, self.stack)[1], shares)
 
 
 def _first(carry: Any) -> list[Array]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from parallax.config.sections import ALL_AXES
 from parallax.pipeline.executor import Read, Stage
@@ -25,8 +25,10 @@ class ObservedStage(Stage):
             y = stack.layer(gathered, x, stack.context(context, number))
             return (y, _add(seen, own + 1, y, own >= 0)), {}
 
-        carry, _ = self.loop.over_layers(step, at.chunk, ((x, seen), []), weights=weights)
-        return vary_all(carry)
+        state: Any = (x, seen), []
+        for turns in self.loop.turns(step, at.chunk, weights=weights):
+            state = turns.end(lax.fori_loop(turns.start, turns.stop, turns.turn, turns.begin(state)))
+        return vary_all(state[0])
 
 
 def nothing_seen(layers: int) -> Array:
