@@ -10,6 +10,8 @@ import re
 import select
 import sys
 import textwrap
+import threading
+import traceback
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -118,6 +120,13 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 def _is_text(one: str) -> bool:
     return one.isprintable() or one in JOINERS or unicodedata.category(one) == "Zs"
+
+
+def thread_stacks() -> str:
+    """Where all threads are, the main one first; faulthandler leaves out the first ones where there are a hundred."""
+    frames = sys._current_frames()
+    running = [thread for thread in threading.enumerate() if thread.ident in frames]
+    return "\n".join(f"Thread {one.name}:\n{''.join(traceback.format_stack(frames[one.ident]))}" for one in running)
 
 
 def tell(text: str, stream: TextIO | None) -> None:

@@ -4,11 +4,10 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from contextlib import AbstractContextManager
 
-from parallax.runtime.errors import tell
+from parallax.runtime.errors import tell, thread_stacks
 
 LEAST_STEPS = 5  # before a median means anything
 REMEMBERED_STEPS = 100
@@ -56,11 +55,4 @@ class Watchdog(AbstractContextManager):
                 said = current
                 times = f"has taken {taken:.1f} s so far, the median is {median:.2f} s"
                 tell(f"step {said[0]} {times} (train.stall_factor={self._factor:g}); all threads:", sys.stderr)
-                print(*_stacks(), sep="\n", file=sys.__stderr__, flush=True)
-
-
-def _stacks() -> list[str]:
-    """Those of all threads, the main one first; faulthandler leaves out the first ones where there are a hundred."""
-    frames = sys._current_frames()
-    running = [thread for thread in threading.enumerate() if thread.ident in frames]
-    return [f"Thread {one.name}:\n{''.join(traceback.format_stack(frames[one.ident]))}" for one in running]
+                tell(thread_stacks(), sys.__stderr__)

@@ -154,7 +154,7 @@ def test_a_step_that_stands_still_has_its_stacks_printed(corpus, tmp_path):
         FAULTY, "sleep", "1", "40", *flags_of(corpus, **MESH), "--config.train.steps=2000", f"--workdir={tmp_path}"
     ) as job:
         job.wait_for("(train.stall_factor=10); all threads:")
-        job.wait_for("Current thread")
+        job.wait_for("Thread MainThread:")
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_wait_that_takes_too_long_names_who_is_missing_and_for_what(corpus, tm
     assert status == 75 and "waited 4 s (distributed.wait_secs) for 'step " in text
     for each in (0, 1):
         assert f"[launch] process {each} ended with status 75" in text and f"[{each}] LostError: " in text, text
-    assert "Current thread" in text  # the stacks
+    assert "Thread MainThread:" in text  # the stacks
     assert "start the same command again to go on from the last checkpoint" in text
 
 

@@ -7,7 +7,6 @@ line, over TCP.
 import asyncio
 import contextlib
 import errno
-import faulthandler
 import hmac
 import json
 import math
@@ -23,7 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from parallax.config.sections import DistributedConfig
-from parallax.runtime.errors import EXIT_BAD_INPUT, EXIT_RESTART, NOT_WORTH_A_RESTART, ConfigError, LostError
+from parallax.runtime.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_RESTART,
+    NOT_WORTH_A_RESTART,
+    ConfigError,
+    LostError,
+    tell,
+    thread_stacks,
+)
 from parallax.runtime.files import object_of
 
 CLOCK_SECS = 0.2
@@ -430,7 +437,7 @@ class ControlLine:
         except queue.Empty:
             missing = "process 0 does not answer"
         with nothing_in_the_way():
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            tell(thread_stacks(), sys.__stderr__)
         secs = getattr(self._config, setting)
         text = f"waited {secs:.0f} s (distributed.{setting}) for {doing!r}; {missing}"
         self._send({"bye": EXIT_RESTART, "why": text[:LONGEST_REASON]})
