@@ -128,6 +128,7 @@ def diverged(corpus, tmp_path_factory):
     return folder, error.value
 
 
+@pytest.mark.slow
 def test_what_is_skipped_is_logged_with_its_windows_and_documents_and_the_run_goes_on(diverged):
     folder, _ = diverged
     rows = read_metrics(folder / "metrics.jsonl")

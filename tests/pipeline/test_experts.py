@@ -199,6 +199,7 @@ def test_loss_gradients_and_update_equal_the_plain_model_on_every_mesh(case, rec
     check_case(case, record_property)
 
 
+@pytest.mark.slow
 def test_a_bias_moves_by_the_rate_towards_an_even_load():
     _, grads, updated = reference("late")
     before, counts = router(params_of(mixture((1, 1, 1), "late")))["bias"], router(grads)["bias"]

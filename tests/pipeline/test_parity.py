@@ -153,7 +153,7 @@ def test_what_stands_between_products_made_again_gives_the_same(attention, recor
     check_parity(cut | cost | dict(attention=attention, schedule="zero_bubble"), record_property)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "family"), [((2, 2, 2), "column_row"), ((1, 1, 8), "scatter")])
 def test_normed_heads_and_llama3_scaling_are_the_same_on_meshes(mesh, family, record_property):
     cut = dict(mesh=mesh, residual=SEQ_CUT, tensor_parallel=family, embedding="vocab_parallel", tied=False)

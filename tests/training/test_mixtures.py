@@ -99,6 +99,7 @@ def test_twenty_steps_are_the_same_on_every_mesh(name):
     assert np.abs(counts - others).sum() / 2 <= 1e-3 * others.sum()
 
 
+@pytest.mark.slow
 def test_counts_are_of_every_choice_of_the_batch_by_layer_of_the_model():
     counts = np.array([row[COUNTS] for row in trained("one device")[0]])
     assert counts.shape == (STEPS, KINDS.count("moe"), EXPERTS)
