@@ -22,6 +22,9 @@ SMALLER |= {"train.eval_batches": 32, "sample.prompt": ""}
 NARROW = {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"}
 NARROWER = {"optimizer.m_dtype": "float8", "optimizer.v_dtype": "float8"}
 WEIGHTS = {"optimizer.weights_dtype": "bfloat16"}
+RESIDUALS = {"model.matmul": "int8", "model.matmul_residuals": "8bit"}
+HOST = {"pipeline.residuals_on": "host", "optimizer.states_on": "host"}
+AGAIN = {"pipeline.remat": "norm swiglu ffn qkv core"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "m and v bfloat16": NARROW,
@@ -31,9 +34,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gathers float8": {"fsdp.gather_dtype": "float8"},
     "products int8": {"model.matmul": "int8"},
     "products float8": {"model.matmul": "float8"},
-    "all": NARROWER | WEIGHTS | {"fsdp.gather_dtype": "int8", "model.matmul": "int8"},
+    "products int8, residuals 8bit": RESIDUALS,
+    "residuals and states on the host": HOST,
+    "remat by part": AGAIN,
+    "all": NARROWER | WEIGHTS | RESIDUALS | HOST | {"fsdp.gather_dtype": "int8", "pipeline.remat": "norm ffn"},
 }
-COLOURS = ("#222222", "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#f0e442", "#000099")
+COLOURS = (
+    "#222222",
+    "#0072b2",
+    "#56b4e9",
+    "#009e73",
+    "#e69f00",
+    "#d55e00",
+    "#cc79a7",
+    "#999999",
+    "#f0e442",
+    "#000099",
+    "#66aa00",
+    "#aa4499",
+)
 
 
 def main() -> None:
@@ -58,7 +77,7 @@ def main() -> None:
 
 def losses(args: Any, name: str) -> list[tuple[int, float]]:
     """(step, loss) of each evaluation of the run with this option."""
-    folder = args.folder / f"{name.replace(' ', '-')}-{args.steps}"
+    folder = args.folder / f"{name.replace(',', '').replace(' ', '-')}-{args.steps}"
     every = max(args.steps // 12, 1)
     steps = {"train.steps": args.steps, "train.eval_every_steps": every, "checkpoint.every_steps": args.steps}
     flags = [f"--config.{key}={value}" for key, value in (SMALLER | steps | OPTIONS[name]).items()]

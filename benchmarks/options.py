@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments import Arguments, absent_devices, config_of, run_benchmark
 
 CONFIGS = sorted({path.stem for path in (Path(__file__).resolve().parents[1] / "configs").glob("*.py")} - {"base"})
-INT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul_residuals": "8bit"}
+INT8, FLOAT8, RESIDUALS_8BIT = {"model.matmul": "int8"}, {"model.matmul": "float8"}, {"model.matmul_residuals": "8bit"}
+AGAIN = {"pipeline.remat": "elementwise ffn"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "m and v bfloat16": {"optimizer.m_dtype": "bfloat16", "optimizer.v_dtype": "bfloat16"},
@@ -35,13 +36,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights on the host": {"optimizer.masters_on": "host"},
     "residuals on the host": {"pipeline.residuals_on": "host"},
     "products int8": INT8,
-    "products float8": {"model.matmul": "float8"},
+    "products float8": FLOAT8,
     "products int8, residuals 8bit": INT8 | RESIDUALS_8BIT,
     "gathers int8": {"fsdp.gather_dtype": "int8"},
     "remat none": {"pipeline.remat": "none"},
     "remat elementwise": {"pipeline.remat": "elementwise"},
     "remat attention": {"pipeline.remat": "attention"},
     "remat layer": {"pipeline.remat": "layer"},
+    "remat elementwise, products int8": {"pipeline.remat": "elementwise"} | INT8,
+    "remat elementwise ffn": AGAIN,
+    "remat elementwise ffn, products int8": AGAIN | INT8,
+    "remat elementwise ffn, products float8": AGAIN | FLOAT8,
     "remat ffn": {"pipeline.remat": "ffn"},
     "remat ffn, products int8": {"pipeline.remat": "ffn"} | INT8,
     "remat ffn, products int8, residuals 8bit": {"pipeline.remat": "ffn"} | INT8 | RESIDUALS_8BIT,
