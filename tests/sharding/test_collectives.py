@@ -296,7 +296,9 @@ def test_a_pattern_that_cannot_be_is_refused_with_a_reason(function, pattern, me
 
 
 def test_an_einsum_of_operands_that_are_cut_otherwise_is_refused():
-    with pytest.raises(NotationError, match="d_ff is sharded over tp in one operand and over nothing in 'd_ff d_model'"):
+    with pytest.raises(
+        NotationError, match="d_ff is sharded over tp in one operand and over nothing in 'd_ff d_model'"
+    ):
         einsum("seq d_ff/tp, d_ff d_model -> seq d_model", jnp.ones((2, 3)), jnp.ones((3, 2)))
 
 
