@@ -209,10 +209,14 @@ def on(sizes, *changes, **more):
         (
             {"tp": 2},
             {"model": {"d_latent": 49}},
-            "model.d_latent=49 does not divide over mesh.tp=2, which cuts blocks/",
+            "model.d_latent=49 does not divide over mesh.tp=2, which shards blocks/",
         ),
-        ({"tp": 2}, {"model": {"d_latent_q": 49}}, "model.d_latent_q=49 does not divide over mesh.tp=2, which cuts b"),
-        ({"dp": 5}, {"data": {"global_batch": 50}}, "model.d_model=48 does not divide over mesh.dp=5, which cuts "),
+        (
+            {"tp": 2},
+            {"model": {"d_latent_q": 49}},
+            "model.d_latent_q=49 does not divide over mesh.tp=2, which shards b",
+        ),
+        ({"dp": 5}, {"data": {"global_batch": 50}}, "model.d_model=48 does not divide over mesh.dp=5, which shards "),
         (
             {"dp": 5, "tp": 2},
             {"model": {"d_model": 50, "d_ff": 4, "d_latent": 4}, "layout": {"tensor_parallel": "scatter"}},
@@ -244,13 +248,14 @@ def on(sizes, *changes, **more):
         (
             {"tp": 2, "cp": 4},
             {"model": {"heads": 12}, "layout": {"context": "ulysses"}},
-            "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+            "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which shard them under layout.context="
+            "'ulysses'; "
             "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16",
         ),
         (
             {"cp": 4},
             {"model": {"kernel": "splash"}, "layout": {"context": "ring"}},
-            "layout.context='ring' sends keys from rank to rank, which model.kernel='splash' cannot meet",
+            "layout.context='ring' sends keys from rank to rank, which model.kernel='splash' does not support",
         ),
         (
             {"pp": 4},
