@@ -331,4 +331,4 @@ def test_a_text_that_cannot_be_written_is_said_and_is_no_success(whole_run, monk
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--workdir", str(whole_run), *WRITES_LITTLE]) == 2
-    assert capsys.readouterr().err.endswith("what was printed is not all written: No space left on device\n")
+    assert capsys.readouterr().err.endswith("the output is incomplete: No space left on device\n")
