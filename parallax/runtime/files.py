@@ -260,7 +260,7 @@ def object_of(text: str | bytes, *, odd_numbers: bool = False, read: str | None 
             raise ValueError("a whole number has thousands of digits") from None
         raise
     if not isinstance(content, dict):
-        raise ValueError(f"it is {text.strip()[:SHOWN]!r} , not a JSON object")
+        raise ValueError(f"it is {text.strip()[:SHOWN]!r}, not a JSON object")
     if read is None and text.count("[") + text.count("{") > DEEPEST and _is_deep(content):
         raise ValueError(f"it is nested more than {DEEPEST} deep")
     return content

@@ -36,7 +36,8 @@ def avoid_reduce_scatter() -> None:
 
 def _primitive() -> Any:
     """The primitive of psum_scatter, for which JAX has no public name."""
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)  # an array would initialise the devices before JAX connects processes
+    # Not an array, which would initialise the devices before JAX connects the processes.
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
     traced = jax.make_jaxpr(lambda x: lax.psum_scatter(x, "i", tiled=True), axis_env=[("i", 1)])(one)
     (primitive,) = {equation.primitive for equation in traced.eqns if "scatter" in equation.primitive.name}
     return primitive
