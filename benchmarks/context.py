@@ -1,4 +1,4 @@
-"""Long rows: attention in blocks beside its plain form, and a step on context ranks beside the same step on one device.
+"""Long rows: attention in blocks compared with its plain form, and a step on context ranks with one on one device.
 
     python benchmarks/context.py [--seqs 256 1024 4096] [--ranks 4] [--seq 1024] [--forms all_gather ring ulysses]
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def attention(seq: int, rounds: int) -> None:
-    """Print a row of each form for rows of so many tokens."""
+    """Print the figures of each form for rows of `seq` tokens."""
     import jax
     import jax.numpy as jnp
 

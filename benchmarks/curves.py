@@ -1,10 +1,10 @@
-"""How the quickstart's model learns with what saves memory and time: the evaluation's loss with each option, and with
-all, beside that in float32.
+"""Learning curves of the quickstart's model with options that save memory or time: the evaluation's loss with each
+option, and with all, compared with float32.
 
     python benchmarks/curves.py [--steps 600] [--only "float32" "all"] [--picture docs/curves.svg]
 
 Each option is a run of train.py on one device, with the seed and batches of the others: 8 windows of 128 tokens a step,
-so that 600 steps are minutes. Runs are kept under --folder; one that is there already goes on, or is only read.
+so that 600 steps take minutes. Runs are kept under --folder; an existing one is resumed, or only read.
 """
 
 import json
