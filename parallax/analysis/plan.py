@@ -324,7 +324,7 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     share = percent(peak_bytes / usable)
     said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
     if topology.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
-        said += f"\nJAX takes {in_bytes(JAX_TAKES * usable)} if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+        said += f"\nJAX reserves {in_bytes(JAX_TAKES * usable)} by default: XLA_CLIENT_MEM_FRACTION=0.95"
     return said
 
 

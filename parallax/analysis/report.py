@@ -388,7 +388,7 @@ def collectives_section(report: Report) -> TitledTables:
         rows.append([*cells, f"{row.cycles_between:,.0f}"] if timed else cells)
         before = axes
     table = Table([*head, "cycles\nbetween"] if timed else head, rows, 1)
-    title = f"What the compiler made of the collectives, for {report.compiled_for}"
+    title = f"Compiled collectives beside the traced ones, for {report.compiled_for}"
     return TitledTables("collectives", title, [table, *collective_notes(report, found)])
 
 

@@ -45,7 +45,7 @@ def judge(config: GuardConfig | None, state: GuardState, metrics: dict[str, Arra
 
 
 def _spike(config: GuardConfig, state: GuardState, metrics: dict[str, Array]) -> tuple[Array, tuple[Array, ...]]:
-    """Whether the signal lies more than `spike_z` deviations above its running mean, and the statistics with it.
+    """Whether the signal is more than `spike_z` deviations above its running mean, and the updated statistics.
 
     The mean is over all values until they fill a window; then a new value has the weight of one in a window. Values are
     clipped to the bound before they are added: so one spike does not hide the next, and a lasting level becomes the

@@ -283,7 +283,7 @@ def test_flash_attention_on_gpus_is_priced_without_one():
 
 def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
     gpu, tpu = read_topology("H100:8"), read_topology("v5p:2x2x2")
-    told = "JAX takes 60.0 GiB if not told otherwise: XLA_CLIENT_MEM_FRACTION=0.95"
+    told = "JAX reserves 60.0 GiB by default: XLA_CLIENT_MEM_FRACTION=0.95"
     assert verdict(61 * 2**30, gpu, "predicted").splitlines()[1:] == [told]
     for peak, topology in ((59, gpu), (81, gpu), (80, tpu)):
         assert "\n" not in verdict(peak * 2**30, topology, "predicted")

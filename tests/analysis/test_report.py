@@ -185,7 +185,7 @@ def test_a_step_in_a_notebook_is_reported_as_it_runs():
     traced = sum(one.total_bytes for one in found.sent if one.kind == "reduce-scatter")
     assert sum(one.bytes * one.count for one in ours) == traced
     assert found.compiled_flops == (found.flops.executed, 0)
-    assert "What the compiler made of the collectives, for 4 x cpu" in repr(found) and "(update)" in repr(found)
+    assert "Compiled collectives beside the traced ones, for 4 x cpu" in repr(found) and "(update)" in repr(found)
     assert json.loads(found.to_json())["compiled"]["temporaries"] == found.compiled.temporaries
 
 
