@@ -168,7 +168,7 @@ WRONGLY_FUSED = {
     "half of it": (lambda x: {DOWNS: None}, f"{DOWNS} is missing"),
     "float8": (
         lambda x: {GATES_AND_UPS: x[GATES_AND_UPS].astype(KINDS["F8_E4M3"])},
-        f"{GATES_AND_UPS} is float8_e4m3fn and none of float32, bfloat16, float16",
+        f"{GATES_AND_UPS} is float8_e4m3fn, not one of float32, bfloat16, float16",
     ),
 }
 

@@ -153,9 +153,7 @@ def test_a_misspelt_factor_of_yarn_is_passed_over_as_transformers_does_and_said(
     plain = {key: value for key, value in config["rope_scaling"].items() if key != "attn_factor"}
     assert found.model == read_config(config | {"rope_scaling": plain}).model
     (note,) = found.notes
-    assert note.startswith(
-        "config.json: rope_scaling: attn_factor=0.8782488562869419 is passed over: transformers reads"
-    )
+    assert note.startswith("config.json: rope_scaling: attn_factor=0.8782488562869419 is ignored: transformers reads")
     other = read_config(config | {"rope_scaling": plain | {"attention_factor": 0.8782488562869419}})
     assert other.model["rope_temperature"] == pytest.approx(0.8782488562869419**2) and not other.notes
 

@@ -131,7 +131,7 @@ def test_float8_without_scales_that_fit_is_refused_by_name(tmp_path, capsys, how
     tensors = {name: x for name, x in wrong_scales(stored, how).items() if x is not None}
     assert imported(tmp_path, config, tensors) == 3
     error = capsys.readouterr().err
-    assert "model.layers.0.mlp.up_proj.weight is float8_e4m3fn and none of float32, bfloat16, float16" in error
+    assert "model.layers.0.mlp.up_proj.weight is float8_e4m3fn, not one of float32, bfloat16, float16" in error
     assert ("up_proj.weight_scale_inv is unexpected" in error) == (how != "none")
 
 
