@@ -33,6 +33,11 @@ class Places(NamedTuple):
     def shape(self) -> tuple:
         return self.kinds, self.places, self.uneven, self.layer is None
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether the next layer's weights can be gathered while a layer runs: both are of one kind."""
+        return len(self.kinds) == 1 and self.places > 1
+
 
 class Repeat(NamedTuple):
     """Runs that come so many times behind each other; `runs` are those of the first time."""
