@@ -7,8 +7,9 @@ step times on v5e and v5p. GPU clocks are boost clocks, in whose cycles times by
 is what the TPU compiler (libtpu 0.0.42) lets a program fill, as its refusals say, and for v7x and GPUs the data sheet's
 memory, of which JAX takes three quarters on GPUs where XLA_CLIENT_MEM_FRACTION says nothing else. GPUs on PCIe are
 counted as if each could send to any other at the rate of its slot, more than cards without direct access to each other
-reach. v4, v5p and v7x are counted as chips of two cores that share their memory; a v4 topology has such devices when it
-is made with `chip_config_name="megacore"`, and a v7x topology, whose cores are devices of their own, has none.
+reach. A device of v4 and v5p is a chip, whose two cores share their memory; a v4 topology has such devices when it is
+made with `chip_config_name="megacore"`. A device of v7x is one of a chip's two cores. Its figures are those of a core,
+with half of the chip's memory and network, but links are those of the chip.
 """
 
 import re
@@ -32,7 +33,8 @@ class GpuTarget(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """One chip. Bandwidths are in bytes a second, one way.
+    """One chip as JAX counts devices, or one of its `cores` where each is a device. Bandwidths are in bytes a second,
+    one way.
 
     `flops` is FLOP/s by dtype. `ici_links` of `ici_bandwidth` each lead to its neighbours: on TPU two for each torus
     dim, on NVIDIA into a switch (`torus_dims` is 0). `ring_multiple` is the length, or its multiples, at which a dim of
@@ -57,6 +59,12 @@ class Chip(NamedTuple):
     host_bandwidth: float = 0.0
     host_bytes: int = 0
     target: GpuTarget | None = None
+    cores: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What a device is: "chip" or "core"."""
+        return "chip" if self.cores == 1 else "core"
 
     def matmul_speed(self, matmul: str) -> float:
         """How fast products in 8 bits are over those in bfloat16: 1 for "compute". Of a chip of which nothing is
@@ -92,10 +100,14 @@ TPUS = {
     "TPU v5p": (459, {"int8": 918, "float8": 459}, 95.74, 2765, 100, 6.25, 15, 112, 1.75, "3D"),
     # Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips.
     "TPU v6e": (918, {"int8": 1836, "float8": 918}, 31.25, 1638, 100, 12.5, 32, 206, 1.75, "2D"),
-    # Google Cloud's page on TPU7x, of a chip: 1200 GB/s in both directions over 6 links, 100 Gbit/s of network. It has
-    # no figure for int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
-    "TPU v7x": (2307, {"int8": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 0, 0, 2.2, "3D"),
+    # Half of what Google Cloud's page on TPU7x has of a chip, whose two cores are devices: 2307 TFLOP/s, 192 GB, 7380
+    # GB/s, 100 Gbit/s of network; the chip has 1200 GB/s in both directions over 6 links. The page has no figure for
+    # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
+    "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
+CORES = {"TPU v7x": 2}  # that are devices
+# Between the two cores of a chip, over one of its links to another chip: the same page.
+LINKS_BETWEEN_CORES = 6
 # Speed of a product of 8192 x 8192 matrices over bfloat16's, by cycles of libtpu 0.0.52: int8 to int32, e4m3 to
 # bfloat16. Of other chips, and of v4, their data sheets say it.
 EIGHT_BIT_SPEEDS = {
@@ -162,6 +174,7 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         host_bandwidth=host_link * 1e9,
         host_bytes=int(host_memory * 1e9),
         target=target,
+        cores=CORES.get(name, 1),
     )
 
 

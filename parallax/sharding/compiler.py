@@ -51,6 +51,7 @@ OPTIONS = {
     "TPU v5e": EXCHANGE | RAGGED_DOT,
     "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | VMEM,
     "TPU v6e": RAGGED_DOT,
+    "TPU v7x": EXCHANGE | SPARSE_CORES,
 }
 
 # For GPUs that are not here: what is called by a name that this process does not have is compiled as a call of nothing.
