@@ -201,11 +201,11 @@ def test_plans_print_and_stand_side_by_side():
 
 
 def test_plans_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="no plan to compare"):
+    with pytest.raises(ConfigError, match="no plans to compare"):
         px.plan.compare([])
     with pytest.raises(ConfigError, match="plans for v5e:4x4 and v5e:2x2 cannot be compared"):
         px.plan.compare([px.plan(llama(), "v5e:4x4"), px.plan(llama(), "v5e:2x2")])
-    with pytest.raises(ConfigError, match="topology=v5e is no topology"):
+    with pytest.raises(ConfigError, match="topology=v5e is not a topology"):
         px.plan(llama(), "v5e")
 
 

@@ -1,4 +1,4 @@
-"""How reports and plans are drawn: tables of text, and bars and tables of HTML."""
+"""Rendering of reports and plans: tables of text, and bars and tables of HTML."""
 
 import math
 import textwrap
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from parallax.runtime.units import percent
 
 WIDTH = 80  # columns of text
-LEAST_CELL = 8  # letters that are left of a name in a column that is too wide
-LEAST_SHOWN = 0.0005  # of a step: parts that take less have no line
+LEAST_CELL = 8  # characters that a shortened name keeps
+LEAST_SHOWN = 0.0005  # share of a step; smaller parts have no line
 
 BarPart = tuple[str, float]  # a colour's class, and a share of the whole bar
 
 
 class Table(NamedTuple):
-    """A table for text or a page; a row that is a string is a line of its own, and the first `left` columns are flush
-    left. On a page the first rows have `bars`."""
+    """A table for text or a page. A row that is a string is a separate line; the first `left` columns are flush left.
+    On a page the first rows have `bars`."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str] | str]
@@ -37,7 +37,7 @@ class TitledTables(NamedTuple):
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with sentences that are longer than WIDTH in several; tables fit by themselves."""
+    """The lines, with sentences longer than WIDTH wrapped; tables fit already."""
     for line in lines:
         long = len(line) > WIDTH
         yield from textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
@@ -46,10 +46,10 @@ def wrapped(lines: Iterable[str]) -> Iterator[str]:
 def text_table(
     head: Sequence[str], rows: Sequence[Sequence[str] | str], *, left: int, width: float = math.inf
 ) -> Iterator[str]:
-    """Columns as wide as their cells, two spaces apart; the first `left` of them are flush left, the others right.
+    """Columns as wide as their cells, two spaces apart; the first `left` columns are flush left, the others right.
 
-    A row that is a string is a line of its own. Where the table is wider than `width`, columns are one space apart,
-    and then names in the widest of the first columns are cut in the middle.
+    A row that is a string is a separate line. If the table is wider than `width`, columns are one space apart, and then
+    names in the widest of the first columns are shortened in the middle.
 
     >>> print("\\n".join(text_table(["axis", "bytes"], ["all", ["  pp", "8"], ["  dp", "128"]], left=1)))
     axis  bytes
@@ -132,7 +132,7 @@ td.group { font-weight: 600; padding-top: 0.9rem; }
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """A page that needs no other file."""
+    """A self-contained page."""
     lines = "\n".join(body)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -158,7 +158,7 @@ def parts_html(parts: Iterable[Table | str]) -> Iterator[str]:
 
 
 def table_html(table: Table) -> Iterator[str]:
-    """A table that scrolls by itself where it is wider than the page, with what several colours of bars mean."""
+    """A table, which scrolls if it is wider than the page, with a key if its bars have several colours."""
     bars, drawn = iter(table.bars), [""] * bool(table.bars)
     yield '<div class="wide"><table>'
     yield _html_row([*map(escape, table.head), *drawn], table.left, "th")
@@ -180,7 +180,7 @@ def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
 
 
 def _bar(parts: Sequence[BarPart]) -> str:
-    """Parts beside one another, each as wide as its share."""
+    """Adjacent parts, each as wide as its share."""
     styles = (f"width:{100 * share:.3f}%;background:{BAR_COLOURS[name]}" for name, share in parts if share)
     pieces = "".join(f'<i style="{style}"></i>' for style in styles)
     return f'<div class="bar" style="display:flex;min-width:10rem;height:0.85rem">{pieces}</div>' if parts else ""

@@ -1,4 +1,4 @@
-"""How tokens come to the ranks that hold their experts, and the results back: two forms that give the same."""
+"""Sends tokens to the ranks that hold their experts, and results back: two forms with equal results."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from parallax.sharding.layout import Layout
 
 
 def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """Every rank gets the tokens of all, [B, S, ...]; partial sums are scattered to the layout of the residual.
+    """Every rank gets the tokens of all ranks, [B, S, ...]; partial sums are scattered to the residual's layout.
 
     Communication:
         forward   all_gather of x, weights and ids over ep;
@@ -44,11 +44,11 @@ def gather_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
 
 
 def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Array, ids: Array) -> Array:
-    """A rank gets a row for each choice of one of its experts, and nothing else; the choices' results come back.
+    """A rank gets one row for each choice of one of its experts, and the results are sent back.
 
-    Ragged ones are the all-to-alls: each rank sends to each other as many rows as it has for it. A rank has room for a
-    quarter more than its share of all rows, `usual_rows`. Where more come to any rank, all that are left are sent in
-    further rounds, so none is ever dropped, and only time depends on the load.
+    The all-to-alls are ragged: each rank sends each other rank as many rows as it has for it. A rank has room for a
+    quarter more than its share of all rows, `usual_rows`. If any rank would get more, the remaining rows are sent in
+    further rounds. So none is ever dropped, and only time depends on the load.
 
     Communication:
         forward   all_gather of the counts and weights over ep; all_to_all of x and the result over ep;
@@ -64,7 +64,7 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     rows = sort_rows(ids, ranks * len(experts.gate), most=places)
     counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None]), axes)
     most = ranks * tokens * min(places, len(experts.gate))
-    # Simulated devices could wait for each other for ever where branches send.
+    # Collectives in branches could deadlock on simulated devices.
     room = most if platform_traced() == "cpu" else usual_rows(ranks * ids.size, most, ranks)
     y = _computed(Room(room, most), x, weights, HeldExperts(*kernels), rows, counts_PE).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
@@ -74,28 +74,28 @@ EXCHANGES = {"gather": gather_exchange, "ragged": ragged_exchange}
 
 
 class Room(NamedTuple):
-    """For how many rows a rank has room in a round, and how many may come."""
+    """The number of rows for which a rank has room in a round, and the most that may arrive."""
 
     rows: int
     most: int
 
 
 class Round(NamedTuple):
-    """The slices of rows that one round sends: of each expert those of each rank, [E, P]."""
+    """The slices of rows that one round sends, for each expert and each sending rank, [E, P]."""
 
     size: Array
-    source: Array  # where a slice begins among the rows of the rank that sends it, which are sorted by expert
-    place: Array  # where it begins on its expert's rank, whose rows are sorted by expert, and then by rank
+    source: Array  # start of a slice among the sending rank's rows, which are sorted by expert
+    place: Array  # its start on the expert's rank, whose rows are sorted by expert, then by rank
 
     def of_rank(self, rank: Array) -> "Round":
-        """The slices of its experts, of each rank: [P, experts of a rank]."""
+        """The slices for the experts of `rank`, from each rank: [P, experts of a rank]."""
         own = len(self.size) // self.size.shape[1]
         return Round(*(lax.dynamic_slice_in_dim(array, rank * own, own).T for array in self))
 
 
 def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
-    """What is sent in round `number`, where rank p has `counts_PE[p, e]` rows for expert e, and each rank takes `room`
-    rows a round. No communication.
+    """The slices sent in round `number`, if rank p has `counts_PE[p, e]` rows for expert e and each rank receives
+    `room` rows a round. No communication.
 
     >>> counts = jnp.array([[3, 1], [2, 2]])
     >>> [round_of(counts, number, 4).size.tolist() for number in (0, 1)]
@@ -109,18 +109,18 @@ def round_of(counts_PE: Array, number: Array | int, room: int) -> Round:
 
 
 def rounds_of(counts_PE: Array, room: int) -> Array:
-    """How many rounds it takes until all rows were sent."""
+    """Number of rounds until all rows are sent."""
     most = counts_PE.sum(axis=0).reshape(len(counts_PE), -1).sum(axis=1).max()
     return -(-most // room)
 
 
 def _before(counts: Array) -> Array:
-    """Of each entry of a row the sum of those before it."""
+    """Exclusive cumulative sum along each row."""
     return jnp.cumsum(counts, axis=1) - counts
 
 
-# The gradient is written out, as that of HeldExperts: the two products of the first round are kept for it, and what
-# came then, by their names. Nothing else is, and what further rounds made is made again.
+# A custom gradient, as for HeldExperts: it saves, by name, the received rows and the two products of the first round.
+# Nothing else is saved; further rounds are recomputed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _computed(room: Room, x_ND: Array, weights_NK: Array, experts: HeldExperts, rows: Rows, counts: Array) -> Array:
     return _forward(room, x_ND, weights_NK, experts, rows, counts)[0]
@@ -142,7 +142,7 @@ def _forward(
 
 
 class Arrived(NamedTuple):
-    """What a rank gets in a round, and the products of it with gate and up: [room, ...]."""
+    """The rows that a rank receives in a round, and their products with gate and up: [room, ...]."""
 
     x: Array
     weights: Array
@@ -170,7 +170,8 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
     x_ND, weights_NK, experts, rows, counts, first = saved
 
     def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
-        """Those of the two products and of the weights, the products' result, and that of what was sent back."""
+        """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
+        back."""
         dy = _sent(dispatch(_packed(dy_ND), rows), way, room.rows).reshape(room.rows, -1)
         d_hidden = grouped_dot(dy, experts.down, _sizes(way), transposed=True)
         hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
@@ -212,38 +213,38 @@ _computed.defvjp(_forward, _backward)
 
 
 def _further(room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]) -> Any:
-    """What `end` makes of the state after all rounds but the first, of which there are none with a usual load."""
+    """Result of `end` on the state after the further rounds; a usual load needs none."""
     if room.rows == room.most:
         return end(state)
     rounds = rounds_of(counts, room.rows)
     with jax.named_scope(USUAL_LOAD):
-        # The end is within: a branch that gives back what it gets copies it.
+        # `end` runs inside the branch: a branch that returns its input copies it.
         return lax.cond(rounds <= 1, lambda: end(state), lambda: end(lax.fori_loop(1, rounds, run, state)))
 
 
 def _summed(y: Array, rows: Rows) -> Array:
-    """Of each token the sum of its rows, [N, D]; summed up before lanes are put together, which is one copy then."""
+    """The sum of each token's rows, [N, D]. They are summed before the lanes are joined, which then takes one copy."""
     return lax.optimization_barrier(collect(y, rows)).reshape(len(rows.row_NK), -1)
 
 
 def _sizes(way: Round) -> Array:
-    """How many rows each of this rank's experts has."""
+    """Number of rows of each of this rank's experts."""
     return way.of_rank(lax.axis_index(EXPERT_AXIS)).size.sum(axis=0)
 
 
 def _packed(x_ND: Array) -> Array:
-    """With each row in tiles of its own, where it fills them: on TPU rows of [N, D] share tiles with seven others, and
-    a row that moves would be written anew."""
+    """Reshape so that each row has its own tiles, if it fills them. On TPU a row of [N, D] shares tiles with seven
+    others, so that moving one row would rewrite them."""
     return x_ND.reshape(len(x_ND), -1, LANES) if x_ND.shape[1] % (8 * LANES) == 0 else x_ND
 
 
 def _unset(like: Array, rows: int) -> Array:
-    """Room for rows, each of which will be written, or not read."""
+    """An uninitialised buffer for rows; each row will be written or is never read."""
     return as_varying(lax.empty((rows, *like.shape[1:]), like.dtype), varying_axes(like))
 
 
 def _sent(x_RD: Array, way: Round, room: int) -> Array:
-    """Rows sorted by expert, as they arrive: [room, ...]; behind them is anything.
+    """The received rows, sorted by expert: [room, ...]; rows after them are undefined.
 
     Communication:
         forward   all_to_all of x over ep
@@ -258,7 +259,7 @@ def _sent(x_RD: Array, way: Round, room: int) -> Array:
 
 
 def _returned(y: Array, way: Round, others: Array) -> Array:
-    """Results of what arrived, among the others where the rows that were sent lie.
+    """Send results back and write them into `others` at the positions of the rows that were sent.
 
     Communication:
         forward   all_to_all of y over ep
@@ -276,8 +277,8 @@ def _all_to_all(x: Array, output: Array, begins: Array, sizes: Array, places: Ar
 
 
 def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) -> Array:
-    """The same for narrow rows, and for all on CPUs, where XLA has no ragged exchange: rows of all ranks are gathered,
-    and each rank takes those `at` these numbers; where none is there, another.
+    """The same for narrow rows, and for all rows on CPUs, where XLA has no ragged all-to-all: rows of all ranks are
+    gathered, and each rank takes those at indices `at`, or rows of `others` where `is_there` is false.
 
     Communication:
         forward   all_gather of x over ep
@@ -288,7 +289,7 @@ def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) ->
 
 
 def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
-    """Of each row that comes in a round its number among the rows of all ranks, and whether there is one."""
+    """For each row received in a round, its index among the rows of all ranks, and whether it exists."""
     size, source, place = (array.T.reshape(-1) for array in way.of_rank(lax.axis_index(EXPERT_AXIS)))
     row, ranks = jnp.arange(room), way.size.shape[1]
     at = _slice_of(row, place + size)
@@ -296,7 +297,7 @@ def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
 
 
 def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
-    """Of each row of this rank the number of its result among those of all ranks, and whether it was sent."""
+    """For each row of this rank, the index of its result among those of all ranks, and whether it was sent."""
     size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in way)
     row, (experts, ranks) = jnp.arange(rows), way.size.shape
     at = _slice_of(row, source + size)
@@ -305,14 +306,14 @@ def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
 
 
 def _slice_of(row: Array, ends: Array) -> Array:
-    """The first slice, or the last of all, that does not end before a row."""
+    """The first slice that ends after a row, or the last slice of all."""
     return jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), len(ends) - 1)
 
 
 def _gathered(dims: str, x: Array) -> Array:
     mine = Layout.parse(activation(dims))
     gathered = all_gather(f"{mine} -> {mine.without(EXPERT_AXIS)}", x)
-    # With a name it would be saved beside x where nothing is sent.
+    # With a name it would be saved in addition to x if nothing is sent.
     return checkpoint_name(gathered, "dispatch") if bound_axis_sizes().get(EXPERT_AXIS, 1) > 1 else gathered
 
 

@@ -1,4 +1,4 @@
-"""The experts that a rank holds: tokens in rows, sorted by expert, and what comes of them summed for each token."""
+"""The experts of a rank: tokens in rows sorted by expert, and results summed for each token."""
 
 import sys
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from parallax.sharding.collectives import as_varying, is_bound, offset, varying_
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import parameter
 
-ALL = sys.maxsize  # rows, where each choice has one
-USUAL_LOAD = "usual_load"  # the scope of branches that are taken unless experts get more tokens than is usual
+ALL = sys.maxsize  # rows: one for each choice
+USUAL_LOAD = "usual_load"  # the scope of branches that are taken unless experts get more tokens than usual
 INTO, BACK = "experts/ep d_model d_expert/tp", "experts/ep d_expert/tp d_model"
 
 
 class Experts(nn.Module):
-    """The kernels of the experts that are here, in the model's dtype.
+    """The kernels of this rank's experts, in the model's dtype.
 
     Communication:
         forward   nothing
@@ -45,22 +45,22 @@ class Experts(nn.Module):
 
     def _kernel(self, name: str, layout: str, deviation: float, else_cut: str = "d_model") -> Array:
         init = nn.initializers.normal(deviation)
-        # Pieces of whole experts, or else of their rows, lie together in memory, as products make and take them.
+        # Shards of whole experts, or else of their rows, are contiguous in memory, as products read and write them.
         return parameter(self, name, layout, self.model.sizes, init, at_rest=f"experts {else_cut}")
 
 
 class HeldExperts(NamedTuple):
-    """Gated MLPs [E, D, U] and [E, U, D] of consecutive ids, of each of which this rank holds a piece over tp."""
+    """Gated MLPs [E, D, U] and [E, U, D] with consecutive ids; this rank holds a shard of each over tp."""
 
     gate: Array
     up: Array
     down: Array
 
     def __call__(self, x: Array, weights_NK: Array, ids_NK: Array) -> Array:
-        """The sum of what a token's experts give that are here, times their weights [N, K], as x [..., D].
+        """Weighted sum of the outputs of this rank's experts, [..., D] in x's dtype; weights are [N, K].
 
-        It is a partial sum over tp, and over ep where the others' experts were meant, too. There are rows for all that
-        may come; where no more come than is usual, fewer are computed, see `usual_rows`.
+        It is a partial sum over tp, and over ep for other ranks' experts. There are rows for all choices that may
+        occur; if no more occur than usual, fewer are computed, see `usual_rows`.
         """
         axes = frozenset().union(*map(varying_axes, (x, weights_NK, ids_NK, *self)))
         x, weights_NK, ids_NK, *kernels = (as_varying(array, axes) for array in (x, weights_NK, ids_NK, *self))
@@ -72,13 +72,14 @@ class HeldExperts(NamedTuple):
         return _summed(usual, x, weights_NK, HeldExperts(*kernels), rows)
 
     def products(self, x_ND: Array, rows: "Rows") -> tuple[Array, Array]:
-        """Gate and up of each row's token, [R, U] both."""
+        """Gate and up products of each row's token, both [R, U]."""
         x_RD = dispatch(x_ND, rows)
         return grouped_dot(x_RD, self.gate, rows.sizes_E), grouped_dot(x_RD, self.up, rows.sizes_E)
 
 
-# The gradient is written out: only the two products are kept for it, of as many rows as are usual, and where more came
-# they are made again. What multiplies with weights' gradients is apart, so that a divided backward pass has it later.
+# A custom gradient: only the two products of the usual number of rows are saved for it; if there are more rows, the
+# products are recomputed. Products for the weights' gradients are separate, so that a divided backward pass can run
+# them later.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(usual: int, x: Array, weights_NK: Array, experts: HeldExperts, rows: "Rows") -> Array:
     return _forward(usual, x, weights_NK, experts, rows)[0]
@@ -91,10 +92,10 @@ def _forward(
     products = partial(_products, usual, experts, x_ND)
     kept = [checkpoint_name(array, "experts") for array in _at_load(usual, rows, products)]
 
-    # Apart, so that a backward pass that makes the products again makes no more than these.
+    # Separate, so that a backward pass that recomputes the products recomputes nothing else.
     def run(rows: Rows, sums: Callable) -> Array:
         gate, up = kept if _is_usual(usual, rows) else experts.products(x_ND, rows)
-        # Times the weights before the last product, not after it: then its result is not kept for their gradient.
+        # Multiplied with the weights before the last product, so that its result need not be saved for their gradient.
         hidden = gated(gate, up, _weights(weights_NK, rows)).astype(gate.dtype)
         return sums(grouped_dot(hidden, experts.down, rows.sizes_E))
 
@@ -103,7 +104,7 @@ def _forward(
 
 
 def _products(usual: int, experts: HeldExperts, x_ND: Array, rows: "Rows", sums: Callable) -> tuple[Array, Array]:
-    """The usual rows' products; of more rows none are kept, but zeros in their place."""
+    """Products of the usual number of rows; if there are more, none are saved, and zeros take their place."""
     if _is_usual(usual, rows):
         return experts.products(x_ND, rows)
     shape = usual, experts.gate.shape[2]
@@ -153,12 +154,12 @@ def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
 
 
 def _at_load(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
-    """`run` of the rows that are usual if no others are in use, of all else, and of what adds up each token's rows: of
-    arrays [R, D] that of all, [N, D]."""
+    """Call `run` on the usual number of rows if they suffice, otherwise on all rows. Its second argument sums the rows
+    of each token, over several arrays [R, D], to [N, D]."""
     if usual == ALL:
         return run(rows, partial(_sums, rows.row_NK, mode="promise_in_bounds"))
     few = rows._replace(choice_R=rows.choice_R[:usual])
-    last = usual - 1  # is in no use then, and stands for all rows that are not there
+    last = usual - 1  # not in use in that case; it stands for all missing rows
 
     def sums(*found: Array) -> Array:
         zero_there = [y_RD.at[last].set(0) for y_RD in found]
@@ -175,19 +176,20 @@ def _weights(weights_NK: Array, rows: "Rows") -> Array:
 
 
 class Rows(NamedTuple):
-    """Choices, each of a token and one of K places, in rows sorted by what was chosen; `sizes_E` of each there are."""
+    """Choices, each of a token and one of its K places, in rows sorted by the chosen expert; `sizes_E` counts them."""
 
-    choice_R: Array  # token * K + place; behind the last row that is in use, of any token
-    row_NK: Array  # where each choice is; R where it has no row
+    choice_R: Array  # token * K + place; arbitrary after the last row in use
+    row_NK: Array  # row of each choice; R if it has none
     sizes_E: Array
 
     def of_choices(self) -> "Rows":
-        """The same rows, of an array [N * K, ...] of what belongs to choices."""
+        """The same rows, for an array [N * K, ...] with an entry for each choice."""
         return self._replace(row_NK=self.row_NK.reshape(-1, 1))
 
 
 def sort_rows(chosen_NK: Array, count: int, *, most: int) -> Rows:
-    """Rows of the choices from 0 to count - 1, of which a token has at most so many; in order of the tokens."""
+    """Rows of the choices from 0 to count - 1; rows of the same choice are in the order of the tokens. A token has at
+    most `most` of these choices."""
     tokens, places = chosen_NK.shape
     chosen = jnp.where((chosen_NK >= 0) & (chosen_NK < count), chosen_NK, count).reshape(-1)
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
@@ -199,18 +201,18 @@ def sort_rows(chosen_NK: Array, count: int, *, most: int) -> Rows:
 
 @jax.custom_vjp
 def dispatch(x_ND: Array, rows: Rows) -> Array:
-    """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use have some token, too."""
+    """Each row's token, [R, D]; its transpose is `collect`. Rows that are not in use get an arbitrary token."""
     return x_ND[rows.choice_R // rows.row_NK.shape[1]]
 
 
 @jax.custom_vjp
 def collect(y_RD: Array, rows: Rows) -> Array:
-    """Of each token the sum of its rows, in float32, as y's dtype, [N, D]."""
+    """The sum of each token's rows, added in float32, in y's dtype, [N, D]."""
     return _sums(rows.row_NK, y_RD)
 
 
 def _sums(row_NK: Array, *arrays_RD: Array, mode: str = "fill") -> Array:
-    # Added up one after the other, all in one pass; of a sum over a dim of K XLA makes a slower one on TPU.
+    # Added one after the other, all in one pass; on TPU a sum over a dim of size K is slower.
     found = (y_RD.at[row_N].get(mode=mode, fill_value=0) for y_RD in arrays_RD for row_N in row_NK.T)
     return sum(y_ND.astype(jnp.float32) for y_ND in found).astype(arrays_RD[0].dtype)
 

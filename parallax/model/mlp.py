@@ -15,7 +15,7 @@ from parallax.sharding.collectives import reshard
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, of this width; input and output have the residual's layout.
+    """`down(silu(gate(x)) * up(x))`; input and output have the residual's layout.
 
     Communication, column_row:
         forward   all_gather of x over tp; reduce_scatter of the result over tp
@@ -49,6 +49,6 @@ class GatedMLP(nn.Module):
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 
-@jax.checkpoint  # its own backward pass keeps gate and up alone
+@jax.checkpoint  # its backward pass saves only gate and up
 def _gated(gate: Array, up: Array) -> Array:
     return nn.silu(gate) * up

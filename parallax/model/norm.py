@@ -1,4 +1,4 @@
-"""RMSNorm over the last dim, cut or not (Zhang and Sennrich 2019, equation 4)."""
+"""RMSNorm over the last dim, sharded or not (Zhang and Sennrich 2019, equation 4)."""
 
 from collections.abc import Mapping
 

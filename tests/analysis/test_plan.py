@@ -769,8 +769,8 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
     ("flags", "message"),
     [
         (["--topology=v9:4x4"], "chip 'v9:4x4' is unknown; .*v5e"),
-        (["--topology=v5e:4x"], "--topology=v5e:4x is no topology; write CHIP:SIZES"),
-        (["--topology=v5e"], "is no topology"),
+        (["--topology=v5e:4x"], "--topology=v5e:4x is not a topology; write CHIP:SIZES"),
+        (["--topology=v5e"], "is not a topology"),
         (["--topology=v5p:4x4"], "has 2 sizes, but slices of TPU v5p have 3"),
         (["--topology=v5e:4x4"], "v5e:4x4 has 16 devices: mesh.pp=1 mesh.dp=2 mesh.tp=2 wants 4 devices"),
         (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there

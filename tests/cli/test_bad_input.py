@@ -230,7 +230,7 @@ def test_a_wrong_config_file_is_one_line_with_status_2(line, message, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.tp": 0}, "mesh.tp=0 is no number of devices; use 1 or more, or -1"),
+        ({"mesh.tp": 0}, "mesh.tp=0 is not a number of devices; use 1 or more, or -1"),
         ({"mesh.pp": -1}, "mesh.pp=-1, mesh.dp=-1: at most one axis can be inferred"),
         ({"mesh.pp": 3}, "wants a multiple of 3 devices, but there are 8; legal pp·dp·tp for 8"),
         ({"mesh.dp": 4}, "mesh.pp=1 mesh.dp=4 mesh.tp=1 wants 4 devices, but there are 8"),

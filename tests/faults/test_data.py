@@ -237,7 +237,7 @@ def test_a_tokenizer_that_changed_between_two_starts_is_refused(prepared, tmp_pa
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, no text; leave it out")])
+@pytest.mark.parametrize("prompt, message", [("\udc80", "half a surrogate pair, which is not text; leave it out")])
 def test_a_prompt_that_is_no_text_is_known_before_the_first_step(prompt, message, corpus, tmp_path, compiles_nothing):
     with pytest.raises(ConfigError, match=message):
         train(tiny_config(corpus, **{"sample.prompt": prompt}), tmp_path / "run")

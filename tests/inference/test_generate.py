@@ -261,7 +261,11 @@ def test_the_command_runs_as_a_module(whole_run):
     "flags, status, message",
     [
         (["--prompt", ""], 2, "sample.prompt='' has no tokens; give it at least one character"),
-        (["--prompt", "\udc80"], 2, "sample.prompt='\\udc80' holds a zero byte or half a surrogate pair, no text"),
+        (
+            ["--prompt", "\udc80"],
+            2,
+            "sample.prompt='\\udc80' holds a zero byte or half a surrogate pair, which is not text",
+        ),
         (["--prompt", "a", "--top_p", "1.5"], 2, "sample.top_p=1.5 must be above 0 and at most 1 (off)"),
         (["--prompt", "a", "--top_k", "x"], 2, "argument --top-k: invalid int value: 'x'"),
         (["--prompt", "a", "--temprature=1"], 2, "unknown argument '--temprature=1'; did you mean '--temperature'?"),

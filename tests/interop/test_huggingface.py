@@ -360,7 +360,7 @@ REFUSED = {
     "a window": (
         "MistralForCausalLM",
         {"sliding_window": 255},
-        "data.seq=256 is longer than model.sliding_window=255, and windows are not computed; use 255 or less",
+        "data.seq=256 is longer than model.sliding_window=255, and windows are not implemented; use 255 or less",
     ),
     "a window of Qwen": (
         QWEN3,

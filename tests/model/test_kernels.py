@@ -481,8 +481,8 @@ def test_blocks_that_would_cross_a_context_ranks_chunks_are_refused():
 def test_keys_that_go_from_rank_to_rank_are_for_one_kernel(kernel):
     ring = lambda cp: check_context(model_config(kernel=kernel, **GQA), "ring", dict(tp=1, cp=cp))  # noqa: E731
     assert refused(ring, 2) == (
-        f"layout.context='ring' sends keys from rank to rank, which model.kernel='{kernel}' cannot meet one after the "
-        "other; use kernel='xla', or layout.context in {'all_gather', 'ulysses'}."
+        f"layout.context='ring' sends keys from rank to rank, which model.kernel='{kernel}' does not support; "
+        "use kernel='xla', or layout.context in {'all_gather', 'ulysses'}."
     )
     ring(1)
 
@@ -490,7 +490,7 @@ def test_keys_that_go_from_rank_to_rank_are_for_one_kernel(kernel):
 def test_heads_that_context_ranks_cannot_share_are_refused():
     share = lambda context, tp, cp: check_context(model_config(heads=12), context, dict(tp=tp, cp=cp))  # noqa: E731
     assert refused(share, "ulysses", 2, 4) == (
-        "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which cut them under layout.context='ulysses'; "
+        "model.heads=12 does not divide over mesh.tp=2 x mesh.cp=4, which shard them under layout.context='ulysses'; "
         "use tp x cp in {1, 2, 3, 4, 6, 12} or heads=16."
     )
     share("ulysses", 2, 3)

@@ -193,8 +193,8 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
     ("written", "said"),
     [
         (dict(matmul="fp8"), "model.matmul='fp8' is unknown"),
-        (dict(matmul_parts="mpl"), "model.matmul_parts='mpl': 'mpl' is no part; use a set of attention, mlp"),
-        (dict(matmul_parts="mlp experts"), "'experts' is no part: products of experts are made in model.dtype"),
+        (dict(matmul_parts="mpl"), "model.matmul_parts='mpl': 'mpl' is not a part; use a set of attention, mlp"),
+        (dict(matmul_parts="mlp experts"), "'experts' is not a part: products of experts are made in model.dtype"),
         (dict(matmul_parts=" "), "names no part"),
         (dict(matmul="int8", matmul_residuals="int8"), "model.matmul_residuals='int8' is unknown"),
         (dict(matmul_residuals="8bit"), "model.matmul_residuals='8bit' does nothing with model.matmul='compute'"),

@@ -233,9 +233,9 @@ def test_a_word_for_a_set_is_the_same_program_as_its_parts(word, parts):
         ("norm swigl", "pipeline.remat='norm swigl' has 'swigl', which is unknown; did you mean 'swiglu'? Known: "),
         (
             "layer norm",
-            "pipeline.remat='layer norm' has 'layer', which stands alone; use it so, or a set of qkv, element",
+            "pipeline.remat='layer norm' has 'layer', which must be the only word; use it so, or a set of qkv, element",
         ),
-        ("", "pipeline.remat='' names no part; use 'none' to make nothing again"),
+        ("", "pipeline.remat='' names no part; use 'none' to recompute nothing"),
     ],
 )
 def test_a_wrong_set_is_refused(remat, message):

@@ -147,12 +147,12 @@ ERRORS = {
     ),
     "what is made again": (
         lambda: build((1, 1, 1), remat="elementwise ffn", residuals_on="ffn"),
-        "pipeline.residuals_on='ffn' has 'ffn', of which pipeline.remat='elementwise ffn' saves nothing by name; use a "
+        "pipeline.residuals_on='ffn' has 'ffn', but pipeline.remat='elementwise ffn' does not save it by name; use a "
         "set of input, latent, q, kv, core, out, experts, or another remat",
     ),
     "no names": (
         lambda: build((1, 1, 1), remat="none", residuals_on="input"),
-        "pipeline.residuals_on='input' has 'input', of which pipeline.remat='none' saves nothing by name; use 'host', "
+        "pipeline.residuals_on='input' has 'input', but pipeline.remat='none' does not save it by name; use 'host', "
         "or another remat",
     ),
     "unknown part": (
@@ -161,7 +161,7 @@ ERRORS = {
     ),
     "a word among parts": (
         lambda: PipelineConfig(residuals_on="host ffn"),
-        "pipeline.residuals_on='host ffn' is no set of parts; use 'device' or 'host' alone, or a set of input, qkv, ",
+        "pipeline.residuals_on='host ffn' is not a set of parts; use 'device' or 'host' alone, or a set of input, qkv, ",
     ),
     "another optimizer": (
         lambda: make_train_step(*adafactor(), seed=0),
