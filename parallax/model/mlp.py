@@ -49,6 +49,8 @@ class GatedMLP(nn.Module):
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 
-@jax.checkpoint  # its own backward pass keeps gate and up alone
+# Its own backward pass keeps gate and up alone. With `prevent_cse` there is a barrier before it: what it reads from
+# slots is copied then, and fused with nothing.
+@partial(jax.checkpoint, prevent_cse=False)
 def _gated(gate: Array, up: Array) -> Array:
     return nn.silu(gate) * up
