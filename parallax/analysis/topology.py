@@ -36,8 +36,8 @@ MATMUL_EFFICIENCY = 0.8
 class Topology(NamedTuple):
     """`shape` is the number of chips along each dim of a torus; for chips on switches, the last number is per switch.
 
-    A chip may be several devices, its cores. `shared`: one machine simulates the devices, which share its cores, so that
-    others can use those of an idle one.
+    A chip may be several devices, its cores. `shared`: one machine simulates the devices, which share its cores, so
+    that others can use those of an idle one.
     """
 
     name: str
