@@ -161,8 +161,7 @@ def get_config() -> ConfigDict:
     # Skips updates whose loss or gradient is not finite, and spikes.
     config.guard = ConfigDict()
     config.guard.max_skipped_steps = 3  # consecutive steps skipped for non-finite numbers; one more stops the run
-    # also skip a step whose signal is this many deviations above its running mean; 0: off, 6 is usual
-    config.guard.spike_z = 0.0
+    config.guard.spike_z = 0.0  # also skip steps this many deviations above the running mean; 0: off, 6 is usual
     config.guard.spike_signal = "loss"  # "loss" | "grad_norm": signal in which spikes are detected
     config.guard.spike_window_steps = 128  # steps over which statistics average; no spike is detected before this many
 

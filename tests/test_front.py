@@ -253,7 +253,7 @@ def test_what_a_run_has_not_is_named(trained, tmp_path):
         run.curve("train/los")
     with pytest.raises(ConfigError, match="unknown key sample.temprature; did you mean 'temperature'"):
         run.generate("a", temprature=1.0)
-    with pytest.raises(ConfigError, match="is 1 token, and has no next one"):
+    with pytest.raises(ConfigError, match="is 1 token, which has no next one"):
         run.batch_of("a")
     with pytest.raises(CheckpointError, match="there is no checkpoint of step 3 in .*; steps there: 2, 4"):
         px.load(trained[0], step=3)

@@ -520,7 +520,7 @@ class GuardConfig(Section):
     max_skipped_steps: int = key(3, "consecutive steps skipped for non-finite numbers; one more stops the run")
     spike_z: float = key(
         0.0,
-        "also skip a step whose signal is this many deviations above its running mean; 0: off, 6 is usual",
+        "also skip steps this many deviations above the running mean; 0: off, 6 is usual",
         below=1e6,
         says="must be 0 (off) or more, below 1e6; 6 is usual.",
     )

@@ -1,6 +1,6 @@
 """Activations of a model: attention maps, the key-value cache, logits, and the loss of each token.
 
-The model's own layers are run, without a mesh.
+It runs the model's own layers, without a mesh.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ class Activations(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean of the losses that count, in nats: what `ShardedModel.loss` says of this batch."""
+        """The mean of the losses of labels that are not ignored, in nats; equals `ShardedModel.loss` for this batch."""
         return float(np.nanmean(self.losses))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache, a token: in all layers, in the float32 in which it is held here."""
+        """Bytes of the cache per token, in all layers, in float32."""
         rows = self.losses.size
         return sum(array.nbytes for array in self.cache.values()) // rows
 
@@ -74,7 +74,7 @@ def capture_activations(model: ShardedModel | ModelConfig, params: Any, batch: M
         DataError: the batch is not as parallax.model.batch says.
     """
     config = model if isinstance(model, ModelConfig) else model.model
-    config = dataclasses.replace(config, kernel="xla")  # the others never hold the weights
+    config = dataclasses.replace(config, kernel="xla")  # other kernels never store the attention weights
     params, batch = jax.device_get((params, checked(batch, config.vocab)))
     check_window(config, batch["tokens"].shape[1])
     seen = jax.device_get(_run(config)(params, batch))

@@ -148,7 +148,7 @@ def test_a_branch_on_data_is_refused_where_its_sides_differ_and_only_there():
 
 def test_a_loop_whose_turns_depend_on_data_is_refused_if_it_sends():
     count = jax.ShapeDtypeStruct((), "int32")
-    with pytest.raises(ValueError, match="how often a while loop turns.*all-to-all"):
+    with pytest.raises(ValueError, match="a while loop's trip count.*all-to-all"):
         sent_by(lambda x, n: lax.fori_loop(0, n, lambda _, x: exchange(x), x), count)
     assert sent_by(lambda x, n: lax.fori_loop(0, n, lambda _, x: 2 * x, x), count) == []
 

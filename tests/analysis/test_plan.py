@@ -720,7 +720,7 @@ def test_an_interrupted_command_shows_what_it_has_and_ends_with_130(few, config,
     assert command.main(["plan", config, *flags]) == 130
     shown = capsys.readouterr()
     assert "\n1 layouts priced; passed over: 1 not legal" in shown.out
-    assert "the same command goes on from here" in shown.err
+    assert "the same command continues from here" in shown.err
 
 
 def test_without_libtpu_the_plan_is_analytic_and_says_how_to_get_it(planned):

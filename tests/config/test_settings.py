@@ -246,7 +246,7 @@ def on(sizes, *changes, **more):
         (
             {"cp": 4},
             {"data": {"seq": 12}},
-            "data.seq=12 does not divide over 2 x mesh.cp=4, for each context rank has two chunks of a row; "
+            "data.seq=12 does not divide over 2 x mesh.cp=4: each context rank has two chunks of a row; "
             "use a multiple of 8",
         ),
         (

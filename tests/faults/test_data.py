@@ -168,7 +168,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_ends_it_with_status_5_and_what_wa
 ):
     config, folder = prepared
     at_step(monkeypatch, 2, lambda: [os.truncate(file, 10) for file in folder.glob("*.ids")])
-    with pytest.raises(DataError, match=r"shard .*\.ids was cut short while it was read") as error:
+    with pytest.raises(DataError, match=r"shard .*\.ids was truncated while it was read") as error:
         train(config, tmp_path / "run")
     assert error.value.exit_status == 5 and latest_step(tmp_path / "run" / "checkpoints") >= 2
 

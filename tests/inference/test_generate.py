@@ -221,7 +221,7 @@ def test_another_seed_writes_another_text_without_compiling_again(caplog):
 @pytest.mark.parametrize(
     "prompts, message",
     [
-        ([], "there is no prompt; give at least one"),
+        ([], "there are no prompts; give at least one"),
         ([[1], []], "prompt 1 has no tokens; give it at least one"),
         ([[1, 64]], "prompt 0 has token id 64; the model knows 0 to 63 (model.vocab=64)"),
         ([[-1, 3]], "prompt 0 has token id -1; the model knows 0 to 63 (model.vocab=64)"),
@@ -331,4 +331,4 @@ def test_a_text_that_cannot_be_written_is_said_and_is_no_success(whole_run, monk
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--workdir", str(whole_run), *WRITES_LITTLE]) == 2
-    assert capsys.readouterr().err.endswith("what was printed is not all written: No space left on device\n")
+    assert capsys.readouterr().err.endswith("the output is incomplete: No space left on device\n")

@@ -142,8 +142,8 @@ def test_a_mesh_that_cuts_through_blocks_is_refused():
         abstract_state(model, optimizer(model, m_dtype="float8"))
     assert str(error.value) == (
         "optimizer.m_dtype='float8' has blocks of 8 along a dim of blocks/attention/k/kernel of size 64, which "
-        "mesh.dp=16 cuts into pieces of 4; use m_dtype='bfloat16', or a mesh that cuts it into 8 pieces or a divisor "
-        "of that."
+        "mesh.dp=16 shards into pieces of 4; use m_dtype='bfloat16', or a mesh that shards it into 8 pieces or a "
+        "divisor of that."
     )
 
 
