@@ -266,7 +266,7 @@ def plan_heading(name: str, settings: Settings, topology: Topology) -> str:
     policy += ", one layer ahead" * settings.fsdp.prefetch
     context = f", keys over cp by {settings.layout.context}" * (settings.mesh.cp > 1)
     lines = [
-        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}",
+        f"{name} on {topology.name}: {topology.devices} x {topology.chip.name}" + " core" * (topology.chip.cores > 1),
         f"mesh {mesh}; {schedule}, {pipeline.microbatches} microbatches of {windows} x {seq} tokens a device",
         f"remat {pipeline.remat}, policy {policy}, attention by {settings.model.kernel}{context}",
         *_mixture_lines(settings, topology),
@@ -322,7 +322,7 @@ def verdict(peak_bytes: int, topology: Topology, who: str) -> str:
     usable = topology.chip.usable_bytes
     fits = "fits" if peak_bytes <= usable else "does not fit"
     share = percent(peak_bytes / usable)
-    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a chip, {share} ({who})"
+    said = f"{fits}: {in_bytes(peak_bytes)} of {in_bytes(usable)} a {topology.chip.unit}, {share} ({who})"
     if topology.chip.platform == "gpu" and JAX_TAKES * usable < peak_bytes <= usable:
         said += f"\nJAX reserves {in_bytes(JAX_TAKES * usable)} by default: XLA_CLIENT_MEM_FRACTION=0.95"
     return said
@@ -338,7 +338,7 @@ def estimate_parts(found: Estimate, topology: Topology) -> Iterator[Table | str]
     shares = [size / found.peak_bytes for _, size in parts]
     rows = [[name, in_bytes(size), percent(share)] for (name, size), share in zip(parts, shares)]
     bars = [[("predicted", share)] for share in shares]
-    yield Table(["memory of a chip", "predicted", "of the peak"], rows, 1, bars)
+    yield Table([f"memory of a {topology.chip.unit}", "predicted", "of the peak"], rows, 1, bars)
     yield ""
     yield time_parts(analytic_parts(found), found.secs)
     name, size = parts[0]
@@ -358,7 +358,7 @@ def host_lines(found: Estimate, topology: Topology) -> Iterator[str]:
         yield f"host memory: {in_bytes(found.host_bytes)}; the link of {chip.name} to its host is not known"
         return
     fits = "" if found.host_bytes <= chip.host_bytes else ", which does not fit"
-    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a chip{fits}"
+    yield f"host memory: {in_bytes(found.host_bytes)} of {in_bytes(chip.host_bytes)} a {chip.unit}{fits}"
     rate = f"{in_bytes(found.link_bytes)} a step over its link of {chip.host_bandwidth / 1e9:g} GB/s each way"
     yield f"{rate}; " + (f"the step waits {found.link_secs:.3f} s" if found.link_secs else "the step does not wait")
 

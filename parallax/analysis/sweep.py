@@ -328,12 +328,12 @@ def draw(title: str, rows: Sequence[PricedLayout], topology: Topology, own: Choi
     """An SVG of memory against time with a point for each layout; `own` is ringed."""
     row_of, marked = {row.choice: row for row in rows}, front(rows)
     on_front = [row_of[choice] for choice in marked]
-    under = f"{len(rows)} layouts, predicted; a chip holds {in_bytes(topology.chip.usable_bytes)}"
+    under = f"{len(rows)} layouts, predicted; a {topology.chip.unit} holds {in_bytes(topology.chip.usable_bytes)}"
     edges = {True: {"markersize": 13, "markeredgecolor": INK}, False: {"markersize": 6, "alpha": 0.55}}
 
     def points(axes: Any) -> None:
         axes.set_title(f"{title}\n{under}", loc="left")
-        axes.set(xlabel="memory of a chip, GiB", ylabel="time of a step, s")
+        axes.set(xlabel=f"memory of a {topology.chip.unit}, GiB", ylabel="time of a step, s")
         axes.margins(0.08)
         axes.plot(*zip(*map(_place, on_front)), "--", color=INK, linewidth=0.8, gid="front")
         for row in reversed(rows):

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from parallax.config.sections import MeshConfig
-from parallax.runtime.chips import Chip, chip
+from parallax.runtime.chips import LINKS_BETWEEN_CORES, Chip, chip
 from parallax.runtime.errors import ConfigError, how_to_install
 from parallax.sharding.mesh import resolve_sizes
 
@@ -25,7 +25,7 @@ GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin, is not installed: {how_
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 CUDNN_VERSION = "major: 9 minor: 10"  # assumed for GPUs that are not present
 
-DEVICES_ARE_CORES = ("TPU v7x",)
+COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by another one
 
 TOPOLOGY = re.compile(r"[^:]+:[1-9][0-9]*(x[1-9][0-9]*)*")
 # Share of a data sheet's FLOP/s that matrix products reach, including operations fused with them. With it, analytic
@@ -36,7 +36,8 @@ MATMUL_EFFICIENCY = 0.8
 class Topology(NamedTuple):
     """`shape` is the number of chips along each dim of a torus; for chips on switches, the last number is per switch.
 
-    `shared`: one machine simulates the devices, which share its cores, so that others can use those of an idle one.
+    A chip may be several devices, its cores. `shared`: one machine simulates the devices, which share its cores, so
+    that others can use those of an idle one.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Topology(NamedTuple):
 
     @property
     def devices(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.chip.cores
 
     @property
     def is_tpu(self) -> bool:
@@ -60,7 +61,7 @@ class Topology(NamedTuple):
 
     def route(self, sizes: Mapping[str, int], axes: Sequence[str]) -> "Route":
         """The links between chips that differ along these axes of a mesh of these sizes: see `route`."""
-        return route(_laid_out(self.shape, tuple(sizes.items())), tuple(axes), self.chip)
+        return route(_laid_out(self.shape, self.chip.cores, tuple(sizes.items())), tuple(axes), self.chip)
 
 
 def read_topology(text: str) -> Topology:
@@ -104,11 +105,6 @@ def why_not(topology: Topology) -> str:
     """Why steps cannot be compiled for chips that are not present; "" if they can."""
     if not topology.is_tpu:
         return "" if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else GET_CUDA
-    if topology.chip.name in DEVICES_ARE_CORES:
-        return (
-            f"nothing is compiled for {topology.name}: the compiler has two devices for a {topology.chip.name}, one "
-            "for each core, and a plan counts chips"
-        )
     return "" if importlib.util.find_spec("libtpu") else GET_LIBTPU
 
 
@@ -129,7 +125,9 @@ def devices_of(topology: Topology | str) -> list[Any]:
 
 def _describe_slice(topology: Topology) -> topologies.TopologyDescription:
     options = {"chip_config_name": "megacore"} if topology.chip.name == "TPU v4" else {}
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+    known = COMPILER_NAMES.get(topology.chip.name)
+    name = f"{known}:{topology.name.split(':')[1]}" if known else topology.name
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
 def _describe_hosts(topology: Topology) -> topologies.TopologyDescription:
@@ -185,11 +183,13 @@ def without_chips(argv: Sequence[str]) -> None:
 
 
 @functools.lru_cache
-def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any:
-    """A mesh of stand-ins for chips that fill a torus of this shape; the last axis is placed first, along few dims.
+def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], ...]) -> Any:
+    """A mesh of stand-ins for the cores of chips that fill a torus of this shape; the last axis is placed first, along
+    few dims.
 
     Chips on one switch have the same process index.
     """
+    shape = *shape, cores
     lengths = [n for _, n in sizes]
     index = np.indices(lengths)
     places = np.zeros((*lengths, len(shape)), int)
@@ -203,7 +203,8 @@ def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any
             left[dim], stride[dim] = left[dim] // part, stride[dim] * part
     devices = np.empty(lengths, object)
     for number, at in enumerate(np.ndindex(*lengths)):
-        devices[at] = SimpleNamespace(coords=tuple(places[at]), process_index=number // shape[-1])
+        *coords, core = places[at]
+        devices[at] = SimpleNamespace(coords=coords, core_on_chip=core, process_index=number // shape[-2])
     return SimpleNamespace(devices=devices, axis_names=tuple(name for name, _ in sizes))
 
 
@@ -221,7 +222,8 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     to a ring, has two links per chip, one for each direction. Any other dim is a line and has one, since a chip at its
     end has only one. Devices at a distance of k share links with k - 1 others. If devices have no coordinates, as in a
     mesh of simulated devices, each mesh axis counts as a separate, filled dim. In an all-to-all, data passes a quarter
-    of each dim on average, which loads links by as much. On a switch a collective uses all links of a chip. Between
+    of each dim on average, which loads links by as much. Cores of a chip share its links: a core has its part of them,
+    and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
     slices, and between processes on switches, it uses the network. Latency is not modelled.
     """
     devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
@@ -230,7 +232,8 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     if not chip.torus_dims:
         return Route(chip.ici_bandwidth * chip.ici_links, 1.0)
     places, extents = _places(mesh, axes, devices)
-    links, hops = 0.0, 0.0
+    *extents, _ = extents
+    links, hops, cores = 0.0, 0.0, len(np.unique(places[:, -1]))
     for dim, extent in enumerate(extents):
         values = np.unique(places[:, dim])
         if len(values) > 1:
@@ -238,7 +241,9 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
             links += (2 if whole and closes(chip, extents, extent) else 1) / int(np.diff(values).min())
             hops += len(values) / 4
     members = len(devices)
-    return Route(chip.ici_bandwidth * links, max(1.0, hops * members / (members - 1)))
+    if not links:
+        return Route(chip.ici_bandwidth * LINKS_BETWEEN_CORES, 1.0)
+    return Route(chip.ici_bandwidth * links * cores / chip.cores, max(1.0, hops * members / (members - 1)))
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
@@ -259,7 +264,7 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
     if not chip.torus_dims:
         apart = any(_differ([devices[one], devices[other]], "process_index") for one, other in pairs)
         return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
-    places, extents = _places(mesh, mesh.axis_names, list(devices))
+    places, extents = (found[..., :-1] for found in _places(mesh, mesh.axis_names, list(devices)))
     rings = [closes(chip, extents, extent) for extent in extents]
     load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
     return chip.ici_bandwidth / max(load.values(), default=1)
@@ -286,12 +291,17 @@ def _differ(devices: list, attribute: str) -> bool:
     return len({getattr(device, attribute, None) for device in devices}) > 1
 
 
-def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarray, list[int]]:
-    """Coordinates of these devices, and the extents of the slice that all devices of the mesh fill."""
+def _places(mesh: Mesh, axes: tuple[str, ...], devices: list) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of these devices, of which the last is the core on a chip, and the extents of the slice that all
+    devices of the mesh fill."""
     if getattr(devices[0], "coords", None) is not None:
-        everywhere = np.array([device.coords for device in mesh.devices.flat])
-        return np.array([device.coords for device in devices]), list(np.ptp(everywhere, axis=0) + 1)
+        everywhere = np.array([_coordinates(device) for device in mesh.devices.flat])
+        return np.array([_coordinates(device) for device in devices]), np.ptp(everywhere, axis=0) + 1
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in axes]
     if len(devices) < math.prod(sizes):  # a group of them
         sizes = [len(devices)]
-    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1), sizes
+    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), [*sizes, 1]), axis=1), np.array([*sizes, 1])
+
+
+def _coordinates(device: Any) -> tuple[int, ...]:
+    return *device.coords, getattr(device, "core_on_chip", 0)

@@ -102,7 +102,8 @@ def _shown(file_name: str) -> str | None:
     return None if any(path.is_relative_to(folder) for folder in LIBRARIES) else path.name
 
 
-LARGEST_KNOWN = 1 << 14  # entries; tables and counters are smaller, activations not worth computing
+# Entries of what is computed: rows of tables and counters have fewer, activations are not worth it.
+LARGEST_KNOWN = 1 << 14
 UNCHANGED = ("pvary", "pcast", "copy", "optimization_barrier", "layout_constraint")
 Count = Callable[[JaxprEqn, Origin], Counter]
 Known = np.ndarray | None  # None: not known before the program runs
@@ -232,15 +233,18 @@ def _evaluate(equation: JaxprEqn, values: list[Known]) -> list[Known]:
 
 
 def _known(const: Any) -> Known:
-    return np.asarray(const) if _counts(const) else None
+    """The value of a constant that can steer, as a schedule's tables do, however many ticks these have."""
+    return np.asarray(const) if _is_discrete(const) else None
 
 
 def _counts(array: Any) -> bool:
-    """Whether an array is small and of integers or booleans."""
+    return _is_discrete(array) and math.prod(array.shape) <= LARGEST_KNOWN
+
+
+def _is_discrete(array: Any) -> bool:
+    """Whether an array is of integers or booleans."""
     dtype = getattr(array, "dtype", None)
-    if dtype is None or math.prod(array.shape) > LARGEST_KNOWN:
-        return False
-    return jax.dtypes.issubdtype(dtype, np.integer) or jax.dtypes.issubdtype(dtype, np.bool_)
+    return dtype is not None and any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.integer, np.bool_))
 
 
 class Steering:

@@ -49,6 +49,8 @@ class GatedMLP(nn.Module):
         return down(down.input(checkpoint_name(hidden, "swiglu"), part="swiglu"))
 
 
-@jax.checkpoint  # its backward pass saves only gate and up
+# Its backward pass saves only gate and up. `prevent_cse` would put a barrier before it: XLA would copy what it reads
+# from slots, and fuse it with nothing.
+@partial(jax.checkpoint, prevent_cse=False)
 def _gated(gate: Array, up: Array) -> Array:
     return nn.silu(gate) * up

@@ -541,7 +541,7 @@ class LayerLoop:
     def _kind_of(self, run: Places) -> "type[Turns]":
         if len(run.kinds) > 1:
             return MixedTurns
-        if self.prefetch and run.places > 1:
+        if self.prefetch and run.can_prefetch:
             return PrefetchTurns
         return UnevenTurns if run.uneven else Turns
 

@@ -32,6 +32,11 @@ class Places(NamedTuple):
     def shape(self) -> tuple:
         return self.kinds, self.places, self.uneven, self.layer is None
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether the next layer's weights can be gathered while a layer runs: both are of one kind."""
+        return len(self.kinds) == 1 and self.places > 1
+
 
 class Repeat(NamedTuple):
     """A sequence of runs that is repeated `times` times; `runs` are those of the first time."""

@@ -202,13 +202,21 @@ class ShardedModel:
         return math.prod(sizes.values()), " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
     def _check_prefetch(self) -> None:
-        """Raise ConfigError if weights are to be gathered ahead, but no layer is gathered when it runs."""
-        per_use = any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"]))
-        if self.fsdp.prefetch and not per_use:
+        """Raise ConfigError if weights cannot be gathered ahead."""
+        if not self.fsdp.prefetch:
+            return
+        if not any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"])):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
                 f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
                 "data_parallel.policy='zero3'."
+            )
+        order = self.arrangement
+        if order.stage_layers > 1 and not any(run.can_prefetch for each in order.repeats for run in each.runs):
+            raise ConfigError(
+                f"fsdp.prefetch={self.fsdp.prefetch} gathers the next layer of the same kind, but with "
+                f"model.layers_of={self.model.layers_of!r} and {len(order.placement)} pipeline stages no stage has two "
+                "layers of one kind after each other; use fsdp.prefetch=0."
             )
 
     def _check_shared_rows(self, global_batch: int) -> None:

@@ -6,9 +6,10 @@ FLOPs of the matrix units in a cycle; at 1.5 and 1.75 GHz the estimates match pu
 clocks are boost clocks; they convert times at peak rates into cycles. `usable_bytes` is the memory that the TPU
 compiler (libtpu 0.0.42) lets a program use, according to its errors; for v7x and GPUs it is the data sheet's memory, of
 which JAX reserves three quarters on GPUs unless XLA_CLIENT_MEM_FRACTION is set. GPUs on PCIe are modelled as if each
-could send to any other at the rate of its slot, which is more than cards without direct access to each other reach. v4,
-v5p and v7x count as chips of two cores with shared memory. A v4 topology has such devices if it is made with
-`chip_config_name="megacore"`; a v7x topology never has them, since its cores are separate devices.
+could send to any other at the rate of its slot, which is more than cards without direct access to each other reach. A
+device of v4 and v5p is a chip, whose two cores share memory; a v4 topology has such devices if it is made with
+`chip_config_name="megacore"`. A device of v7x is one of a chip's two cores. Its figures are those of a core, with half
+of the chip's memory and network, but links are those of the chip.
 """
 
 import re
@@ -32,7 +33,7 @@ class GpuTarget(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """One chip. Bandwidths are in bytes a second, in one direction.
+    """One chip, or one of its `cores` if each is a device. Bandwidths are in bytes a second, in one direction.
 
     `flops` is FLOP/s by dtype. `ici_links` links of `ici_bandwidth` each lead to its neighbours: on TPU two for each
     torus dim, on NVIDIA to a switch (`torus_dims` is 0). A dim of a slice closes to a ring if its length is a multiple
@@ -57,6 +58,12 @@ class Chip(NamedTuple):
     host_bandwidth: float = 0.0
     host_bytes: int = 0
     target: GpuTarget | None = None
+    cores: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What a device is: "chip" or "core"."""
+        return "chip" if self.cores == 1 else "core"
 
     def matmul_speed(self, matmul: str) -> float:
         """Speed of products in 8 bits relative to bfloat16; 1 for "compute", and for chips whose 8-bit FLOP/s are not
@@ -92,10 +99,14 @@ TPUS = {
     "TPU v5p": (459, {"int8": 918, "float8": 459}, 95.74, 2765, 100, 6.25, 15, 112, 1.75, "3D"),
     # Google Cloud's page on TPU v6e: 800 GB/s in both directions over 4 ports, 4 x 200 Gbit/s for 8 chips.
     "TPU v6e": (918, {"int8": 1836, "float8": 918}, 31.25, 1638, 100, 12.5, 32, 206, 1.75, "2D"),
-    # Google Cloud's page on TPU7x, of a chip: 1200 GB/s in both directions over 6 links, 100 Gbit/s of network. It has
-    # no figure for int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
-    "TPU v7x": (2307, {"int8": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 0, 0, 2.2, "3D"),
+    # Half of what Google Cloud's page on TPU7x has of a chip, whose two cores are devices: 2307 TFLOP/s, 192 GB, 7380
+    # GB/s, 100 Gbit/s of network; the chip has 1200 GB/s in both directions over 6 links. The page has no figure for
+    # int8, whose products compile to no faster ones than bfloat16's, and none of the link to its host.
+    "TPU v7x": (1153.5, {"int8": 1153.5, "float8": 2307}, 96, 3690, 100, 6.25, 0, 0, 2.2, "3D"),
 }
+CORES = {"TPU v7x": 2}  # that are devices
+# Between the two cores of a chip, over one of its links to another chip: the same page.
+LINKS_BETWEEN_CORES = 6
 # Speed of a product of 8192 x 8192 matrices relative to bfloat16, by cycles of libtpu 0.0.52: int8 to int32, e4m3 to
 # bfloat16. For other chips, and for v4, it is taken from data sheets.
 EIGHT_BIT_SPEEDS = {
@@ -162,6 +173,7 @@ def _chip(name: str, bfloat16: float, others: dict[str, float], gib: float, *rat
         host_bandwidth=host_link * 1e9,
         host_bytes=int(host_memory * 1e9),
         target=target,
+        cores=CORES.get(name, 1),
     )
 
 

@@ -51,6 +51,7 @@ OPTIONS = {
     "TPU v5e": EXCHANGE | RAGGED_DOT,
     "TPU v5p": EXCHANGE | ASYNC_RAGGED | SPARSE_CORES | VMEM,
     "TPU v6e": RAGGED_DOT,
+    "TPU v7x": EXCHANGE | SPARSE_CORES,
 }
 
 # For GPUs that are not present: a custom call whose target this process lacks is compiled as a call that does nothing.

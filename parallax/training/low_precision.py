@@ -60,19 +60,20 @@ def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts:
     layout_of = named_leaves(layouts)
     inner = optax.with_extra_args_support(tx)
 
-    def narrow(state: Any, noise: Array, layers: Array | None = None) -> Any:
-        def leaf(path: Any, x: Array) -> Any:
+    def narrow(state: Any, before: Any, noise: Array, layers: Array | None = None) -> Any:
+        def leaf(path: Any, x: Array, before: Any) -> Any:
             field, name = _place(path, dtypes)
             dtype = dtypes.get(field, "float32")
             if dtype == "float32" or x.dtype != jnp.float32:
                 return x
             block = block_of(layout_of[name], x.shape) if dtype == "float8" else ()
+            block = shape_of_blocks(before) if isinstance(before, Blocks) else block
             if dtype == "float8" and not block:
                 return x
             bits = random_bits(noise, field, name, x.shape, layers)
             return to_float8(x, bits, block, root=field in ROOTS) if block else to_bfloat16(x, bits)
 
-        return jax.tree_util.tree_map_with_path(leaf, state)
+        return jax.tree_util.tree_map_with_path(leaf, state, before)
 
     def widen(state: Any) -> Any:
         def leaf(path: Any, x: Any) -> Array:
@@ -84,13 +85,14 @@ def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts:
         return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
 
     def init(params: Any) -> Any:
-        return narrow(inner.init(params), jnp.zeros(2, jnp.int32))
+        state = inner.init(params)
+        return narrow(state, state, jnp.zeros(2, jnp.int32))
 
     def update(
         grads: Any, state: Any, params: Any = None, *, noise: Array, layers: Array | None = None, **others: Any
     ) -> tuple[Any, Any]:
-        updates, state = inner.update(grads, widen(state), params, **others)
-        return updates, narrow(state, noise, layers)
+        updates, wide = inner.update(grads, widen(state), params, **others)
+        return updates, narrow(wide, state, noise, layers)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -215,10 +217,15 @@ def to_float8(x: Array, bits: Array, block: tuple[int, ...], *, root: bool = Fal
 
 def from_float8(x: Blocks, *, root: bool = False) -> Array:
     """The inverse of `to_float8`, in float32."""
-    block = tuple(size // count for size, count in zip(x.values.shape, x.scales.shape, strict=True))
+    block = shape_of_blocks(x)
     scales = jnp.expand_dims(x.scales, _of_block(x.scales.ndim))
     wide = (_in_blocks(x.values, block).astype(jnp.float32) * scales).reshape(x.values.shape)
     return jnp.square(wide) if root else wide
+
+
+def shape_of_blocks(x: Blocks) -> tuple[int, ...]:
+    """Along each dim how many entries share a scale; 1 where there are none, as in an update of other layers."""
+    return tuple(size // max(count, 1) or 1 for size, count in zip(x.values.shape, x.scales.shape, strict=True))
 
 
 def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:

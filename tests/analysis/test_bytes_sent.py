@@ -127,6 +127,16 @@ def test_a_counter_that_a_loop_carries_decides_branches():
     assert sum(one.count for one in sent_by(lambda x: lax.scan(turn, (x, 0), None, length=10)[0][0])) == 4
 
 
+def test_the_tables_of_a_schedule_steer_however_many_ticks_they_have():
+    table = np.arange(1000 * 32, dtype=np.int32).reshape(1000, 32) % 3
+
+    def ticks(x):
+        tick = lambda x, row: (lax.cond(row[1] > 0, exchange, lambda x: x, x), None)  # noqa: E731
+        return lax.scan(tick, x, table)[0]
+
+    assert [one.count for one in sent_by(ticks)] == [(table[:, 1] > 0).sum()]
+
+
 def test_a_branch_on_data_is_refused_where_its_sides_differ_and_only_there():
     count = jax.ShapeDtypeStruct((), "int32")
     differ = lambda x, n: lax.cond(n > 0, exchange, lambda x: x, x)  # noqa: E731
