@@ -28,7 +28,8 @@ class Router(nn.Module):
 
     If `row_weight`, 1 / rows of the global batch, is given, the backward pass adds gradients of terms that are not part
     of the output: of the balance loss and the z-loss, see LossConfig. The gradient of the bias is the number of tokens
-    of each expert. Every tensor-parallel rank has all tokens and makes the same choices; only the first one counts.
+    of each expert. Every tensor-parallel rank has all tokens and makes the same choices; only the first one reports
+    counts.
 
     Communication:
         forward   all_reduce of the counts of each row over cp if there is a balance loss
