@@ -167,7 +167,7 @@ def test_an_unknown_flag_is_one_line(name, monkeypatch, capsys):
     [
         ("account.py --mesh 2,2", "argument --mesh: '2,2' is not a mesh; write PP,DP,TP such as 2,2,2"),
         ("bare.py --rounds 2", "--rounds=2 is too few to compare losses after three steps; use 3 or more"),
-        ("checkpoints.py nowhere", "'nowhere' is no folder; name one on the disk that is to be measured"),
+        ("checkpoints.py nowhere", "'nowhere' is not a folder; name one on the disk to measure"),
         ("checkpoints.py --every 99", "--every=99 is more than --steps=48: nothing would be saved"),
         ("compile_time.py --counts 4 x", "argument --counts: 'x' must be a whole number of 1 or more"),
         ("data.py --tokens 5", "--tokens=5 is less than two batches of 32 x 256; use 16384"),
