@@ -131,15 +131,21 @@ class Decoder:
         return carry
 
     def _context(self, new: Prompts, cursor: Array | int, slots: int) -> Context:
-        """Context in which new tokens attend to slots up to their own, except empty ones."""
+        """Context in which new tokens attend to slots up to their own, except empty ones.
+
+        Prompts attend to themselves alone, in blocks: empty slots are a segment of their own, which no other reads.
+        """
         slot_S, slot_T = cursor + jnp.arange(new.ids_BS.shape[1]), jnp.arange(slots)
+        positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
+        tables, rows_B = Rope(self.model).tables(positions_BS), jnp.arange(len(new.ids_BS))
+        if isinstance(cursor, int) and cursor == 0:
+            segments_BS = (slot_S[None, :] >= new.empty_B[:, None]).astype(jnp.int32)
+            return Context(tables, rows_B, None, segments_BS, cursor=cursor)
         before_ST = slot_T[None, :] <= slot_S[:, None]
         own_ST = slot_T[None, :] == slot_S[:, None]  # empty slots attend to themselves: a softmax over nothing is NaN
         filled_BT = slot_T[None, :] >= new.empty_B[:, None]
         mask_BST = before_ST[None] & filled_BT[:, None, :] | own_ST[None]
-        positions_BS = jnp.maximum(slot_S[None, :] - new.empty_B[:, None], 0)
-        tables = Rope(self.model).tables(positions_BS)
-        return Context(tables, jnp.arange(len(new.ids_BS)), None, cursor=cursor, mask_B1ST=mask_BST[:, None])
+        return Context(tables, rows_B, None, cursor=cursor, mask_B1ST=mask_BST[:, None])
 
     def _caches(self, batch: int, slots: int) -> dict[str, Array]:
         """Empty caches of this stage's layers, in the compute dtype."""

@@ -31,7 +31,7 @@ def attend(
     """Softmax attention, [B, S, H, K]; groups of H / G query heads share a key head. `keys` says which keys a query
     attends to; only RING communicates.
     """
-    if context.mask_B1ST is not None:  # cached decoding: a prompt, or one query
+    if context.mask_B1ST is not None:  # new tokens after others in the cache
         kernel_of = partial(jax.nn.dot_product_attention, mask=context.mask_B1ST, scale=scale)
         return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
@@ -156,10 +156,13 @@ class GQA(nn.Module):
         return self.out(self._attend(q, k, v, context))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens to everything in the cache; also returns the longer cache."""
+        """Attend from new tokens to everything in the cache; also returns the longer cache. Without a mask the cache is
+        empty, and the new tokens attend to each other."""
         q, k, v = self._project(x, context)
         cache = {"k": update_kv_cache(cache["k"], k, context), "v": update_kv_cache(cache["v"], v, context)}
-        return self.out(self._attend(q, cache["k"], cache["v"], context)), cache
+        if context.mask_B1ST is not None:
+            k, v = cache["k"], cache["v"]
+        return self.out(self._attend(q, k, v, context)), cache
 
     def cache_layouts(self) -> dict[str, str]:
         """Layouts of the entries that one layer caches; `kv_seq` is the cache's length."""

@@ -16,11 +16,13 @@ from einops import rearrange
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from parallax.model.kernels import platform_traced
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.zigzag import context_ranks, order_of
 
-LONGEST_SIDE = 256  # most tokens on a side of a block of scores
+# Most tokens on a side of a block of scores. TPU: docs/cp.md has the figures.
+LONGEST_SIDE, LONGEST_SIDE_ON_TPU = 256, 512
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
 # Which keys a query attends to: all that the device holds, in order; gathered ones, with queries sharded over context
@@ -58,12 +60,14 @@ def blockwise_attention(
 
 
 def tokens_of_block(tokens: int) -> int:
-    """Tokens on a side of a block: the same in each block, at most LONGEST_SIDE. The last block may be padded.
+    """Tokens on a side of a block: the same in each block, at most LONGEST_SIDE, or LONGEST_SIDE_ON_TPU where the
+    program is for TPU. The last block may be padded.
 
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
     """
-    return -(-tokens // -(-tokens // LONGEST_SIDE))
+    longest = LONGEST_SIDE_ON_TPU if platform_traced() == "tpu" else LONGEST_SIDE
+    return -(-tokens // -(-tokens // longest))
 
 
 def blockwise_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
@@ -88,7 +92,8 @@ def _attention(q: Array, k: Array, v: Array, segments: Array, scale: float, keys
 
 
 def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: str) -> tuple[Array, Any]:
-    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
+    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
     blocks = _Blocks(q, k, segments, size, scale)
     q_blocks = blocks.of_queries(q)
     zeros = lambda *last: _like(q_blocks, (*q_blocks.shape[:-1], *last))  # noqa: E731
@@ -114,7 +119,8 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, keys: 
 
 def _backward(scale: float, keys: str, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, segments, out, logsumexp = saved
-    size, pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks())
+    size = tokens_of_block(q.shape[1] // (1 if keys == WHOLE else 2))
+    pairs = _pairs(q.shape[1], k.shape[1], keys, context_ranks(), size)
     blocks = _Blocks(q, k, segments, size, scale)
     q_blocks, dy_blocks = blocks.of_queries(q), blocks.of_queries(dy)
     own = blocks.of_queries((dy.astype(jnp.float32) * out).sum(axis=-1, keepdims=True))[..., 0]
@@ -204,20 +210,18 @@ def _run_hops(pairs: list[np.ndarray], step: Callable, state: Any, kv: Any, zero
 
 
 @functools.cache
-def _pairs(queries: int, keys: int, form: str, ranks: int) -> tuple[int, list[np.ndarray]]:
-    """The size of a block, and the pairs of blocks to compute, for each hop [ranks, pairs, 4]: local indices of the
-    block of queries and of the block of keys, then their indices in the whole row."""
+def _pairs(queries: int, keys: int, form: str, ranks: int, size: int) -> list[np.ndarray]:
+    """The pairs of blocks of `size` tokens to compute, for each hop [ranks, pairs, 4]: local indices of the block of
+    queries and of the block of keys, then their indices in the whole row."""
     if form == WHOLE:
-        size, held = tokens_of_block(queries), np.arange(1)
-        first = np.arange(queries // tokens_of_block(queries))[None]
+        held, first = np.arange(1), np.arange(queries // size)[None]
     else:
-        size, held = tokens_of_block(queries // 2), np.arange(ranks)
-        first = order_of(ranks, ranks * queries // size)
+        held, first = np.arange(ranks), order_of(ranks, ranks * queries // size)
     found = []
     for hop in range(ranks if form == RING else 1):
         others = first[(held - hop) % len(held)] if form == RING else np.tile(np.arange(keys // size), (len(held), 1))
         found.append(np.stack([_live(own, other) for own, other in zip(first, others)]))
-    return size, found
+    return found
 
 
 def _live(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ class Context(NamedTuple):
     rope: tuple[Array, Array]  # cosines and sines, [B, S, rotated / 2]
     rows_B: Array  # index of each row in the global batch
     key: Array | None  # of dropout; None disables it
-    segments_BN: Array | None = None  # documents of whole windows, in order; None in cached decoding
+    segments_BN: Array | None = None  # documents of whole windows, in order; None if there is a mask
     cursor: Array | int = 0  # cached decoding: number of entries already in the cache
     row_weight: Array | None = None  # weight of a row in the auxiliary losses of mixtures: 1 / rows of the batch
     mask_B1ST: Array | None = None  # cached decoding: True where new token S may attend to entry T

@@ -98,7 +98,7 @@ class MLA(nn.Module):
         return self.out(attend_over_context(self.family.context, q, k, v, context, **how))
 
     def decode(self, x: Array, context: Context, cache: dict) -> tuple[Array, dict]:
-        """Attend from new tokens in the latent space; also returns the longer cache."""
+        """Attend from new tokens in the latent space; also returns the longer cache. See GQA.decode."""
         q, latent, k_rope = self._project(x, context)
         latent = all_gather(f"{self.family.input('d_latent')} -> {activation('d_latent')}", latent)
         cache = {
@@ -108,9 +108,11 @@ class MLA(nn.Module):
         q_head, q_rope = jnp.split(q, [self.sizes["d_head"]], axis=-1)
         absorbed = self.up_k.absorb_query(q_head)
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
-        k = jnp.concatenate([cache["latent"], cache["k_rope"]], axis=-1)[:, :, None]
+        if context.mask_B1ST is not None:
+            latent, k_rope = cache["latent"], cache["k_rope"]
+        k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
         scale = self._scale_of_scores
-        seen = attend(q, k, cache["latent"][:, :, None], context, scale=scale, kernel=self.kernel)
+        seen = attend(q, k, latent[:, :, None], context, scale=scale, kernel=self.kernel)
         return self.out(self.up_v.expand(seen)), cache
 
     def cache_layouts(self) -> dict[str, str]:
