@@ -208,7 +208,8 @@ class ModelConfig(Section, most=2**24):
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
             )
-        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope))
+        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
+        widest = max(widest, self.d_latent, self.d_latent_q)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(
                 f"model.matmul='int8' sums products of a dim of {widest} in int32, which holds {MOST_INT8_PRODUCTS} of "

@@ -199,6 +199,9 @@ def test_a_scale_is_rounded_up_by_less_than_a_sixteenth_and_little_noise_does_no
         (dict(matmul="int8", matmul_residuals="int8"), "model.matmul_residuals='int8' is unknown"),
         (dict(matmul_residuals="8bit"), "model.matmul_residuals='8bit' does nothing with model.matmul='compute'"),
         (dict(matmul="int8", d_ff=2**18), "sums products of a dim of 262144 in int32, which holds 133144 of them"),
+        (dict(matmul="int8", d_latent=2**18), "sums products of a dim of 262144 in int32, which"),
+        (dict(matmul="int8", d_latent_q=2**18), "sums products of a dim of 262144 in int32, which"),
+        (dict(matmul="int8", shared_experts=2, d_expert=2**17), "sums products of a dim of 262144 in int32, which"),
     ],
 )
 def test_what_cannot_be_is_refused(written, said):
