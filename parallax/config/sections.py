@@ -203,6 +203,14 @@ class ModelConfig(Section, most=2**24):
                 )
         if not self.matmul_parts.split():
             raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
+        dense, moe = "dense" in self.kinds, "moe" in self.kinds
+        present = {"attention": True, "mlp": dense or self.shared_experts > 0, "experts": moe}
+        if self.matmul != "compute" and not any(present[word] for word in self.matmul_parts.split()):
+            raise ConfigError(
+                f"model.matmul_parts={quoted(self.matmul_parts)} does nothing: no layer of "
+                f"model.layers_of={quoted(self.layers_of)} has this part; use a set of "
+                f"{', '.join(part for part in MATMUL_PARTS if present[part])}."
+            )
         if self.matmul == "compute" != self.matmul_residuals:
             raise ConfigError(
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "

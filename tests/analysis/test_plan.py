@@ -46,7 +46,7 @@ from parallax.analysis.step_time import (
     predict,
     traced_work,
 )
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
+from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front, price
 from parallax.analysis.topology import GET_CUDA, devices_of, read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
@@ -335,6 +335,16 @@ def test_the_bound_of_products_in_8_bits_is_of_their_speed(matmul):
     bound = LeastWork(settings, four, model_on_topology(settings, four)).bound(own)
     found = predict(settings, four).secs
     assert 0.8 * found < bound <= found
+
+
+def test_a_layout_that_cuts_through_blocks_of_float8_is_not_legal():
+    """As a run refuses it: a search goes on with the next."""
+    sixteen = read_topology("v5e:4x4")
+    settings = tiny(mesh_dp=16, data_global_batch=32, model_d_model=64, optimizer_m_dtype="float8")
+    assert price(settings, sixteen) == "not legal"
+    with pytest.raises(ConfigError, match="optimizer.m_dtype='float8' has blocks of 8 along a dim of .*mesh.dp=16"):
+        predict(settings, sixteen)
+    assert price(tiny(mesh_dp=16, data_global_batch=32, model_d_model=64), sixteen).secs > 0
 
 
 SPEEDS = [("H100", "float8", "int8"), ("H200", "float8", "int8"), ("v7x", "float8", "int8"), ("v5e", "int8", "float8")]
