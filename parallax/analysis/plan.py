@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from parallax.analysis.devices import matmul_lines
+from parallax.analysis.devices import fastest_matmul, matmul_lines
 from parallax.analysis.layouts import SHARDED_TABLES, Choice, build_if_legal, settings_on_topology, with_changes
 from parallax.analysis.render import Table, parts_html, parts_text, table_text, text_table, time_parts
 from parallax.analysis.step_time import CompiledStep, Estimate, Overlap, compiled_parts, predict, predict_of
 from parallax.analysis.sweep import PricedLayout, Sweep, draw, front
 from parallax.analysis.topology import Topology, read_topology
-from parallax.config.sections import MATMULS, STATE_DTYPES
+from parallax.config.sections import STATE_DTYPES
 from parallax.config.settings import Settings
 from parallax.data.vocabulary import with_likely_vocab
 from parallax.model.exchange import EXCHANGES
@@ -228,7 +228,7 @@ def _narrower(settings: Settings, topology: Topology) -> Iterator[Values]:
         yield "optimizer", {"weights_dtype": "bfloat16"}
     if settings.fsdp.gather_dtype == "compute" and own.data_ranks > 1:
         yield "fsdp", {"gather_dtype": "int8"}
-    fastest = max(MATMULS, key=topology.chip.matmul_speed)
+    fastest = fastest_matmul(topology.chip)
     if settings.model.matmul == "compute" != fastest:
         yield "model", {"matmul": fastest}
     elif settings.model.matmul != "compute" == settings.model.matmul_residuals:

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,14 @@ import jax.numpy as jnp
 
 from parallax.analysis.collectives import Sent
 from parallax.analysis.compiled import costs_of
-from parallax.analysis.flops import flops_per_token, layer_parameters, parameters_by_component, qk_width, scores_flops
+from parallax.analysis.flops import (
+    FLOPS_PER_WEIGHT,
+    flops_per_token,
+    layer_parameters,
+    parameters_by_component,
+    qk_width,
+    scores_flops,
+)
 from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_topology
 from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
@@ -76,20 +83,28 @@ class LeastWork:
         return estimate(choice.applied(self.settings), self.topology, nothing_held, traced).secs
 
     def _products(self, choice: Choice) -> list[OpCost]:
-        """Least work per token: products with weights, attention, recomputed products, and writes of residuals."""
+        """Least work per token: products with weights, attention, recomputed products, and writes of residuals.
+
+        Of the products with layers' weights, those forward, of input gradients and recomputed may be in 8 bits.
+        """
         model = self.settings.model
+        rate = partial(self.topology.matmul_rate, model.dtype)
+        fastest = max("compute", model.matmul, key=rate)  # some of them are in the compute dtype in any case
         attention = scores_flops(model, self.settings.data.seq)
         scores = 0
-        weights = self.flops - attention
-        if model.kernel == "xla":  # scores pass through memory, and are recomputed for the backward pass
+        head = FLOPS_PER_WEIGHT * model.vocab * model.d_model
+        weights = self.flops - attention - head
+        if model.kernel == "xla":  # scores pass through memory, and are computed once more for the backward pass
             pairs = model.layers * model.heads * self.settings.data.seq / 2
             attention += 2 * pairs * qk_width(model)
             scores = pairs * (SCORES_MOVED * self.itemsize + FLOAT32_SCORES_MOVED * FLOAT32_BYTES)
-        remat = "layer" if choice.remat == "stage" else choice.remat  # for one layer they are the same
+        remat = "layer" if choice.remat == "stage" else choice.remat  # of one layer they are the same
         again = recomputed_flops(model, remat, seq=self.seq)
         kept = 2 * self._width_kept(choice.remat) * self.itemsize
-        costs = (weights, 0), (attention, scores), (again, 0), (0, kept)
-        return [OpCost(flops, moved, "forward", self.tokens / self.devices) for flops, moved in costs]
+        costs = [(head + weights / 3, 0, "compute"), (weights * 2 / 3, 0, fastest), (again, 0, fastest)]
+        costs += [(attention, scores, "compute"), (0, kept, "compute")]
+        count = self.tokens / self.devices
+        return [OpCost(flops, moved, "forward", count, matmul) for flops, moved, matmul in costs]
 
     def _sent(self, choice: Choice) -> list[Sent]:
         """Least communication. Over data axes: the layers' weights and sums of gradients, in the compute dtype or

@@ -203,12 +203,21 @@ class ModelConfig(Section, most=2**24):
                 )
         if not self.matmul_parts.split():
             raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
+        dense, moe = "dense" in self.kinds, "moe" in self.kinds
+        present = {"attention": True, "mlp": dense or self.shared_experts > 0, "experts": moe}
+        if self.matmul != "compute" and not any(present[word] for word in self.matmul_parts.split()):
+            raise ConfigError(
+                f"model.matmul_parts={quoted(self.matmul_parts)} does nothing: no layer of "
+                f"model.layers_of={quoted(self.layers_of)} has this part; use a set of "
+                f"{', '.join(part for part in MATMUL_PARTS if present[part])}."
+            )
         if self.matmul == "compute" != self.matmul_residuals:
             raise ConfigError(
                 f"model.matmul_residuals={self.matmul_residuals!r} does nothing with model.matmul='compute', which "
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
             )
-        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope))
+        widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
+        widest = max(widest, self.d_latent, self.d_latent_q)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(
                 f"model.matmul='int8' sums products of a dim of {widest} in int32, which holds {MOST_INT8_PRODUCTS} of "

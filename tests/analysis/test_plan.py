@@ -20,7 +20,7 @@ from stand_ins import on_write
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
 from parallax.analysis.collectives import collectives
-from parallax.analysis.devices import local_topology
+from parallax.analysis.devices import fastest_matmul, local_topology, matmul_lines
 from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
 from parallax.analysis.memory import predicted_memory
 from parallax.analysis.plan import (
@@ -46,12 +46,13 @@ from parallax.analysis.step_time import (
     predict,
     traced_work,
 )
-from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front
+from parallax.analysis.sweep import Cache, LeastWork, Sweep, draw, front, price
 from parallax.analysis.topology import GET_CUDA, devices_of, read_topology
 from parallax.cli import plan as command
 from parallax.cli.command import read_command
-from parallax.config.sections import AXES, POLICY_NAMES
+from parallax.config.sections import AXES, POLICY_NAMES, ModelConfig
 from parallax.config.settings import read_settings
+from parallax.runtime.chips import chip
 from parallax.runtime.errors import ConfigError, ParallaxError
 from parallax.schedules import SCHEDULES
 from parallax.training.step import model_of
@@ -324,17 +325,64 @@ def test_a_sweep_looks_at_exactly_the_legal_layouts():
     assert not any(choice.schedule == "interleaved" for choice in brute)  # two layers are no four stages
 
 
+@pytest.mark.parametrize("matmul", ["int8", "float8"])
+def test_the_bound_of_products_in_8_bits_is_of_their_speed(matmul):
+    """Layers so wide that their products are all but everything: a bound at bfloat16's speed is far above."""
+    four = read_topology("v5e:2x2" if matmul == "int8" else "H100:4")
+    wide = dict(model_d_model=8192, model_d_ff=28672, model_dtype="bfloat16", data_seq=512, data_global_batch=512)
+    settings = tiny(**wide, model_matmul=matmul, model_vocab=256, pipeline_remat="layer", mesh_dp=4)
+    own = Choice.of(settings)
+    bound = LeastWork(settings, four, model_on_topology(settings, four)).bound(own)
+    found = predict(settings, four).secs
+    assert 0.8 * found < bound <= found
+
+
+def test_a_layout_that_cuts_through_blocks_of_float8_is_not_legal():
+    """As a run refuses it: a search goes on with the next."""
+    sixteen = read_topology("v5e:4x4")
+    settings = tiny(mesh_dp=16, data_global_batch=32, model_d_model=64, optimizer_m_dtype="float8")
+    assert price(settings, sixteen) == "not legal"
+    with pytest.raises(ConfigError, match="optimizer.m_dtype='float8' has blocks of 8 along a dim of .*mesh.dp=16"):
+        predict(settings, sixteen)
+    assert price(tiny(mesh_dp=16, data_global_batch=32, model_d_model=64), sixteen).secs > 0
+
+
+SPEEDS = [("H100", "float8", "int8"), ("H200", "float8", "int8"), ("v7x", "float8", "int8"), ("v5e", "int8", "float8")]
+
+
+@pytest.mark.parametrize(("name", "best", "other"), SPEEDS)
+def test_products_in_8_bits_are_warned_of_where_another_dtype_is_faster(name, best, other):
+    known = chip(name)
+    speeds = {matmul: known.matmul_speed(matmul) for matmul in ("compute", "int8", "float8")}
+    assert fastest_matmul(known) == best and speeds[best] == max(speeds.values())
+    (line,) = matmul_lines(ModelConfig(matmul=best), known)
+    assert line == f"products of attention and mlp in {best}"
+    warned = [line for line in matmul_lines(ModelConfig(matmul=other), known) if line.startswith("warning: ")]
+    if speeds[other] == speeds[best]:
+        assert not warned
+    else:
+        figures = ", ".join(f"{matmul} {speed:.2f}" for matmul, speed in speeds.items())
+        assert warned == [
+            f"warning: model.matmul='{other}' is not the fastest on {known.name}; speed of products over bfloat16's: "
+            f"{figures}; use model.matmul='{best}'"
+        ]
+    assert not [*matmul_lines(ModelConfig(), known)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "attention", "topology", "kernel"),
+    ("family", "attention", "topology", "kernel", "matmul"),
     [
-        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"]),
-        ("column_row", "gqa", "H100:4", "cudnn"),
+        *itertools.product(["column_row", "scatter"], ["gqa", "mla"], ["v5e:2x2"], ["xla"], ["compute"]),
+        ("column_row", "gqa", "H100:4", "cudnn", "compute"),
+        ("column_row", "gqa", "v5e:2x2", "xla", "int8"),
+        ("column_row", "gqa", "H100:4", "cudnn", "float8"),
     ],
 )
-def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel):
+def test_bounds_are_never_above_what_is_found(family, attention, topology, kernel, matmul):
     four = read_topology(topology)
-    settings = tiny(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel)
+    changes = dict(layout_tensor_parallel=family, model_attention=attention, model_kernel=kernel, model_matmul=matmul)
+    settings = tiny(**changes)
     legal = [c for c in choices(settings, 4) if c.microbatches == 1 or c.pp * c.tp > 2]
     least = LeastWork(settings, four, model_on_topology(settings, four))
     looked_at = 0
