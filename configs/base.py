@@ -76,8 +76,8 @@ def get_config() -> ConfigDict:
     # is model.dtype, int8 is fast on TPU v5e, v5p and v6e, float8 on v7x, H100 and H200
     config.model.matmul = "compute"
     # int8, float8: the parts of a layer with 8-bit products: attention, its projections; mlp, the MLP of dense layers
-    # and of shared experts
-    config.model.matmul_parts = "attention mlp"
+    # and of shared experts; experts, those of mixtures
+    config.model.matmul_parts = "attention mlp experts"
     # "compute" | "8bit": int8, float8: form of the input that is saved for the weight's gradient: compute, in
     # model.dtype; 8bit, the rounded input
     config.model.matmul_residuals = "compute"

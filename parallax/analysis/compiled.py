@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +121,7 @@ KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUD
 GEMM = "__cublas"
 # Prefixes of names of grouped products: the TPU compiler's own, and JAX's for gradients.
 GROUPED_KERNELS = ("ragged-dot", "gmm", "tgmm")
+EIGHT_BIT_OPERANDS = {"s8": "int8", "f8e4m3fn": "float8", "f8e5m2": "float8"}  # as in ModelConfig
 KIND_OF_HLO = {name: name for name in COLLECTIVES} | {"collective-permute": "permute", RAGGED_EXCHANGE: "all-to-all"}
 IN_TURN = '"is_sync":true'  # of a collective that XLA for GPU runs synchronously
 
@@ -184,7 +185,8 @@ class BranchEvent(NamedTuple):
 
 class Kernel(NamedTuple):
     """A Pallas call or a gather of rows, for which the compiler estimates no cycles. `flops` is 0 for kernels that are
-    neither this project's nor grouped products. For grouped products only the rows in use count."""
+    neither this project's nor grouped products. For grouped products only the rows in use count. `matmul` is as in
+    ModelConfig."""
 
     name: str
     source: str
@@ -192,6 +194,7 @@ class Kernel(NamedTuple):
     result_bytes: int
     flops: int
     grouped: bool = False
+    matmul: str = "compute"
 
 
 class TimelineReader:
@@ -390,7 +393,7 @@ class TimelineReader:
             used = lambda shape: shape_bytes(shape) * (self.load if _has_rows(shape) else 1)  # noqa: E731
             operands, result = round(sum(map(used, shapes))), round(used(one.shape))
             flops = round(self.load * flops)
-        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one))
+        return Kernel(one.name, one.op_name, operands, result, flops, _is_grouped(one), _matmul(shapes))
 
 
 def executed(events: list, own: float = 1.0, lockstep: float = 1.0) -> Iterator[tuple[Any, float, float]]:
@@ -656,15 +659,26 @@ def _is_grouped(one: Instruction) -> bool:
     return one.name.startswith(GROUPED_KERNELS)
 
 
+def _matmul(shapes: Sequence[str]) -> str:
+    """The 8-bit dtype of a kernel's operands, or "compute"."""
+    kinds = (EIGHT_BIT_OPERANDS.get(dtype) for shape in shapes for dtype, _ in arrays_of(shape))
+    return next(filter(None, kinds), "compute")
+
+
+def _factors(shape: str) -> list[tuple[int, ...]]:
+    """Dims of rows and matrices in a grouped product's operands or results, without the sizes of groups."""
+    return [dims for _, dims in arrays_of(shape) if len(dims) > 1]
+
+
 def _has_rows(shape: str) -> bool:
     """Whether a grouped product's operand or result are rows, not a matrix for each group or the groups' sizes."""
-    return any(len(dims) == 2 for dims in float_dims(shape))
+    return any(len(dims) == 2 for dims in _factors(shape))
 
 
 def _kernel_flops(one: Instruction, home: Computation) -> int:
     if _is_grouped(one):
-        operands = [dims for name in one.operands for dims in float_dims(_shape(home, name))]
-        results = float_dims(one.shape)  # empty if it only lists blocks
+        operands = [dims for name in one.operands for dims in _factors(_shape(home, name))]
+        results = _factors(one.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, *results) if results else 0
     name = one.name
     if one.target.startswith(CUDNN):

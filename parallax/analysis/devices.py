@@ -140,7 +140,7 @@ def matmul_lines(model: ModelConfig, known: Chip) -> Iterator[str]:
     if model.matmul == "compute":
         return
     saved = ", which save their input in 8 bits" * (model.matmul_residuals != "compute")
-    yield f"products of {' and '.join(model.matmul_parts.split())} in {model.matmul}{saved}"
+    yield f"products of {' and '.join(model.products_in_8_bits)} in {model.matmul}{saved}"
     speeds = {name: known.matmul_speed(name) for name in MATMULS}
     best = fastest_matmul(known)
     if speeds[model.matmul] < speeds[best]:

@@ -17,7 +17,7 @@ from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
-from parallax.model.products import AMAX
+from parallax.model.products import is_scale
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
@@ -39,7 +39,7 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in named_leaves(shapes).items():
-        if path.endswith(f"/{AMAX}"):
+        if is_scale(path):
             continue
         component = component_of(path)
         counts[component] = counts.get(component, 0) + math.prod(leaf.shape)
@@ -92,7 +92,7 @@ def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int
     for path, leaf in named_leaves(shapes).items():
         first, second, *_ = path.split("/")
         component = component_of(path)
-        if first == "blocks" and component != "norms" and not path.endswith(("/bias", f"/{AMAX}")):
+        if first == "blocks" and component != "norms" and not (path.endswith("/bias") or is_scale(path)):
             found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 
@@ -157,7 +157,7 @@ def product_flops(equation: JaxprEqn, load: float = 1.0, stack: str = "") -> int
     """FLOPs of one equation's matrix products; `stack` is that of Origin. None if they cannot be counted."""
     name = equation.primitive.name
     if is_grouped(equation, stack):
-        rows, other = (var.aval.shape for var in equation.invars if _is_float(var))
+        rows, other = (var.aval.shape for var in equation.invars if var.aval.ndim > 1)  # how many are whose aside
         return round(load * grouped_flops(rows, other, equation.outvars[0].aval.shape))
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]

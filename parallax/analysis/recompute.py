@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from parallax.config.remat import OF_HEADS, REMAT, SETS, canonical_remat, recomputed_parts
-from parallax.config.sections import MATMUL_PARTS, ModelConfig
+from parallax.config.sections import ModelConfig
 from parallax.sharding.plan import FLOAT32_BYTES
 
 # Least distance in memory between sets, as a share of the most memory: for each layout of a sweep, for one layout.
@@ -65,7 +65,7 @@ def part_costs(model: ModelConfig, *, seq: int) -> dict[str, PartCost]:
     # Saved in the form that 8-bit products read. Router, experts and the product for d_rope read their inputs, too.
     of_8_bits = model.matmul != "compute" and model.matmul_residuals == "8bit"
     of_heads, of_mlp = (
-        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in MATMUL_PARTS
+        1 / itemsize if of_8_bits and model.matmul_of(part) != "compute" else 1 for part in ("attention", "mlp")
     )
     of_heads = 1 if model.attention == "mla" else of_heads
     layers["norm"] = 1, d * (model.layers * of_heads + kinds["dense"] * of_mlp + kinds["moe"]), 0

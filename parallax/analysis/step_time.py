@@ -316,7 +316,8 @@ def _product(equation: JaxprEqn, origin: Origin, *, load: float) -> Counter:
     rows = [var for var in arrays if is_grouped(equation, origin.stack) and var.aval.ndim == 2]
     moved = sum(map(size, arrays)) - round((1 - load) * sum(map(size, rows)))
     # The FLOPs of a kernel from elsewhere are unknown; only its bytes count.
-    matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if name == "dot_general" else "compute"
+    by_dtype = name in ("dot_general", *GROUPED)
+    matmul = EIGHT_BIT.get(equation.invars[0].aval.dtype.name, "compute") if by_dtype else "compute"
     flops = product_flops(equation, load, origin.stack) or 0
     return Counter({OpCost(flops, moved, origin.direction, 0, matmul): 1})
 
@@ -410,7 +411,8 @@ class Clock:
     def _kernel_secs(self, kernel: Kernel) -> float:
         """The longer of FLOPs at the rate of kernels, and operands and results once through memory."""
         moved = kernel.operand_bytes + kernel.result_bytes
-        return max(kernel.flops / self.kernel_rate, moved / self.chip.hbm_bandwidth)
+        rate = self.kernel_rate * self.chip.matmul_speed(kernel.matmul)
+        return max(kernel.flops / rate, moved / self.chip.hbm_bandwidth)
 
     def collective_secs(self, call: CompiledCollective) -> float:
         """Seconds of one call without other traffic on its links."""

@@ -31,7 +31,7 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")  # of an optimizer's moments
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 MEMORIES = ("device", "host")
 LAYER_KINDS = ("dense", "moe")  # by their MLP
-MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp")
+MATMULS, MATMUL_PARTS = ("compute", "int8", "float8"), ("attention", "mlp", "experts")
 MATMUL_RESIDUALS = ("compute", "8bit")
 # Syntax of model.layers_of: a group in parentheses or a single kind, with a count; a run within a group.
 LAYER_RUN = re.compile(r"([a-z]+)(?:\*([1-9]\d{0,4}))?(?![\w*])")
@@ -153,7 +153,7 @@ class ModelConfig(Section, most=2**24):
     matmul_parts: str = key(
         " ".join(MATMUL_PARTS),
         "int8, float8: the parts of a layer with 8-bit products: attention, its projections; mlp, the MLP of dense "
-        "layers and of shared experts",
+        "layers and of shared experts; experts, those of mixtures",
     )
     matmul_residuals: str = key(
         "compute",
@@ -196,20 +196,17 @@ class ModelConfig(Section, most=2**24):
     def _check_matmul(self) -> None:
         for word in self.matmul_parts.split():
             if word not in MATMUL_PARTS:
-                why = ": products of experts are made in model.dtype" if word == "experts" else ""
                 raise ConfigError(
-                    f"model.matmul_parts={quoted(self.matmul_parts)}: {quoted(word)} is not a part{why}; "
+                    f"model.matmul_parts={quoted(self.matmul_parts)}: {quoted(word)} is not a part; "
                     f"use a set of {', '.join(MATMUL_PARTS)}."
                 )
         if not self.matmul_parts.split():
             raise ConfigError("model.matmul_parts='' names no part; use model.matmul='compute', or 'attention mlp'.")
-        dense, moe = "dense" in self.kinds, "moe" in self.kinds
-        present = {"attention": True, "mlp": dense or self.shared_experts > 0, "experts": moe}
-        if self.matmul != "compute" and not any(present[word] for word in self.matmul_parts.split()):
+        lacking = [part for part in self.matmul_parts.split() if part not in self._parts_with_products]
+        if self.matmul != "compute" and lacking and {*self.matmul_parts.split()} != {*MATMUL_PARTS}:
             raise ConfigError(
-                f"model.matmul_parts={quoted(self.matmul_parts)} does nothing: no layer of "
-                f"model.layers_of={quoted(self.layers_of)} has this part; use a set of "
-                f"{', '.join(part for part in MATMUL_PARTS if present[part])}."
+                f"model.matmul_parts={quoted(self.matmul_parts)} has {' and '.join(map(repr, lacking))}, which no "
+                f"layer of this model has; use a set of {', '.join(self._parts_with_products)}."
             )
         if self.matmul == "compute" != self.matmul_residuals:
             raise ConfigError(
@@ -217,7 +214,7 @@ class ModelConfig(Section, most=2**24):
                 "rounds no input; use matmul_residuals='compute', or matmul='int8' or 'float8'."
             )
         widest = max(self.d_ff, self.d_model, self.heads * (self.d_head + self.d_rope), self.sizes["d_shared"])
-        widest = max(widest, self.d_latent, self.d_latent_q)
+        widest = max(widest, self.d_latent, self.d_latent_q, self.d_expert)
         if self.matmul == "int8" and widest > MOST_INT8_PRODUCTS:
             raise ConfigError(
                 f"model.matmul='int8' sums products of a dim of {widest} in int32, which holds {MOST_INT8_PRODUCTS} of "
@@ -231,6 +228,21 @@ class ModelConfig(Section, most=2**24):
         ['compute', 'int8']
         """
         return self.matmul if part in self.matmul_parts.split() else "compute"
+
+    @property
+    def products_in_8_bits(self) -> list[str]:
+        """The parts of its layers with 8-bit products.
+
+        >>> ModelConfig(matmul="int8", layers=2, layers_of="moe*2", matmul_parts="experts").products_in_8_bits
+        ['experts']
+        """
+        return [part for part in self._parts_with_products if self.matmul_of(part) != "compute"]
+
+    @property
+    def _parts_with_products(self) -> list[str]:
+        kinds = self.kinds
+        has = {"mlp": "dense" in kinds or self.shared_experts > 0, "experts": "moe" in kinds}
+        return [part for part in MATMUL_PARTS if has.get(part, True)]
 
     def _check_experts(self) -> None:
         groups, size = self.router_groups, self.experts // self.router_groups

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallax.model.experts import USUAL_LOAD, HeldExperts, Rows, collect, dispatch, gated, sort_rows
-from parallax.model.grouped import grouped_dot, grouped_sums
+from parallax.model.grouped import grouped_sums
 from parallax.model.kernels import LANES, platform_traced
 from parallax.model.traffic import usual_rows
 from parallax.sharding.activations import EXPERT_AXIS, activation
@@ -59,14 +59,15 @@ def ragged_exchange(experts: HeldExperts, residual: str, x: Array, weights: Arra
     if not is_bound(EXPERT_AXIS):
         return gather_exchange(experts, residual, x, weights, ids)
     ranks, shape, (tokens, places) = lax.axis_size(EXPERT_AXIS), x.shape, _flat(ids).shape
-    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, (x, weights, ids, *experts)))
-    x, weights, ids, *kernels = (as_varying(array, axes) for array in (_flat(x), _flat(weights), _flat(ids), *experts))
-    rows = sort_rows(ids, ranks * len(experts.gate), most=places)
+    axes = frozenset([EXPERT_AXIS]).union(*map(varying_axes, jax.tree.leaves((x, weights, ids, experts))))
+    flat = _flat(x), _flat(weights), _flat(ids), experts
+    x, weights, ids, experts = jax.tree.map(lambda array: as_varying(array, axes), flat)
+    rows = sort_rows(ids, ranks * experts.count, most=places)
     counts_PE = as_varying(all_gather("rows/ep columns -> rows columns", rows.sizes_E[None]), axes)
-    most = ranks * tokens * min(places, len(experts.gate))
+    most = ranks * tokens * min(places, experts.count)
     # Collectives in branches could deadlock on simulated devices.
     room = most if platform_traced() == "cpu" else usual_rows(ranks * ids.size, most, ranks)
-    y = _computed(Room(room, most), x, weights, HeldExperts(*kernels), rows, counts_PE).reshape(shape)
+    y = _computed(Room(room, most), x, weights, experts, rows, counts_PE).reshape(shape)
     return reshard(f"{activation('d_model')} +tp -> {residual}", y)
 
 
@@ -133,12 +134,12 @@ def _forward(
         way = round_of(counts, number, room.rows)
         arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows, name)
         hidden = gated(arrived.gate, arrived.up, arrived.weights).astype(x_ND.dtype)
-        result = grouped_dot(hidden, experts.down, _sizes(way))
+        result = experts.down.times(experts.down.input(hidden), _sizes(way))
         return _returned(_packed(result), way, y), arrived
 
     y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
     y = _further(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
-    return y, (x_ND, weights_NK, experts, rows, counts, arrived)
+    return y, (x_ND, weights_NK, experts, rows, counts, experts.gate.most(x_ND), arrived)
 
 
 class Arrived(NamedTuple):
@@ -162,18 +163,20 @@ def _arrived(
     weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
     weights = _taken(weights_RI, *_there(way, room, len(weights_RI)))
     x = name(_sent(dispatch(_packed(x_ND), rows), way, room).reshape(room, -1), "dispatch")
-    products = (grouped_dot(x, kernel, _sizes(way)) for kernel in (experts.gate, experts.up))
+    operand = experts.gate.input(x)  # shared with up
+    products = (one.times(operand, _sizes(way)) for one in (experts.gate, experts.up))
     return Arrived(x, weights, *(name(array, "experts") for array in products))
 
 
 def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ...]:
-    x_ND, weights_NK, experts, rows, counts, first = saved
+    x_ND, weights_NK, experts, rows, counts, of_x, first = saved
+    gate, up, down = experts
 
     def gradients(way: Round, arrived: Arrived) -> tuple[Array, ...]:
         """Gradients of the two products and of the weights, the gated result, and the gradient of what was sent
         back."""
         dy = _sent(dispatch(_packed(dy_ND), rows), way, room.rows).reshape(room.rows, -1)
-        d_hidden = grouped_dot(dy, experts.down, _sizes(way), transposed=True)
+        d_hidden = down.times(down.gradient(dy), _sizes(way), transposed=True)
         hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
         return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
 
@@ -182,31 +185,38 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
         arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows)
         return way, arrived, gradients(way, arrived)
 
-    def of_tokens(way: Round, found: tuple[Array, ...], sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        pairs = (found[0], experts.gate), (found[1], experts.up)
-        dx, other = (grouped_dot(d, kernel, _sizes(way), transposed=True) for d, kernel in pairs)
-        dx, (dx_R, dweights_R) = (dx.astype(jnp.float32) + other).astype(dx.dtype), sums
-        return _returned(_packed(dx), way, dx_R), _taken(found[2], *_back(way, len(dx_R), room.rows), dweights_R)
+    def of_tokens(way: Round, found: tuple[Array, ...], dx_R: Array, dweights_R: Array) -> tuple[Array, Array, list]:
+        d_gate, d_up, d_weights, hidden, _ = found
+        pairs = (gate, d_gate), (up, d_up)
+        dx, other = (one.times(one.gradient(d), _sizes(way), transposed=True) for one, d in pairs)
+        dx = (dx.astype(jnp.float32) + other).astype(dx.dtype)
+        most = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
+        dweights_R = _taken(d_weights, *_back(way, len(dx_R), room.rows), dweights_R)
+        return _returned(_packed(dx), way, dx_R), dweights_R, most
 
-    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> HeldExperts:
+    def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> list[Array]:
         d_gate, d_up, _, hidden, dy = found
         pairs = (arrived.x, d_gate), (arrived.x, d_up), (hidden, dy)
-        return HeldExperts(*(grouped_sums(left, right, _sizes(way)) for left, right in pairs))
+        return [grouped_sums(left, right, _sizes(way)) for left, right in pairs]
 
-    def more_of_tokens(number: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def more_of_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
         way, _, found = again(number)
-        return of_tokens(way, found, sums)
+        *added_up, most = sums
+        dx, dweights, latest = of_tokens(way, found, *added_up)
+        return dx, dweights, jax.tree.map(jnp.maximum, most, latest)
 
-    def more_of_kernels(number: Array, sums: HeldExperts) -> HeldExperts:
-        return HeldExperts(*map(jnp.add, sums, of_kernels(*again(number))))
+    def more_of_kernels(number: Array, sums: list[Array]) -> list[Array]:
+        return [*map(jnp.add, sums, of_kernels(*again(number)))]
 
     way = round_of(counts, 0, room.rows)
     found = gradients(way, first)
     unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
-    both = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()))  # noqa: E731
-    dx, dweights = _further(room, counts, more_of_tokens, of_tokens(way, found, unset), both)
+    end = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()), sums[2])  # noqa: E731
+    dx, dweights, of_rows = _further(room, counts, more_of_tokens, of_tokens(way, found, *unset), end)
     kernels = _further(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
-    return dx, dweights.reshape(weights_NK.shape), kernels, None, None
+    of_d_gate, of_d_up, of_hidden = of_rows
+    most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
+    return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None
 
 
 _computed.defvjp(_forward, _backward)

@@ -2,14 +2,15 @@
 another."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from parallax.model.grouped_kernel import ragged_dot, ragged_sums
 from parallax.model.kernels import platform_traced
-from parallax.sharding.collectives import as_varying, varying_axes
+from parallax.model.products import Operand, multiplied
+from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 
 LEAST_ROWS = 8
 # The most rows of a block, and the fewest blocks of a group of even size. GPUs need large products: on one H100, 16,384
@@ -19,10 +20,16 @@ MOST_ROWS, PIECES = {"cpu": 128, "gpu": 512}, {"cpu": 4, "gpu": 2}
 
 
 def grouped_dot(
-    x_NI: Array, w_EIO: Array, sizes_E: Array, *, transposed: bool = False, form: str | None = None
+    x_NI: Array | Operand,
+    w_EIO: Array | Operand,
+    sizes_E: Array,
+    *,
+    transposed: bool = False,
+    form: str | None = None,
+    dtype: Any = None,
 ) -> Array:
     """Each row times its group's matrix, [N, O]; for rows [N, O], times the transposed matrix, [N, I]. The result has
-    x's dtype; sums are float32. No communication.
+    this dtype, or x's; sums are float32. For operands in 8 bits sums are int32 or float32. No communication.
 
     The first `sizes_E[0]` rows are of group 0, the next ones of group 1. Rows after the last group give 0. `form` is
     "blocks" or "ragged_dot", with equal results; by default the faster one: ragged_dot on TPUs, which have a kernel for
@@ -32,7 +39,9 @@ def grouped_dot(
     >>> grouped_dot(x, w, jnp.array([1, 1])).tolist()
     [[2.0], [4.0], [0.0]]
     """
-    return _form(form).rows_times(*_alike(x_NI, w_EIO, sizes_E), transposed)
+    x, w = (array if isinstance(array, Operand) else Operand(array, None) for array in (x_NI, w_EIO))
+    x, w, sizes_E = vary_alike((x, w, sizes_E.astype(jnp.int32)))
+    return _form(form).rows_times(x, w, sizes_E, transposed, dtype or x.values.dtype)
 
 
 def grouped_sums(x_NI: Array, y_NO: Array, sizes_E: Array, *, form: str | None = None) -> Array:
@@ -43,12 +52,7 @@ def grouped_sums(x_NI: Array, y_NO: Array, sizes_E: Array, *, form: str | None =
     >>> grouped_sums(x, y, jnp.array([1, 1])).tolist()
     [[[1.0]], [[2.0]]]
     """
-    return _form(form).rows_with_rows(*_alike(x_NI, y_NO, sizes_E)).astype(x_NI.dtype)
-
-
-def _alike(x: Array, y: Array, sizes_E: Array) -> list[Array]:
-    axes = frozenset().union(*map(varying_axes, (x, y, sizes_E)))
-    return [as_varying(array, axes) for array in (x, y, sizes_E.astype(jnp.int32))]
+    return _form(form).rows_with_rows(*vary_alike((x_NI, y_NO, sizes_E.astype(jnp.int32)))).astype(x_NI.dtype)
 
 
 def _form(name: str | None) -> "Form":
@@ -68,21 +72,24 @@ def rows_of_block(rows: int, groups: int) -> int:
     return size
 
 
-def _rows_times(x_NA: Array, w_EIO: Array, sizes_E: Array, transposed: bool) -> Array:
+def _rows_times(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
     """The product of each block with its group's matrix. A block that ends after its group's last row also writes rows
     of the next group, whose own blocks come later and overwrite them."""
-    rows, size = len(x_NA), rows_of_block(len(x_NA), len(sizes_E))
-    product, width = ("bO,IO->bI", w_EIO.shape[1]) if transposed else ("bI,IO->bO", w_EIO.shape[2])
-    filled = jnp.pad(x_NA, ((0, size), (0, 0)))
+    rows, size = len(x.values), rows_of_block(len(x.values), len(sizes_E))
+    product, width = ("bO,IO->bI", w.values.shape[1]) if transposed else ("bI,IO->bO", w.values.shape[2])
+    filled = jnp.pad(x.values, ((0, size), (0, 0)))
 
     def step(y_NA: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         group, first, _ = block
-        x = lax.dynamic_slice_in_dim(filled, first, size)
-        w = lax.dynamic_index_in_dim(w_EIO, group, keepdims=False)
-        y = jnp.einsum(product, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        own = Operand(lax.dynamic_slice_in_dim(filled, first, size), x.unit)
+        matrix = Operand(lax.dynamic_index_in_dim(w.values, group, keepdims=False), w.unit)
+        if x.unit is None:
+            y = jnp.einsum(product, own.values, matrix.values, preferred_element_type=jnp.float32).astype(dtype)
+        else:
+            y = multiplied(product, own, matrix, dtype)
         return lax.dynamic_update_slice_in_dim(y_NA, y, first, 0), None
 
-    start = as_varying(jnp.zeros((rows + size, width), x_NA.dtype), varying_axes(x_NA))
+    start = as_varying(jnp.zeros((rows + size, width), dtype), varying_axes(x.values))
     y_NA, _ = lax.scan(step, start, _blocks(sizes_E, rows, size))
     return jnp.where((jnp.arange(rows) < sizes_E.sum())[:, None], y_NA[:rows], 0)
 
@@ -121,7 +128,7 @@ def _blocks(sizes_E: Array, rows: int, size: int) -> tuple[Array, Array, Array]:
 class Form(NamedTuple):
     """Functions that multiply rows with their group's matrices, and rows with rows."""
 
-    rows_times: Callable[[Array, Array, Array, bool], Array]
+    rows_times: Callable[[Operand, Operand, Array, bool, Any], Array]
     rows_with_rows: Callable[[Array, Array, Array], Array]
 
 

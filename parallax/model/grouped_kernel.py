@@ -13,22 +13,25 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from parallax.model.kernels import LANES, platform_traced, unchecked
+from parallax.model.products import Operand, in_units
 
 GROUPED_SCOPE = "by_group"  # the kernels' scope in traced programs
 BLOCK_ROWS = (512, 256, LANES)  # possible rows of a block
 WIDEST_BLOCK = 1024  # entries of a block of either factor
 
 
-def ragged_dot(x_NA: Array, w_EIO: Array, sizes_E: Array, transposed: bool) -> Array:
+def ragged_dot(x: Operand, w: Operand, sizes_E: Array, transposed: bool, dtype: Any) -> Array:
     """Rows times their group's matrices by XLA, or times the transposed matrices. For those TPUs use JAX's kernel,
-    which reads the matrices without transposing them; XLA would copy them first.
+    which reads the matrices without transposing them; XLA would copy them first. The kernel does not support 8 bits, so
+    matrices in 8 bits are copied.
 
     With the kernel, rows after the last group are undefined.
     """
-    if transposed and _has_kernel(x_NA):
-        return transposed_by_group(x_NA, w_EIO, sizes_E)
-    contracted = ([1], [2 if transposed else 1]), ([], [])
-    return lax.ragged_dot_general(x_NA, w_EIO, sizes_E, lax.RaggedDotDimensionNumbers(contracted, [0], [0]))
+    if transposed and x.unit is None and _has_kernel(x.values):
+        return transposed_by_group(x.values, w.values, sizes_E)
+    dims = lax.RaggedDotDimensionNumbers((([1], [2 if transposed else 1]), ([], [])), [0], [0])
+    y = lax.ragged_dot_general(x.values, w.values, sizes_E, dims, preferred_element_type=x.sums)
+    return y.astype(dtype) if x.unit is None else in_units(y, x, w, dtype)
 
 
 def ragged_sums(x_NI: Array, y_NO: Array, sizes_E: Array) -> Array:

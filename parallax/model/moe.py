@@ -1,8 +1,5 @@
 """A mixture of experts instead of the MLP: each token is sent to a few experts, and none is ever dropped."""
 
-from collections.abc import Callable
-from functools import partial
-
 import flax.linen as nn
 import jax
 from einops import rearrange
@@ -10,7 +7,7 @@ from jax import Array, lax
 
 from parallax.config.sections import ModelConfig
 from parallax.model.exchange import EXCHANGES
-from parallax.model.experts import Experts
+from parallax.model.experts import Experts, HeldExperts
 from parallax.model.families import Family
 from parallax.model.mlp import GatedMLP
 from parallax.model.router import Router
@@ -43,11 +40,12 @@ class MoE(nn.Module):
     exchange: str = "gather"
     chunk_tokens: int = 0  # 0: all tokens at once
     matmul: str = "compute"  # of the shared experts
+    matmul_of_experts: str = "compute"
 
     def setup(self):
         model = self.model
         self.router = Router(model, self.balance_coefficient, self.router_z_coefficient)
-        self.experts = Experts(model, self.out_scale)
+        self.experts = Experts(model, self.out_scale, self.matmul_of_experts)
         if model.shared_experts:
             how = dict(width="d_shared", name="shared", matmul=self.matmul)
             self.shared = GatedMLP(self.residual, self.family, model.sizes, model.dtype, self.out_scale, **how)
@@ -55,21 +53,27 @@ class MoE(nn.Module):
     def __call__(self, x: Array, row_weight: Array | None) -> Array:
         whole = reshard(f"{self.residual} -> {activation('d_model')}", x)
         weights, ids = self.router(whole, row_weight)
-        exchange = partial(EXCHANGES[self.exchange], self.experts(), self.residual)
+        experts = self.experts()
         # Initial values do not depend on the output, and not every ragged_dot can be mapped over layers.
-        y = x if self.is_initializing() else self._in_chunks(exchange, whole, weights, ids)
+        y = x if self.is_initializing() else self._in_chunks(experts, whole, weights, ids)
         return y + self.shared(x) if self.model.shared_experts else y
 
-    def _in_chunks(self, exchange: Callable, *arrays: Array) -> Array:
-        """`exchange` of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
+    def _in_chunks(self, experts: HeldExperts, *arrays: Array) -> Array:
+        """The exchange of arrays [B, S, ...], chunk by chunk. If tp shards the residual's seq, a chunk has the same
         number of positions of each shard, so that its results have the residual's layout."""
+        exchange = EXCHANGES[self.exchange]
         rows, seq = arrays[0].shape[:2]
         pieces = bound_axis_sizes().get("tp", 1) if "tp" in Layout.parse(self.residual).cut_of("seq") else 1
         chunks = chunks_of_tokens(rows * pieces, seq // pieces, self.chunk_tokens)
         if chunks == 1:
-            return exchange(*arrays)
+            return exchange(experts, self.residual, *arrays)
         apart = [rearrange(x, "B (t c s) ... -> c B (t s) ...", t=pieces, c=chunks) for x in arrays]
-        y = lax.map(jax.checkpoint(lambda chunk: exchange(*chunk)), apart)
+
+        def run(chunk: tuple[list[Array], list[Array]]) -> Array:
+            scales, arrays = chunk
+            return exchange(experts.with_scales(scales), self.residual, *arrays)
+
+        y = lax.map(jax.checkpoint(run), (experts.for_each(chunks), apart))
         return rearrange(y, "c B s D -> B (c s) D")
 
 

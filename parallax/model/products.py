@@ -34,7 +34,7 @@ from parallax.sharding.einsum import einsum_letters
 COMPUTE, MEASURED = "compute", "measured"
 EIGHT_BITS = "8bit"  # of residuals
 AMAX, AMAX_LAYOUT = "amax", "operands"  # a parameter's name, and its layout
-KERNEL, ROUNDED = "kernel", "rounded"  # the product's kernel, and the collection of rounded kernels
+KERNEL, ROUNDED = "kernel", "rounded"  # a module's only kernel, and the collection of rounded kernels
 INPUT, WEIGHT, GRADIENT = range(3)
 # Maxima are rounded up to this many bits of mantissa, so that sums in another order, on another mesh, give the same
 # scale.
@@ -46,17 +46,16 @@ HIGHEST = {"int8": 127.0, "float8": 256.0, "float8_e5m2": 32768.0}
 
 
 class EightBitProduct(NamedTuple):
-    """8-bit dtypes of operands and of gradients, and the dtype of sums; "" and None if nothing is rounded."""
+    """8-bit dtypes of operands and of gradients; "" if nothing is rounded."""
 
     operand: str = ""
     gradient: str = ""
-    sums: Any = None
 
 
 EIGHT_BIT_PRODUCTS = {
     MEASURED: EightBitProduct(),
-    "int8": EightBitProduct("int8", "int8", jnp.int32),
-    "float8": EightBitProduct("float8", "float8_e5m2", jnp.float32),
+    "int8": EightBitProduct("int8", "int8"),
+    "float8": EightBitProduct("float8", "float8_e5m2"),
 }
 
 
@@ -73,6 +72,13 @@ class Operand(NamedTuple):
             return Operand(x, None)
         unit = unit_of(amax, kind)
         return Operand(to_eight_bits(x, unit, kind) if rounded is None else rounded, unit)
+
+    @property
+    def sums(self) -> Any:
+        """The dtype of sums of products; None if the numbers are not rounded."""
+        if self.unit is None:
+            return None
+        return jnp.int32 if self.values.dtype == jnp.int8 else jnp.float32
 
 
 class ProductInput(NamedTuple):
@@ -132,9 +138,9 @@ def rounded_kernels(weights: Any, dtype: str, form: str) -> Any:
     if not isinstance(weights, Mapping):
         return weights
     inner = {name: rounded_kernels(weight, dtype, form) for name, weight in weights.items()}
-    if AMAX in weights:
-        kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[KERNEL].astype(dtype)
-        inner[KERNEL] = Operand.of(kernel, kind, lax.stop_gradient(weights[AMAX])[WEIGHT]).values
+    for name in kernels_of(weights):
+        kind, kernel = EIGHT_BIT_PRODUCTS[form].operand, weights[name].astype(dtype)
+        inner[name] = Operand.of(kernel, kind, lax.stop_gradient(weights[amax_of(name)])[WEIGHT]).values
     return inner
 
 
@@ -146,9 +152,9 @@ def apart(weights: Any, dtype: str) -> dict[str, Any]:
     of_each = {name: apart(weight, dtype) for name, weight in weights.items()}
     params = {name: found["params"] for name, found in of_each.items()}
     rounded = {name: found[ROUNDED] for name, found in of_each.items() if found.get(ROUNDED)}
-    if AMAX in weights:
-        values = weights[KERNEL]
-        params[KERNEL], rounded[KERNEL] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
+    for name in kernels_of(weights):
+        values = weights[name]
+        params[name], rounded[name] = as_varying(jnp.zeros(values.shape, dtype), varying_axes(values)), values
     return {"params": params, ROUNDED: rounded}
 
 
@@ -157,22 +163,36 @@ def with_largest_weights(grads: Any, weights: Any, dtype: str) -> Any:
     if not isinstance(grads, Mapping):
         return grads
     found = {name: with_largest_weights(grad, weights[name], dtype) for name, grad in grads.items()}
-    if AMAX in grads:
-        kernels = weights[KERNEL].astype(dtype)
+    for name in kernels_of(grads):
+        kernels, amax = weights[name].astype(dtype), amax_of(name)
         # XLA for CPU does not propagate nan in some maxima.
         is_nan = jnp.isnan(kernels).any(axis=tuple(range(1, kernels.ndim)))
         most = jnp.where(is_nan, jnp.nan, jax.vmap(largest)(kernels))
-        found[AMAX] = as_varying(found[AMAX]).at[..., WEIGHT].set(as_varying(most))
+        found[amax] = as_varying(found[amax]).at[..., WEIGHT].set(as_varying(most))
     return found
+
+
+def amax_of(kernel: str) -> str:
+    """The parameter name of the scales of a kernel's product.
+
+    >>> amax_of("kernel"), amax_of("gate")
+    ('amax', 'gate_amax')
+    """
+    return AMAX if kernel == KERNEL else f"{kernel}_{AMAX}"
+
+
+def kernels_of(weights: Mapping[str, Any]) -> list[str]:
+    """The names of a module's kernels with 8-bit products."""
+    return [name for name in weights if amax_of(name) in weights]
 
 
 def is_scale(name: str) -> bool:
     """Whether a parameter of this name in a checkpoint holds the scales of an 8-bit product.
 
-    >>> is_scale("blocks.mlp.gate.amax"), is_scale("blocks.mlp.gate.kernel")
-    (True, False)
+    >>> [is_scale(f"blocks.mlp.{name}") for name in ("gate.amax", "gate.kernel", "experts.gate_amax")]
+    [True, False, True]
     """
-    return name.rpartition(".")[2] == AMAX
+    return name.endswith(AMAX)
 
 
 def latest_amax(found: Array, before: Array) -> Array:
@@ -214,9 +234,8 @@ def _forward(
     most: Array,
     rounded: Array | None,
 ) -> tuple[Array, tuple]:
-    y = _multiplied(
-        letters, form, operand, Operand.of(w, EIGHT_BIT_PRODUCTS[form].operand, amax[WEIGHT], rounded), x.dtype
-    )
+    weight = Operand.of(w, EIGHT_BIT_PRODUCTS[form].operand, amax[WEIGHT], rounded)
+    y = multiplied(letters, operand, weight, x.dtype)
     of_w = largest(w) if rounded is None else jnp.zeros_like(most)
     saved = Operand(x, None) if saves == COMPUTE else operand
     return y, (saved, w, amax, rounded, most, of_w)
@@ -229,7 +248,7 @@ def _backward(letters: str, form: str, saves: str, saved: tuple, dy: Array) -> t
     left, right = operands.split(",")
     gradient = Operand.of(dy, kinds.gradient, amax[GRADIENT])
     weight = Operand.of(w, kinds.operand, amax[WEIGHT], rounded)
-    dx = _multiplied(f"{result},{right}->{left}", form, gradient, weight, dy.dtype)
+    dx = multiplied(f"{result},{right}->{left}", gradient, weight, dy.dtype)
     # 8-bit numbers are exact in bfloat16, but their unit is not.
     (dw,) = jax.vjp(lambda w: jnp.einsum(letters, x.values.astype(dy.dtype), w), w)[1](dy)
     dw = dw if x.unit is None else (dw.astype(jnp.float32) * x.unit).astype(w.dtype)
@@ -245,15 +264,19 @@ def largest(x: Array) -> Array:
     return jnp.max(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(x.ndim - 1))))
 
 
-def _multiplied(letters: str, form: str, x: Operand, w: Operand, dtype: Any) -> Array:
-    sums = EIGHT_BIT_PRODUCTS[form].sums
-    if sums is None:
+def multiplied(letters: str, x: Operand, w: Operand, dtype: Any) -> Array:
+    """The product of two operands, in this dtype; in their own if they are not rounded."""
+    if x.sums is None:
         return jnp.einsum(letters, x.values, w.values)
-    if sums == jnp.float32 and platform_traced() == "gpu":
+    if x.sums == jnp.float32 and platform_traced() == "gpu":
         # The pattern that XLA turns into one call of cuBLASLt.
         return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
-    y = jnp.einsum(letters, x.values, w.values, preferred_element_type=sums)
-    return (y.astype(jnp.float32) * (x.unit * w.unit)).astype(dtype)
+    return in_units(jnp.einsum(letters, x.values, w.values, preferred_element_type=x.sums), x, w, dtype)
+
+
+def in_units(sums: Array, x: Operand, w: Operand, dtype: Any) -> Array:
+    """The values of sums of products of 8-bit numbers."""
+    return (sums.astype(jnp.float32) * (x.unit * w.unit)).astype(dtype)
 
 
 def unit_of(amax: Array, kind: str) -> Array:

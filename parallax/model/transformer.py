@@ -84,7 +84,7 @@ class Block(nn.Module):
         model, loss = self.model, self.loss
         if self.kind == "moe":
             auxiliary = loss.balance_coefficient, loss.router_z_coefficient
-            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp")
+            tokens = self.exchange, self.expert_chunk_tokens, self._matmul("mlp"), self._matmul("experts")
             return MoE(model, self.residual, self.family, self._out_scale, *auxiliary, *tokens)
         how = dict(matmul=self._matmul("mlp"), matmul_residuals=self.model.matmul_residuals)
         return GatedMLP(self.residual, self.family, model.sizes, model.dtype, self._out_scale, **how)

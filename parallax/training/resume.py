@@ -13,10 +13,10 @@ from parallax.checkpoint.arrays import flatten
 from parallax.checkpoint.restore import restore_newest
 from parallax.checkpoint.steps import check_steps, complete_steps, latest_step, read_manifest, set_aside, wrong_files
 from parallax.config.earlier import of_today
-from parallax.config.sections import WEIGHTS_DTYPES
+from parallax.config.sections import WEIGHTS_DTYPES, ModelConfig
 from parallax.config.settings import compare_settings
 from parallax.model.products import is_scale
-from parallax.runtime.errors import CheckpointError, check_choice
+from parallax.runtime.errors import CheckpointError, ConfigError, check_choice
 from parallax.runtime.files import read_bytes
 from parallax.runtime.multihost.job import is_first, wait_for_all
 from parallax.runtime.run_files import RECORD, RunFiles
@@ -29,6 +29,7 @@ FIXED_SECTIONS = ("model", "corpus")
 FIXED_KEYS = ("optimizer.name", "train.seed")
 FIXED_KEYS += ("optimizer.m_dtype", "optimizer.v_dtype", "optimizer.weights_dtype")  # dtypes of a checkpoint's arrays
 TOKENIZER = "corpus.tokenizer"
+MATMUL_PARTS_KEY = "model.matmul_parts"
 # Keys of a model that may change: how it is computed, and context extension; a sliding window never is shorter than
 # seq.
 FREE_KEYS = ("model.dtype", "model.kernel", "model.dropout", "model.sliding_window", "model.rope_")  # prefixes
@@ -55,7 +56,10 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
         raise CheckpointError(
             f"{folder.path} holds imported weights, not a run; start one elsewhere with train.init_from={folder.path}"
         )
-    changed = compare_settings(of_today(read_manifest(folder.checkpoints, newest)["settings"])[0], settings)
+    saved = of_today(read_manifest(folder.checkpoints, newest)["settings"])[0]
+    changed = compare_settings(saved, settings)
+    if MATMUL_PARTS_KEY in changed and _products_in_8_bits(saved) == _products_in_8_bits(settings):
+        del changed[MATMUL_PARTS_KEY]  # only names of parts without 8-bit products differ
     if any(map(is_fixed, changed)):
         causes = {key: values for key, values in changed.items() if is_fixed(key) or key.startswith("data.")}
         raise CheckpointError(
@@ -65,6 +69,13 @@ def step_to_resume(folder: RunFolder, settings: Mapping[str, Any], resume: str, 
     if changed:
         say(f"going on with changed settings: {_text(changed)}")
     return newest
+
+
+def _products_in_8_bits(settings: Mapping[str, Any]) -> list[str] | None:
+    """Parts of layers with 8-bit products; None for settings that are refused today."""
+    with contextlib.suppress(ConfigError):
+        return ModelConfig(**settings["model"]).products_in_8_bits
+    return None
 
 
 def load_newest(
