@@ -18,10 +18,11 @@ from parallax.model.dense import Dense
 from parallax.model.families import Family
 from parallax.model.kernels import platform_traced
 from parallax.model.norm import RMSNorm
-from parallax.model.products import ProductInput
+from parallax.model.products import COMPUTE, EIGHT_BIT_PRODUCTS, INPUT, WEIGHT, Operand, ProductInput
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
 from parallax.sharding.collectives import all_gather, reshard
+from parallax.sharding.eight_bits import from_eight_bits
 from parallax.sharding.einsum import einsum
 from parallax.sharding.zigzag import reshard_in_order
 
@@ -110,6 +111,7 @@ class MLA(nn.Module):
         q = jnp.concatenate([absorbed, q_rope], axis=-1)
         if context.mask_B1ST is not None:
             latent, k_rope = cache["latent"], cache["k_rope"]
+        latent = self.up_k.as_rounded(latent)
         k = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
         scale = self._scale_of_scores
         seen = attend(q, k, latent[:, :, None], context, scale=scale, kernel=self.kernel)
@@ -228,5 +230,12 @@ class Up(Dense):
         heads, latents = activation("heads/tp d_head"), activation("heads/tp d_latent")
         return einsum(f"{latents}, {UP_WHOLE} -> {heads}", seen, self._own_heads())
 
+    def as_rounded(self, latent: Array, operand: int = INPUT) -> Array:
+        """A latent, or a kernel, rounded as an 8-bit product would round it, in the compute dtype."""
+        kind = "" if self.matmul == COMPUTE else EIGHT_BIT_PRODUCTS[self.matmul].operand
+        if not kind:
+            return latent
+        return from_eight_bits(*Operand.of(latent, kind, self.amax[operand]), latent.dtype)
+
     def _own_heads(self) -> Array:
-        return reshard(f"{self.weight} -> {UP_WHOLE}", self.kernel.astype(self.dtype))
+        return reshard(f"{self.weight} -> {UP_WHOLE}", self.as_rounded(self.kernel.astype(self.dtype), WEIGHT))

@@ -14,6 +14,7 @@ from checkpoint_examples import flip, truncate
 from decoded import decoded_logits
 
 from configs.base import get_config
+from parallax.checkpoint.arrays import flatten
 from parallax.cli.generate import main
 from parallax.config.sections import (
     DataParallelConfig,
@@ -31,6 +32,7 @@ from parallax.inference.generate import complete, generate
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
+from parallax.training.step import with_first_scales
 
 VOCAB, SEQ, ROWS = 64, 12, 8
 SIZES = {"vocab": VOCAB, "layers": 4, "d_model": 32, "d_ff": 48, "heads": 8, "d_head": 4, "d_latent": 16, "d_rope": 4}
@@ -155,6 +157,33 @@ def check_decoding(name, model):
     # Sums of float32 in another order: 1e-5 of the largest.
     worst = np.abs(logits_BSV - expected_BSV)[filled_BS].max() / np.abs(expected_BSV).max()
     assert worst < 1e-5
+
+
+@pytest.mark.parametrize("matmul", ["int8", "float8"])
+def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
+    """A sum in another order may round an entry to the other neighbour. Without rounding of latents and kernels, logits
+    were 10 % off with int8, 24 % with float8."""
+    plain = model_on("mla")
+    model = plain.replace(model=dataclasses.replace(plain.model, matmul=matmul))
+    prompts, _, filled_BS = full_forward("mla")
+    slot_BS = np.arange(SEQ, dtype=np.int32) - prompts.empty_B[:, None]
+    batch = dict(tokens=prompts.ids_BS, labels=np.where(filled_BS, prompts.ids_BS, -1).astype(np.int32))
+    batch |= dict(segments=filled_BS.astype(np.int32), positions=np.maximum(slot_BS, 0).astype(np.int32))
+    own = flatten(whole_params("mla"))
+    params = unflatten(model.shapes, lambda name, leaf: own.get(name, np.zeros(leaf.shape, leaf.dtype)))
+    params = with_first_scales(model, jax.device_put(params, model.shardings), batch, 0)
+    arrays = (batch[name] for name in ("tokens", "segments", "positions"))
+    expected_BSV = np.asarray(jax.jit(model.logits)(params, *arrays))
+    found_BSV = np.asarray(decoded_logits(model, params, prompts, prefill=7))
+    off = np.linalg.norm((found_BSV - expected_BSV)[filled_BS]) / np.linalg.norm(expected_BSV[filled_BS])
+    assert off < 5e-3
+    np.testing.assert_array_equal(found_BSV.argmax(-1)[filled_BS], expected_BSV.argmax(-1)[filled_BS])
+
+
+def unflatten(tree, value):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: value(jax.tree_util.keystr(path, simple=True, separator="."), leaf), tree
+    )
 
 
 def test_bfloat16_caches_are_bfloat16():
