@@ -147,7 +147,8 @@ def test_a_run_goes_on_with_other_names_of_the_same_products(parts, goes_on, run
         assert step_to_resume(folder, settings, "must", print) == 8
 
 
-MIXTURE = {"model.layers_of": "dense moe", "model.experts": 4, "model.d_expert": 16, "mesh.ep": 2, "mesh.dp": 1}
+MIXTURE = {"model.layers_of": "dense moe", "model.experts": 4, "model.d_expert": 16}
+MIXTURE |= {"mesh.dp": 2, "mesh.ep": 2, "mesh.tp": 2}
 
 
 @pytest.mark.slow
