@@ -60,10 +60,10 @@ TOPOLOGIES = {
     str(topology): topology
     for topology in (
         Topology(1, 1, 1),
+        Topology(1, 2, 1, cp=4),
         Topology(2, 2, 2),
         Topology(4, 1, 2),
         Topology(1, 2, 1, cp=2, ep=2),
-        Topology(1, 2, 1, cp=4),
         Topology(1, 8, 1),
         Topology(4, 2, 1, "interleaved", 2),
     )

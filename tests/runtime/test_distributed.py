@@ -49,7 +49,7 @@ def test_a_place_comes_from_flags_or_else_from_the_environment():
             {"distributed.coordinator": "host"},
             "'host' is not an address; write host:port of process 0, as in 10.0.0.2:8476",
         ),
-        ({"distributed.coordinator": "host:99999"}, "'host:99999' is no address"),
+        ({"distributed.coordinator": "host:99999"}, "'host:99999' is not an address"),
         ({"distributed.num-processes": "0"}, "--distributed.num-processes='0' must be a whole number of 1 or more"),
         ({"distributed.process-id": "-1"}, "--distributed.process-id='-1' must be a whole number of 0 or more"),
         ({"distributed.process-id": "4"}, "--distributed.process-id=4 is not one of 4 processes; use 0 to 3"),
