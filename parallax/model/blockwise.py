@@ -21,7 +21,8 @@ from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.collectives import as_varying, is_bound, to_next_rank, vary_alike, varying_axes
 from parallax.sharding.zigzag import context_ranks, order_of
 
-# Most tokens on a side of a block of scores. TPU: docs/cp.md has the figures.
+# Most tokens on a side of a block of scores. TPU prefers larger blocks, except for rows of two: most of what the larger
+# blocks add is masked (docs/cp.md has the figures).
 LONGEST_SIDE, LONGEST_SIDE_ON_TPU = 256, 512
 FILLING = -1  # the segment of padding; no document has it
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a finite score whose weight is 0 beside any other score
@@ -66,7 +67,8 @@ def tokens_of_block(tokens: int) -> int:
     >>> [tokens_of_block(tokens) for tokens in (16, 256, 1000, 4096, 521)]
     [16, 256, 250, 256, 174]
     """
-    longest = LONGEST_SIDE_ON_TPU if platform_traced() == "tpu" else LONGEST_SIDE
+    is_few = LONGEST_SIDE_ON_TPU < tokens <= 2 * LONGEST_SIDE_ON_TPU
+    longest = LONGEST_SIDE_ON_TPU if platform_traced() == "tpu" and not is_few else LONGEST_SIDE
     return -(-tokens // -(-tokens // longest))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoint_examples import flip, truncate
 from decoded import decoded_logits
+from jaxprs import equations
 
 from configs.base import get_config
 from parallax.checkpoint.arrays import flatten
@@ -29,6 +30,7 @@ from parallax.config.sections import (
 from parallax.data.tokenizer import Bytes
 from parallax.inference.decode import Decoder, Prompts
 from parallax.inference.generate import complete, generate
+from parallax.model.blockwise import LONGEST_SIDE
 from parallax.pipeline import ShardedModel
 from parallax.runtime.errors import ConfigError
 from parallax.sharding.mesh import make_mesh
@@ -184,6 +186,19 @@ def unflatten(tree, value):
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: value(jax.tree_util.keystr(path, simple=True, separator="."), leaf), tree
     )
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_a_prompt_has_no_square_of_scores(name):
+    """It attends to itself in blocks; the tokens after it, one at a time, have a row of scores."""
+    model, prompt = model_on(name), 4 * LONGEST_SIDE
+    decoder = Decoder(model.model, model.layouts, model.mesh)
+    shapes = Prompts(jax.ShapeDtypeStruct((2, prompt), np.int32), jax.ShapeDtypeStruct((2,), np.int32))
+    pick = lambda key, logits_BV, rows_B, positions_B: logits_BV.argmax(axis=-1).astype(np.int32)  # noqa: E731
+    write = functools.partial(decoder.write, pick=pick, tokens=3, end=-1)
+    made = [var.aval.shape for one in equations(write, model.shapes, shapes, jax.random.key(0)) for var in one.outvars]
+    assert not [shape for shape in made if sum(size >= prompt for size in shape) > 1]
+    assert any(sum(size == LONGEST_SIDE for size in shape) > 1 for shape in made)  # blocks
 
 
 def test_bfloat16_caches_are_bfloat16():
