@@ -193,13 +193,23 @@ def test_layers_and_the_executor_know_no_data_axis(path):
 OF_EVERY_COMMAND = {"main", "act", "parse", "run", "FLAGS", "USAGE", "__all__"}
 
 
+def names_defined(statement: ast.stmt) -> set[str]:
+    """Names that a statement of a module gives to something: those in tuples, and of attributes, too."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return {statement.name} if hasattr(statement, "name") else set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    written = [
+        node for target in targets for node in ast.walk(target) if isinstance(getattr(node, "ctx", 0), ast.Store)
+    ]
+    return {name for node in written if (name := getattr(node, "id", getattr(node, "attr", None)))}
+
+
 def test_a_public_name_is_defined_in_one_module():
     homes = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-            for name in {getattr(target, "id", getattr(target, "name", "_")) for target in targets}:
-                if not name.startswith("_") and name not in OF_EVERY_COMMAND:
-                    homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+        for name in set().union(*map(names_defined, ast.parse(path.read_text()).body)):
+            if not name.startswith("_") and name not in OF_EVERY_COMMAND:
+                homes.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     assert len(homes) > 1000
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+    assert names_defined(ast.parse("a, (b, *c.d) = e").body[0]) == {"a", "b", "d"}

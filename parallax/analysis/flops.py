@@ -213,7 +213,7 @@ class Flops(NamedTuple):
         return sum(self) - self.waiting
 
     @property
-    def ceiling(self) -> float:
+    def mfu_ceiling(self) -> float:
         """Upper limit of MFU: 1 if only the model's products are executed and no rank waits."""
         return self.model / sum(self)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parallax.runtime.units import percent
 
-WIDTH = 80  # columns of text
+TEXT_WIDTH = 80  # columns of text
 LEAST_CELL = 8  # characters that a shortened name keeps
 LEAST_SHOWN = 0.0005  # share of a step; smaller parts have no line
 
@@ -37,10 +37,10 @@ class TitledTables(NamedTuple):
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with sentences longer than WIDTH wrapped; tables fit already."""
+    """The lines, with sentences longer than TEXT_WIDTH wrapped; tables fit already."""
     for line in lines:
-        long = len(line) > WIDTH
-        yield from textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
+        long = len(line) > TEXT_WIDTH
+        yield from textwrap.wrap(line, TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
 
 
 def text_table(
@@ -87,7 +87,7 @@ def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
 
 def table_text(table: Table) -> Iterator[str]:
     """Lines of text."""
-    return text_table(table.head, table.rows, left=table.left, width=WIDTH)
+    return text_table(table.head, table.rows, left=table.left, width=TEXT_WIDTH)
 
 
 def time_parts(parts: Mapping[str, float], secs: float) -> Table:

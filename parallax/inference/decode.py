@@ -34,7 +34,7 @@ from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
 from parallax.sharding.plan import DATA_AXES
 
-RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
+RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
 
 
@@ -166,7 +166,7 @@ class Decoder:
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] of the last token, with the whole vocab."""
-        return all_gather(f"{LOGITS} -> {LOGITS.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
+        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
 
     def _on_every_stage(self, make: Callable[[], Array]) -> Array:
         """The result of `make`, which runs only on the first stage, sent to all stages."""

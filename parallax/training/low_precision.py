@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     scales: Array  # float32
 
 
-def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
     """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:
