@@ -31,13 +31,14 @@ from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
+from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
-from parallax.training.step import UPDATE
+from parallax.training.step import UPDATE, TrainStep
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 
@@ -560,8 +561,8 @@ def read_hlo_text(
 
 
 # Names in a stack that describe how the program is run, not a part of the model.
-RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
+RUNNING = {TrainStep.train_step.__name__, "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
+RUNNING |= {*PASSES, GRADIENTS, Block.__name__, ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")

@@ -12,6 +12,7 @@ import numpy as np
 from einops import pack, unpack
 from jax import Array, lax
 
+from parallax.config.sections import BLOCKS
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
 
@@ -222,7 +223,7 @@ def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str
     """
     names = sorted(set(kinds))
     if len(names) == 1:
-        return {"blocks": Arrangement(placement, kinds)}
+        return {BLOCKS: Arrangement(placement, kinds)}
     return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
 
 
