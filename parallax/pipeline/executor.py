@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -574,19 +574,25 @@ class LayerLoop:
         return jax.tree.unflatten(structure, [self._after(x, grads), *rest])
 
 
+@dataclasses.dataclass(frozen=True)
 class Turns:
     """A loop over a run of places with layers of one kind."""
 
-    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool, run: LayerRun):
-        self.loop, self.step, self.chunk, self.weights, self.reverse, self.run = (
-            loop,
-            step,
-            chunk,
-            weights,
-            reverse,
-            run,
-        )
-        self.stack, self.start, self.stop = loop.stacks[run.kinds[0]], 0, run.places
+    loop: LayerLoop
+    step: Step
+    chunk: Array | int
+    weights: Any
+    reverse: bool
+    run: LayerRun
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.run.places
+
+    @property
+    def stack(self) -> LayerStack:
+        return self.loop.stacks[self.run.kinds[0]]
 
     def begin(self, state: Any) -> Any:
         return state
@@ -640,12 +646,18 @@ class MixedTurns(Turns):
         return lax.switch(self.look_up(0, at), [*turns, partial(vary_all, state)])
 
 
+@dataclasses.dataclass(frozen=True)
 class RepeatedTurns:
     """A sequence of runs that repeats: a loop whose body contains a loop for each run."""
 
-    def __init__(self, loops: Callable[[Repeat, Array], list[Turns]], repeat: Repeat, reverse: bool):
-        self.loops, self.repeat, self.reverse = loops, repeat, reverse
-        self.start, self.stop = 0, repeat.times
+    loops: Callable[[Repeat, Array], list[Turns]]
+    repeat: Repeat
+    reverse: bool
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.repeat.times
 
     def begin(self, state: Any) -> Any:
         return state
@@ -662,9 +674,11 @@ class RepeatedTurns:
 class PrefetchTurns(Turns):
     """The same, with the next layer's weights gathered and the previous one's gradients scattered during a layer."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.start, self.stop = 1, self.run.places - 1
+    start = 1
+
+    @property
+    def stop(self) -> int:
+        return self.run.places - 1
 
     def begin(self, state: Any) -> Any:
         carry, grads = state

@@ -28,6 +28,7 @@ from jax import Array, lax
 
 from parallax.config.sections import BLOCKS, PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
@@ -220,19 +221,21 @@ class ShardingPlan:
         return "\n".join([self.heading, *text])
 
     def _repr_html_(self) -> str:
-        lines, left = self._lines(), 'style="text-align:left"'
+        lines = self._lines()
         most = max(line.held[0] for line in lines) or 1
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
-        body = [
-            f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
-            + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
-            + "".join(f"<td>{c}</td>" for c in (line.memory, line.states) if self.uses_host)
-            + f"<td>{bar.format(8 * line.held[0] / most)}</td></tr>"
+        rows = [
+            (
+                escape(line.cells[0]),
+                line.layout._repr_html_(),
+                *line.cells[2:],
+                *(line.memory, line.states) * self.uses_host,
+                bar.format(8 * line.held[0] / most),
+            )
             for line in lines
         ]
-        names = (*TABLE_HEAD, *(("memory", "states") if self.uses_host else ()))
-        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(names))
-        return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
+        head = (*TABLE_HEAD, *("memory", "states") * self.uses_host, "")
+        return f"<p>{escape(self.heading)}</p>{html_table(rows, left=LEFT, head=head)}"
 
     @property
     def heading(self) -> str:

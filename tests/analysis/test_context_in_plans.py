@@ -5,11 +5,12 @@ import re
 import jax
 import pytest
 import tiny
+from sent import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
 import parallax as px
-from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.collectives import bytes_by
 from parallax.analysis.compiled import read_compiled
 from parallax.analysis.flops import flops_breakdown
 from parallax.analysis.layouts import Choice, build_if_legal, choices

@@ -5,10 +5,11 @@ import re
 import jax
 import pytest
 import tiny
+from sent import step_collectives
 from test_plan import PAIR
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import bytes_by, step_collectives
+from parallax.analysis.collectives import bytes_by
 from parallax.analysis.layouts import Choice, build_if_legal, choices
 from parallax.analysis.memory import memory
 from parallax.analysis.plan import plan, plan_heading, single_changes, sweep_table

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 from hlo_examples import HEADER
+from sent import step_collectives
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import step_collectives
 from parallax.analysis.compiled import costs_of, read_hlo_text
 from parallax.analysis.flops import (
     active_parameters,
