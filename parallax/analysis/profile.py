@@ -1,4 +1,8 @@
-"""Time of traced steps by module, collective and idle time, from a trace of JAX's profiler."""
+"""Time of traced steps by module, collective and idle time, from a trace of JAX's profiler.
+
+JAX's `ProfileData` reads the file. Written here is which module or collective an event belongs to: that takes the
+compiled and the traced program.
+"""
 
 import dataclasses
 import json
