@@ -62,14 +62,6 @@ def collectives(function: Callable, *args: Any, at: Mapping[str, int], sizes: Ma
     return program_collectives(jax.make_jaxpr(function)(*args), at=at, sizes=sizes)
 
 
-def step_collectives(model: ShardedModel, global_batch: int, seq: int) -> list[Sent]:
-    """Collectives of a device for the loss and gradients of a step. The mesh may be abstract.
-
-    Pipeline ranks differ: see `busiest`. Collectives of the update are in `update_collectives`.
-    """
-    return busiest(collectives_by_rank(model, global_batch, seq))
-
-
 def update_collectives(step: TrainStep) -> list[Sent]:
     """Collectives of every device for the gradient norm and, if the optimizer is ours, for its update.
 
@@ -81,7 +73,8 @@ def update_collectives(step: TrainStep) -> list[Sent]:
 
 
 def collectives_by_rank(model: ShardedModel, global_batch: int, seq: int) -> list[list[Sent]]:
-    """`step_collectives` of each pipeline rank. Devices that differ only along other axes send the same."""
+    """What each pipeline rank sends for the loss and gradients of a step; the mesh may be abstract. Devices that differ
+    only along other axes send the same. What follows are `update_collectives`."""
     program = step_program(model, global_batch, seq)
     places = (dict.fromkeys(model.axis_sizes, 0) | {"pp": rank} for rank in range(model.axis_sizes["pp"]))
     return [program_collectives(program, at=at, sizes=model.axis_sizes) for at in places]

@@ -31,12 +31,14 @@ from parallax.analysis.roofline import FUSIONS, moved_bytes, roofline_secs
 from parallax.config.sections import ModelConfig
 from parallax.model.experts import USUAL_LOAD
 from parallax.model.kernels import kernel_flops
+from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
 from parallax.schedules import Costs, Schedule
 from parallax.schedules.pricing import USUAL
 from parallax.sharding.plan import GRADIENTS
+from parallax.training.step import UPDATE, TrainStep
 
 PASSES = FORWARD + BACKWARD + WEIGHTS
 
@@ -116,8 +118,8 @@ def name_of(op_name: str) -> str:
     return parts[scopes[0]] + ("" if outermost else "/end")
 
 
-CUDNN = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
-KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN)
+CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
 GEMM = "__cublas"
 # Prefixes of names of grouped products: the TPU compiler's own, and JAX's for gradients.
 GROUPED_KERNELS = ("ragged-dot", "gmm", "tgmm")
@@ -278,7 +280,7 @@ class TimelineReader:
         if self._is_for_usual_load(one):
             share = Share(1.0, 1.0)
         if share is None or len(sides) != 2:
-            dearest = max(range(len(sides)), key=lambda at: dearness(sides[at]))
+            dearest = max(range(len(sides)), key=lambda at: branch_cost(sides[at]))
             only = tuple(float(at == dearest) for at in range(len(sides)))
             return BranchEvent(only, only, sides)
         return BranchEvent((1 - share.own, share.own), (1 - share.lockstep, share.lockstep), sides)
@@ -423,7 +425,7 @@ def weight(events: list) -> tuple[float, float, float]:
     return cycles, flops, sent
 
 
-def dearness(events: list) -> tuple[float, float, float]:
+def branch_cost(events: list) -> tuple[float, float, float]:
     """Key that orders the sides of a branch by cost: FLOPs, which kernels have too, then cycles and bytes sent."""
     cycles, flops, sent = weight(events)
     return flops, cycles, sent
@@ -559,12 +561,12 @@ def read_hlo_text(
 
 
 # Names in a stack that describe how the program is run, not a part of the model.
-RUNNING = {"train_step", "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
-RUNNING |= {*PASSES, GRADIENTS, "Block", ""}
+RUNNING = {TrainStep.train_step.__name__, "step", "shard_map", "while", "body", "closed_call", "eval_jaxpr", "cond"}
+RUNNING |= {*PASSES, GRADIENTS, Block.__name__, ""}
 PRODUCT = "dot_general"
 SLICES = ("dynamic_slice", "dynamic_update_slice", "scatter-add", "slice", "add")
 NO_COMPUTE = (*COLLECTIVES, "while", "conditional", "call")
-SLOTS, ELSEWHERE, UPDATE = "slots and sums", "elsewhere", "update"
+SLOTS, ELSEWHERE = "slots and sums", "elsewhere"
 
 
 class ModuleSecs(NamedTuple):
@@ -681,7 +683,7 @@ def _kernel_flops(one: Instruction, home: Computation) -> int:
         results = _factors(one.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, *results) if results else 0
     name = one.name
-    if one.target.startswith(CUDNN):
+    if one.target.startswith(CUDNN_CALLS):
         name = "cudnn_bwd" if re.search("bwd|Backward", one.target) else "cudnn_fwd"
     return kernel_flops(name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 

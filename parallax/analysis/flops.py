@@ -12,19 +12,21 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from parallax.analysis.trace import Origin, abstract_mesh, step_program, walk
-from parallax.config.sections import AXES, LAYER_KINDS, ModelConfig
+from parallax.config.sections import AXES, BLOCKS, EMBEDDING, HEAD, LAYER_KINDS, ModelConfig
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
 from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
+from parallax.model.moe import MIXTURE_PARTS
+from parallax.model.norm import SCALE
 from parallax.model.products import is_scale
+from parallax.model.transformer import LAYER_PARTS
 from parallax.pipeline import ShardedModel
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import named_leaves
 from parallax.sharding.mesh import is_simulated
 
-COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
-OF_MIXTURES = ("router", "experts", "shared")  # components of a mixture, in place of its "mlp"
+COMPONENTS = (EMBEDDING, *LAYER_PARTS, "norms", HEAD)  # a mixture has MIXTURE_PARTS instead of its "mlp"
 # Forward takes 2 FLOPs per weight and token, backward twice that: once for weights, once for activations.
 FLOPS_PER_WEIGHT = 6
 
@@ -47,22 +49,22 @@ def parameters_by_component(shapes: Any) -> dict[str, int]:
 
 
 def component_of(path: str) -> str:
-    """Which of COMPONENTS or OF_MIXTURES a parameter belongs to, by its path.
+    """Which of COMPONENTS or MIXTURE_PARTS a parameter belongs to, by its path.
 
     >>> [component_of(f"blocks/{path}") for path in ("attention/norm/scale", "mlp/gate/kernel", "moe/mlp/experts/up")]
     ['norms', 'mlp', 'experts']
     """
     first, *names = path.split("/")
-    if any("norm" in name for name in names):
+    if names[-1] == SCALE:
         return "norms"
-    if first != "blocks":
+    if first != BLOCKS:
         return first
-    return next((name for name in OF_MIXTURES if name in names), names[names[0] in LAYER_KINDS])
+    return next((name for name in MIXTURE_PARTS if name in names), names[names[0] in LAYER_KINDS])
 
 
 def layer_parameters(counts: Mapping[str, int]) -> dict[str, int]:
     """Parameters of layers by component, without norms."""
-    return {name: counts[name] for name in ("attention", "mlp", *OF_MIXTURES) if name in counts}
+    return {name: counts[name] for name in (*LAYER_PARTS, *MIXTURE_PARTS) if name in counts}
 
 
 def active_parameters(model: ModelConfig, counts: Mapping[str, int]) -> dict[str, int]:
@@ -92,7 +94,7 @@ def matmul_parameters_by_stack(model: ModelConfig, shapes: Any) -> dict[str, int
     for path, leaf in named_leaves(shapes).items():
         first, second, *_ = path.split("/")
         component = component_of(path)
-        if first == "blocks" and component != "norms" and not (path.endswith("/bias") or is_scale(path)):
+        if first == BLOCKS and component != "norms" and not (path.endswith("/bias") or is_scale(path)):
             found[f"{first}/{second}" if second in LAYER_KINDS else first][component] += math.prod(leaf.shape)
     return {stack: sum(active_parameters(model, counts).values()) for stack, counts in found.items()}
 
@@ -213,7 +215,7 @@ class Flops(NamedTuple):
         return sum(self) - self.waiting
 
     @property
-    def ceiling(self) -> float:
+    def mfu_ceiling(self) -> float:
         """Upper limit of MFU: 1 if only the model's products are executed and no rank waits."""
         return self.model / sum(self)
 

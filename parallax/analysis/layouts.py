@@ -119,7 +119,7 @@ def choices(settings: Settings, devices: int) -> Iterator[Choice]:
         for ep in expert_ranks(settings.model, devices // replicas // cp):
             for pp, dp, tp in factorisations(devices // replicas // cp // ep):
                 rows_fit = settings.data.global_batch % (replicas * dp * ep) == 0
-                if rows_fit and _takes(settings.model, cp, tp, context):
+                if rows_fit and _context_fits(settings.model, cp, tp, context):
                     yield from _choices_on(settings, pp, dp, tp, cp, context, ep)
 
 
@@ -153,7 +153,7 @@ def expert_ranks(model: ModelConfig, devices: int) -> list[int]:
     return [ep for ep in divisors(devices) if model.experts % ep == 0] if "moe" in model.kinds else [1]
 
 
-def _takes(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
+def _context_fits(model: ModelConfig, cp: int, tp: int, context: str) -> bool:
     try:
         check_context(model, context, {"cp": cp, "tp": tp})
     except ConfigError:

@@ -9,7 +9,7 @@ from parallax.runtime.run_files import number_of
 from parallax.runtime.svg import TIP, svg
 
 MAPS = 4  # number of steps that are drawn, including the first and the last
-WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points
+PICTURE_WIDTH, HEIGHT, MAP_HEIGHT, GAP = 620, 130, 110, 46  # points
 # Blue, white and vermilion, of Okabe and Ito: no load, an even one, STRONGEST or more.
 COLOURS = ("#0072b2", "#f4f4f4", "#d55e00")
 STRONGEST = 3.0
@@ -41,12 +41,17 @@ def load_picture(rows: Sequence[dict[str, Any]]) -> str:
         axes.set_xlabel("step", loc="left")
         axes.set_title("largest load of an expert, times even", loc="left")
         axes.legend(frameon=False)
-        width = (WIDTH - (len(shown) - 1) * 14) / len(shown)
+        width = (PICTURE_WIDTH - (len(shown) - 1) * 14) / len(shown)
         for at, row in enumerate(shown):
-            place = (at * (width + 14) / WIDTH, -(MAP_HEIGHT + GAP) / HEIGHT, width / WIDTH, MAP_HEIGHT / HEIGHT)
+            place = (
+                at * (width + 14) / PICTURE_WIDTH,
+                -(MAP_HEIGHT + GAP) / HEIGHT,
+                width / PICTURE_WIDTH,
+                MAP_HEIGHT / HEIGHT,
+            )
             _map(axes.inset_axes(place), row, named=at == 0)
 
-    return svg(draw, WIDTH, HEIGHT)
+    return svg(draw, PICTURE_WIDTH, HEIGHT)
 
 
 def _map(axes: Any, row: dict[str, Any], *, named: bool) -> None:

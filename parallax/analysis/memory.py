@@ -54,7 +54,7 @@ REDUCTION = "reduce_"
 # Components of the ticks' state by field; other fields are pipeline buffers.
 WAITING = "in host memory"
 STATE_COMPONENTS = {"residuals": "saved_activations", "grads": "gradients", "loss": "other"}
-NOTHING, WEIGHTS, DATA = range(3)  # inputs that a value depends on: none, only parameters, the batch
+NOTHING, PARAMETERS, DATA = range(3)  # inputs that a value depends on: none, only parameters, the batch
 END = 1 << 60  # an index after all operations
 
 
@@ -124,13 +124,13 @@ def memory(model: ShardedModel, opt_state: Any, *, global_batch: int, seq: int) 
     traced = step_program(model, global_batch, seq).jaxpr
     (mapped,) = (equation for equation in traced.eqns if equation.primitive.name == "shard_map")
     program, params = flat(called(mapped)), len(jax.tree.leaves(model.shapes))
-    kinds = dict.fromkeys(traced.invars[:params], WEIGHTS) | dict.fromkeys(traced.invars[params:], DATA)
+    kinds = dict.fromkeys(traced.invars[:params], PARAMETERS) | dict.fromkeys(traced.invars[params:], DATA)
     made_of = {value: kinds.get(var, NOTHING) for var, value in zip(mapped.invars, program.inputs)}
     held = Liveness(model, carried_by_ticks(model, global_batch, seq), made_of).peak(program)
     on_host = (row.memory == HOST for row in jax.tree.leaves(model.plan.rows))
     waiting = {var for var, waits in zip(traced.invars, on_host) if waits}
     inputs = zip(mapped.invars, program.inputs)
-    held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == WEIGHTS and var not in waiting)
+    held["parameters"] = sum(x.bytes for var, x in inputs if made_of[x] == PARAMETERS and var not in waiting)
     held["batch"] = sum(value.bytes for value, kind in made_of.items() if kind == DATA)
     held["optimizer"] = bytes_on_device(opt_state)
     return Memory(**{name: held[name] for name in Memory._fields})
@@ -315,7 +315,7 @@ class Liveness:
         # Residuals that are used in the tick that writes them are not part of a loop's state.
         of_a_tick = not model.carries_residuals
         self.residuals = {shape for shape, component in state if of_a_tick and component == "saved_activations"}
-        weights = (value.shape for value, kind in inputs.items() if kind == WEIGHTS)
+        weights = (value.shape for value, kind in inputs.items() if kind == PARAMETERS)
         self.weight_shapes = {shape for whole in weights for shape in (whole, whole[1:])}
         self.named: dict[Value, str] = {}
         self.buffers_of, self.inside = cache(lambda program: Buffers(program, self.buffers_of)), cache(self._inside)
@@ -374,7 +374,7 @@ class Liveness:
             return self.named[value]
         if value.shape in self.residuals:
             return "saved_activations"
-        if made_of == WEIGHTS:
+        if made_of == PARAMETERS:
             self.weight_shapes.add(value.shape)
             return "gathered_weights"
         if value.shape in self.weight_shapes:

@@ -141,7 +141,7 @@ def compare_plans(plans: Sequence[Plan]) -> Comparison:
 
 
 CHANGES_SHOWN = 6
-LEAST_SECS, LEAST_BYTES = 0.003, 0.02  # shares; smaller changes are ignored
+LEAST_SPEEDUP, LEAST_SAVING = 0.003, 0.02  # shares; smaller changes are ignored
 
 
 class Change(NamedTuple):
@@ -166,8 +166,8 @@ def helpful_changes(
         smaller = sorted((change for change in found if change.bytes < 0), key=by_bytes)
         enough = sorted((change for change in smaller if change.bytes <= room), key=by_secs)
         return (enough + [change for change in smaller if change.bytes > room])[:CHANGES_SHOWN]
-    faster = [change for change in found if change.secs < -LEAST_SECS and change.bytes <= room]
-    smaller = [change for change in found if change.bytes < -LEAST_BYTES * now.peak_bytes and change not in faster]
+    faster = [change for change in found if change.secs < -LEAST_SPEEDUP and change.bytes <= room]
+    smaller = [change for change in found if change.bytes < -LEAST_SAVING * now.peak_bytes and change not in faster]
     half = CHANGES_SHOWN // 2
     most, least = max(half, CHANGES_SHOWN - len(smaller)), max(half, CHANGES_SHOWN - len(faster))
     return sorted(faster, key=by_secs)[:most] + sorted(smaller, key=by_bytes)[:least]
@@ -176,7 +176,7 @@ def helpful_changes(
 def _priced(
     settings: Settings, topology: Topology, now: Estimate, show: Callable[[int, int], None]
 ) -> Iterator[Change]:
-    tried = list(neighbours(settings, topology))
+    tried = list(single_changes(settings, topology))
     for done, (flags, changed) in enumerate(tried):
         show(done, len(tried))
         model = build_if_legal(changed, topology)
@@ -188,7 +188,7 @@ def _priced(
                 yield Change(flags, then.peak_bytes - now.peak_bytes, then.secs / now.secs - 1)
 
 
-def neighbours(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
+def single_changes(settings: Settings, topology: Topology) -> Iterator[tuple[str, Settings]]:
     """Settings that differ in one key, legal or not, with the flags for them. Attention kernels are those that the
     topology's chips run, not those that they interpret."""
     own = Choice.of(settings)

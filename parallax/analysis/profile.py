@@ -1,4 +1,8 @@
-"""Time of traced steps by module, collective and idle time, from a trace of JAX's profiler."""
+"""Time of traced steps by module, collective and idle time, from a trace of JAX's profiler.
+
+JAX's `ProfileData` reads the file. Written here is which module or collective an event belongs to: that takes the
+compiled and the traced program.
+"""
 
 import dataclasses
 import json
@@ -14,7 +18,7 @@ from jax.profiler import ProfileData
 from parallax.analysis.command_buffers import BUFFER, CUBLAS, LIBRARY_CALLS, CommandBuffers, library_of
 from parallax.analysis.compiled import NO_COMPUTE, PRODUCT, module_of
 from parallax.analysis.hlo import COLLECTIVES, Instruction, axes_of, groups_of, parse_hlo
-from parallax.analysis.render import LEAST_SHOWN, WIDTH, text_table, wrapped
+from parallax.analysis.render import LEAST_SHOWN, TEXT_WIDTH, text_table, wrapped
 from parallax.runtime.errors import DataError
 from parallax.runtime.files import read_object
 from parallax.runtime.run_files import PROGRAM, TRACED, TRACED_STEPS, RunFiles
@@ -23,7 +27,7 @@ from parallax.runtime.units import percent
 XPLANE = "*.xplane.pb"
 STEP = "train"  # the span of a step's dispatch, which holds the step's number
 CONTROL = tuple(kind for kind in NO_COMPUTE if kind not in COLLECTIVES)
-DEVICE = re.compile(r"/device:\w+:(\d+)")
+DEVICE_PLANE = re.compile(r"/device:\w+:(\d+)")
 # Names of collectives in NVIDIA's library and in programs whose text is missing.
 NAMED = {"allgather": "all-gather", "allreduce": "all-reduce", "reducescatter": "reduce-scatter"}
 NAMED |= {"alltoall": "all-to-all", "sendrecv": "permute", "collectivepermute": "permute", "ppermute": "permute"}
@@ -177,7 +181,7 @@ def _about(file: Path) -> dict[str, Any]:
 def _ran(plane: Any, program: Traced) -> Iterator[tuple[int, Operation]]:
     """Operations with the number of their device. On CPUs each thread's line names the device of its operations. Each
     GPU or TPU has a plane; on GPUs it has a line for each stream."""
-    found = DEVICE.match(plane.name)
+    found = DEVICE_PLANE.match(plane.name)
     if found is None and plane.name != "/host:CPU":
         return
     lines = list(plane.lines)
@@ -402,7 +406,7 @@ def _parts(found: StepProfile) -> Iterator[str]:
     rows.append(["idle", "", _ms(found.idle / steps), percent(found.idle / found.secs), ""])
     total = sum(part.secs for part in (*found.modules, *found.collectives)) + found.idle
     rows.append(["together", "", _ms(total / steps), percent(total / found.secs), ""])
-    yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=WIDTH)
+    yield from text_table(["of a step", "calls", "time", "share", "of it"], rows, left=1, width=TEXT_WIDTH)
     yield ""
     yield "hidden: a collective runs while the device computes, and is counted there."
     if found.kind == "cpu":
@@ -419,7 +423,7 @@ def _devices(found: StepProfile) -> Iterator[str]:
         [str(one.device), one.place, *(percent(part / found.secs) for part in (one.compute, one.exposed, one.idle))]
         for one in found.devices[:SHOWN_DEVICES]
     ]
-    yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=WIDTH)
+    yield from text_table(["device", "place", "compute", "exposed collectives", "idle"], rows, left=2, width=TEXT_WIDTH)
     if len(found.devices) > SHOWN_DEVICES:
         yield f"and {len(found.devices) - SHOWN_DEVICES} more devices; --json has all."
 

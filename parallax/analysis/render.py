@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from parallax.runtime.html import html_table
 from parallax.runtime.units import percent
 
-WIDTH = 80  # columns of text
+TEXT_WIDTH = 80  # columns of text
 LEAST_CELL = 8  # characters that a shortened name keeps
 LEAST_SHOWN = 0.0005  # share of a step; smaller parts have no line
 
@@ -37,10 +38,10 @@ class TitledTables(NamedTuple):
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with sentences longer than WIDTH wrapped; tables fit already."""
+    """The lines, with sentences longer than TEXT_WIDTH wrapped; tables fit already."""
     for line in lines:
-        long = len(line) > WIDTH
-        yield from textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
+        long = len(line) > TEXT_WIDTH
+        yield from textwrap.wrap(line, TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) if long else [line]
 
 
 def text_table(
@@ -87,7 +88,7 @@ def parts_text(parts: Iterable[Table | str]) -> Iterator[str]:
 
 def table_text(table: Table) -> Iterator[str]:
     """Lines of text."""
-    return text_table(table.head, table.rows, left=table.left, width=WIDTH)
+    return text_table(table.head, table.rows, left=table.left, width=TEXT_WIDTH)
 
 
 def time_parts(parts: Mapping[str, float], secs: float) -> Table:
@@ -125,8 +126,6 @@ dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 .wide { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
 th, td { padding: 0.28rem 0.9rem 0.28rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { text-align: left; }
-th.number, td.number { text-align: right; }
 td.group { font-weight: 600; padding-top: 0.9rem; }
 """
 
@@ -160,23 +159,15 @@ def parts_html(parts: Iterable[Table | str]) -> Iterator[str]:
 def table_html(table: Table) -> Iterator[str]:
     """A table, which scrolls if it is wider than the page, with a key if its bars have several colours."""
     bars, drawn = iter(table.bars), [""] * bool(table.bars)
-    yield '<div class="wide"><table>'
-    yield _html_row([*map(escape, table.head), *drawn], table.left, "th")
-    for row in table.rows:
-        if isinstance(row, str):
-            yield f'<tr><td class="group" colspan="{len(table.head) + len(drawn)}">{escape(row)}</td></tr>'
-        else:
-            yield _html_row([*map(escape, row), *(_bar(next(bars, ())) for _ in drawn)], table.left, "td")
-    yield "</table></div>"
+    rows = (
+        escape(row) if isinstance(row, str) else [*map(escape, row), *(_bar(next(bars, ())) for _ in drawn)]
+        for row in table.rows
+    )
+    yield f'<div class="wide">{html_table(rows, left=table.left, head=[*map(escape, table.head), *drawn])}</div>'
     colours = dict.fromkeys(colour for parts in table.bars for colour, _ in parts)
     if len(colours) > 1:
         items = (f'<span style="color:{BAR_COLOURS[name]}">&#9632;</span> {name}' for name in colours)
         yield f"<p>{' &ensp; '.join(items)}</p>"
-
-
-def _html_row(cells: Sequence[str], left: int, tag: str) -> str:
-    numbers = (' class="number"' if at >= left else "" for at in range(len(cells)))
-    return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in zip(numbers, cells))}</tr>"
 
 
 def _bar(parts: Sequence[BarPart]) -> str:

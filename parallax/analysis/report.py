@@ -88,7 +88,7 @@ class Report:
         """Nested dicts and lists that JSON can hold."""
         plain = dataclasses.asdict(self) | {"tokens": self.tokens, "devices": self.devices, "peak": self.peak}
         plain |= {key: [one._asdict() for one in getattr(self, key)] for key in ("sent", "sent_on_average")}
-        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.ceiling}
+        plain["flops"] = self.flops._asdict() | {"executed": self.flops.executed, "mfu_ceiling": self.flops.mfu_ceiling}
         plain["time"] = self.time and self.time._asdict()
         plain["computed"] = [one._asdict() for one in self.computed]
         if self.compiled is not None:
@@ -260,7 +260,7 @@ def report_page(report: Report) -> str:
         "A device sends": in_bytes(total),
         "for each token": in_bytes(total / report.tokens),
         "Memory, predicted": in_bytes(report.peak),
-        "MFU at most": percent(report.flops.ceiling),
+        "MFU at most": percent(report.flops.mfu_ceiling),
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     body = [f"<h1>{escape(first)}</h1>", f"<p>{escape(second)}</p>", '<dl class="facts">', *shown, "</dl>"]
@@ -336,7 +336,7 @@ def flops_section(report: Report) -> TitledTables:
     if report.compiled_flops is not None:
         passes, update = map(in_flops, report.compiled_flops)
         executed += f"; in the compiled program {passes}, and {update} for the optimizer's update"
-    ceiling = f"MFU is at most {percent(report.flops.ceiling)}."
+    ceiling = f"MFU is at most {percent(report.flops.mfu_ceiling)}."
     return TitledTables("flops", "FLOPs of a device in a step", [table, f"{executed}.", ceiling])
 
 

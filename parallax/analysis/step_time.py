@@ -49,7 +49,9 @@ from parallax.analysis.layouts import model_on_topology, settings_on_topology
 from parallax.analysis.memory import HostMemory, Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.topology import Route, Topology, one_way, route
 from parallax.analysis.trace import Origin, step_program, walk
+from parallax.config.sections import EMBEDDING, HEAD
 from parallax.config.settings import Settings
+from parallax.model.transformer import ATTENTION, LAYER_PARTS
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError
@@ -64,10 +66,9 @@ REDUCTIONS = ("reduce_sum", "reduce_max")
 WRITES = "dynamic_update_slice"
 PRODUCT_PRIMITIVES = ("dot_general", *KERNEL_CALLS, *GROUPED)
 EIGHT_BIT = {"int8": "int8", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}  # dtypes of products, in ModelConfig
-TABLE_MODULES = ("embedding", "head")
+TABLE_MODULES = (EMBEDDING, HEAD)
 GROUPED_PRODUCTS = "grouped"
-KERNEL_PARTS = ("attention", GROUPED_PRODUCTS)  # of compiled programs
-LAYER_PARTS = ("attention", "mlp")  # prefixes of the names of all modules of a layer, including its norms
+KERNEL_PARTS = (ATTENTION, GROUPED_PRODUCTS)  # of compiled programs
 
 
 class OpCost(NamedTuple):

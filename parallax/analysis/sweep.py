@@ -30,7 +30,6 @@ from parallax.analysis.layouts import Choice, build_if_legal, choices, model_on_
 from parallax.analysis.memory import Memory, predicted_host_memory, predicted_memory
 from parallax.analysis.recompute import FINER, part_costs, recomputed_flops, sets_to_try
 from parallax.analysis.step_time import (
-    LAYER_PARTS,
     CompiledStep,
     Estimate,
     OpCost,
@@ -45,6 +44,7 @@ from parallax.analysis.topology import Topology
 from parallax.config.remat import saved_parts
 from parallax.config.settings import Settings
 from parallax.model.traffic import exchange_of, exchanged_rows
+from parallax.model.transformer import ATTENTION
 from parallax.pipeline import ShardedModel
 from parallax.runtime.chips import Chip
 from parallax.runtime.errors import ConfigError, errors_as
@@ -140,7 +140,7 @@ class LeastWork:
             calls.append(("all-gather", (EXPERT_AXIS,), mixtures * rows, 2 * choice.microbatches))
         share = lambda axes: 1 - 1 / math.prod(getattr(choice, axis) for axis in axes)  # noqa: E731
         return [
-            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", LAYER_PARTS[0], "")
+            Sent(kind, axes, share(axes) * entries * self.itemsize, count, "forward", ATTENTION, "")
             for kind, axes, entries, count in calls
         ]
 

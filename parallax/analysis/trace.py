@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from parallax.model.batch import BATCH_ARRAYS
 from parallax.model.experts import USUAL_LOAD
+from parallax.model.transformer import Block
 from parallax.pipeline import BACKWARD, FORWARD, WEIGHTS, ShardedModel
 from parallax.runtime import jaxprs
 from parallax.runtime.jaxprs import Loop, apply, called, closed, loop, needed
@@ -38,7 +39,7 @@ LIBRARIES += [pathlib.Path(jax.__file__).parents[1]]  # an environment may borro
 # are recomputed forward work.
 SCOPES = {FORWARD: "forward", BACKWARD: "recompute", WEIGHTS: "backward", GRADIENTS: "backward", UPDATE: "update"}
 REMATTED = "rematted_computation"  # JAX's name for what jax.checkpoint recomputes
-OUTERMOST = "Block"  # not a part of the model: every layer has this name
+OUTERMOST = Block.__name__  # not a part of the model: every layer has this name
 
 
 class Origin(NamedTuple):

@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 22
 LIMIT_BYTES = 1 << 28
 SIZE_LIMIT = 1 << 63
 CHECKSUM_LIMIT = 1 << 32
-QUIET_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
+NO_FILES_SECS, LAST_FILES_SECS = 0.5, 10.0  # time without new files; limit of the wait for it
 
 
 class DamagedError(CheckpointError):
@@ -203,7 +203,7 @@ def remove_unfinished(folder: Path, step: int) -> None:
     """
     now = time.monotonic()
     last, end = now, now + LAST_FILES_SECS
-    while now < min(last + QUIET_SECS, end):
+    while now < min(last + NO_FILES_SECS, end):
         left = [path for unfinished, path in unfinished_saves(folder) if unfinished == step]
         now = time.monotonic()
         last = now if left else last

@@ -27,7 +27,7 @@ SETS = {"qkv": OF_HEADS, "elementwise": WITHOUT_PRODUCTS}
 SETS |= {"attention": (*WITHOUT_PRODUCTS, "latent", *OF_HEADS, "core", "out")}
 ALONE = ("none", "layer", "stage")  # values that are not sets: save all that the backward pass reads, or only inputs
 REMAT = ("none", "elementwise", "attention", "layer", "stage")
-INPUT = "input"  # the input of the layer or the stage; not a part of `remat`, since it is always saved
+LAYER_INPUT = "input"  # the input of the layer or the stage; not a part of `remat`, since it is always saved
 RESIDUALS_ON = ("device", "host")  # values of `residuals_on` that are not sets
 
 
@@ -70,7 +70,7 @@ def canonical_residuals_on(written: str) -> str:
     words = written.split()
     if len(words) == 1 and words[0] in RESIDUALS_ON:
         return words[0]
-    known = [*RESIDUALS_ON, INPUT, "qkv", *REMAT_PARTS]
+    known = [*RESIDUALS_ON, LAYER_INPUT, "qkv", *REMAT_PARTS]
     for word in words:
         if word not in known:
             raise ConfigError(
@@ -81,14 +81,14 @@ def canonical_residuals_on(written: str) -> str:
             f"pipeline.residuals_on={quoted(written)} is not a set of parts; use 'device' or 'host' alone, or a set of "
             f"{', '.join(known[len(RESIDUALS_ON) :])}"
         )
-    return " ".join([INPUT] * (INPUT in words) + [*_in_order(_parts_of(words))])
+    return " ".join([LAYER_INPUT] * (LAYER_INPUT in words) + [*_in_order(_parts_of(words))])
 
 
 def check_residuals_on(residuals_on: str, remat: str) -> None:
     """Raise ConfigError if a set has a part that `remat` does not save under its name."""
     if residuals_on in RESIDUALS_ON:
         return
-    there = () if remat == "none" else (INPUT, *(saved_parts(remat) or ()))
+    there = () if remat == "none" else (LAYER_INPUT, *(saved_parts(remat) or ()))
     by_name = f"a set of {', '.join(there)}" if there else "'host'"
     for part in residuals_on.split():
         if part not in there:

@@ -17,7 +17,7 @@ ALL_AXES = ("pp", "replica", "dp", "cp", "ep", "tp")
 AXES = ("pp", "dp", "tp")  # axes of every mesh; a mesh has the others only if they have more than one device
 INFERRED = -1
 RESIDUAL_VALUES = ("batch/dp seq d_model/tp", "batch/dp seq/tp d_model")
-PARTS = ("embedding", "blocks", "head")  # of a model
+PARTS = EMBEDDING, BLOCKS, HEAD = ("embedding", "blocks", "head")  # of a model: modules, and entries of its parameters
 POLICY_NAMES = ("ddp", "zero1", "zero2", "lean", "zero3")
 SIGNALS = ("loss", "grad_norm")
 BUILT_IN = ("stdlib", "moby", "synthetic")  # sources that need no path

@@ -12,6 +12,7 @@ from parallax.config.earlier import of_today, renamed
 from parallax.config.sections import SECTIONS
 from parallax.runtime.errors import CheckpointError, ConfigError, nearest, quoted, shown, tell
 from parallax.runtime.files import read_object
+from parallax.runtime.html import html_table
 
 PRINTED_WIDTH = 100  # columns of printed settings
 
@@ -52,11 +53,10 @@ class Settings:
         return "\n".join(f"{name:{width}}  {keys}" for name, keys in lines)
 
     def _repr_html_(self) -> str:
-        key = '<span style="white-space:nowrap">{}=<b>{}</b></span>'
-        row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
-        written = self.to_dict().items()
-        cells = ((name, [key.format(k, escape(repr(v))) for k, v in keys.items()]) for name, keys in written)
-        return f"<table>{''.join(row.format(name, ' &ensp; '.join(keys)) for name, keys in cells)}</table>"
+        key = lambda k, v: f'<span style="white-space:nowrap">{k}=<b>{escape(repr(v))}</b></span>'  # noqa: E731
+        sections = self.to_dict().items()
+        rows = ((f"<b>{name}</b>", " &ensp; ".join(key(k, v) for k, v in keys.items())) for name, keys in sections)
+        return html_table(rows, left=2)
 
 
 def default_settings() -> Settings:

@@ -1,4 +1,7 @@
-"""A shuffled order that is computed instead of stored: it maps any position to its window."""
+"""A shuffled order that is computed instead of stored: it maps any position to its window.
+
+Written here, since NumPy's permutation is an array as long as the data, and its order may change with NumPy's version.
+"""
 
 import hashlib
 

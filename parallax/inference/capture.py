@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.inference.decode import FAMILY, FORM
 from parallax.model.attention import INTERMEDIATES
 from parallax.model.batch import IGNORED, checked
@@ -89,15 +89,15 @@ def _run(model: ModelConfig):
     def run(params: Any, batch: Mapping[str, Array]) -> Activations:
         rows = jnp.arange(len(batch["tokens"]))
         context = training_context(Rope(model), batch["positions"], batch["segments"], rows, None)
-        x = parts.embedding.apply({"params": params["embedding"]}, batch["tokens"], rows, None)
+        x = parts.embedding.apply({"params": params[EMBEDDING]}, batch["tokens"], rows, None)
 
         def layer(block: Block, weights: Any, x: Array, _: None) -> tuple[Array, dict]:
             x, sown = block.apply({"params": weights}, x, context, mutable=[INTERMEDIATES])
             return x, sown[INTERMEDIATES]["attention"]["seen"]
 
-        x, seen = parts.scan(layer, x, params["blocks"], None, Arrangement((0,), model.kinds).turns[:, 0])
-        hidden = parts.head.apply({"params": params["head"]}, x)
-        table = params["embedding" if model.tied else "head"]["table"]
+        x, seen = parts.scan(layer, x, params[BLOCKS], None, Arrangement((0,), model.kinds).turns[:, 0])
+        hidden = parts.head.apply({"params": params[HEAD]}, x)
+        table = params[EMBEDDING if model.tied else HEAD]["table"]
         logits_BSV = logits(FORM, ROWS, hidden, table.astype(model.dtype), model.vocab)[..., : model.vocab]
         losses, _ = cross_entropy(logits_BSV.reshape(-1, model.vocab), batch["labels"].reshape(-1), FORM.table, 0.0)
         return Activations(seen["weights"], seen["cache"], losses.reshape(batch["labels"].shape), logits_BSV)

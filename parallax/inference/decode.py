@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallax.config.sections import ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, ModelConfig
 from parallax.model.context import Context
 from parallax.model.embedding import EMBEDDINGS, logits
 from parallax.model.families import FAMILIES
@@ -34,7 +34,7 @@ from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
 from parallax.sharding.plan import DATA_AXES
 
-RESIDUAL, LOGITS = activation("d_model"), Layout.parse(activation("vocab/tp"))
+RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
 
 
@@ -108,7 +108,7 @@ class Decoder:
         """The last stage's output for new tokens, on the first stage, and the caches with these tokens."""
         slots = jax.tree.leaves(caches)[0].shape[2]
         context = self._context(new, cursor, slots)
-        x = self.parts.embedding.apply({"params": weights["embedding"]}, new.ids_BS, context.rows_B, None)
+        x = self.parts.embedding.apply({"params": weights[EMBEDDING]}, new.ids_BS, context.rows_B, None)
 
         # A padding layer has zero weights and adds nothing to the residual stream.
         def layer(block, weights, x, cache):
@@ -116,7 +116,7 @@ class Decoder:
             return as_varying(x), jax.tree.map(as_varying, cache)
 
         def through(x, caches):
-            return self.parts.scan(layer, x, weights["blocks"], caches, self.arrangement.own_turns())
+            return self.parts.scan(layer, x, weights[BLOCKS], caches, self.arrangement.own_turns())
 
         x, ranks = as_varying(x), self.mesh.shape["pp"]
         if ranks == 1:
@@ -160,13 +160,13 @@ class Decoder:
 
     def _head(self, weights: Any, x: Array) -> Array:
         """Logits [B, S, V] in float32, sharded over the vocab."""
-        table = weights["embedding" if self.model.tied else "head"]["table"]
-        hidden = self.parts.head.apply({"params": weights["head"]}, x)
+        table = weights[EMBEDDING if self.model.tied else HEAD]["table"]
+        hidden = self.parts.head.apply({"params": weights[HEAD]}, x)
         return logits(FORM, ROWS, hidden, table.astype(self.model.dtype), self.model.vocab)
 
     def _last_logits(self, weights: Any, x: Array) -> Array:
         """Logits [B, V] of the last token, with the whole vocab."""
-        return all_gather(f"{LOGITS} -> {LOGITS.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
+        return all_gather(f"{LOGITS_LAYOUT} -> {LOGITS_LAYOUT.without('tp')}", self._head(weights, x[:, -1:]))[:, 0]
 
     def _on_every_stage(self, make: Callable[[], Array]) -> Array:
         """The result of `make`, which runs only on the first stage, sent to all stages."""
@@ -186,14 +186,14 @@ class Decoder:
 
         params = jax.tree.map(to_device, params)
         # One stage per rank, whatever the schedule in training.
-        kinds = zip(self.orders, *map(self.parts.by_kind, (params["blocks"], self.layouts["blocks"])), strict=True)
+        kinds = zip(self.orders, *map(self.parts.by_kind, (params[BLOCKS], self.layouts[BLOCKS])), strict=True)
         staged = [
             leaf for order, own, stored in kinds for leaf in order.to_stages(*map(jax.tree.leaves, (stored, own)))
         ]
-        staged = jax.tree.unflatten(jax.tree.structure(params["blocks"]), staged)
+        staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
-        layouts = self.layouts | {"blocks": jax.tree.map(in_stages, self.layouts["blocks"])}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, "blocks": staged})
+        layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
+        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged})
 
 
 class DecodeState(NamedTuple):

@@ -22,6 +22,7 @@ from parallax.pipeline import ShardedModel
 from parallax.runtime.compile_cache import use_compile_cache
 from parallax.runtime.devices import simulate_devices
 from parallax.runtime.errors import CheckpointError, ConfigError, DataError, nearest, tell
+from parallax.runtime.html import html_table
 from parallax.runtime.progress import make_room, waiting
 from parallax.runtime.run_files import number_of
 from parallax.runtime.svg import svg
@@ -97,9 +98,8 @@ class Run:
         return "\n".join(f"{name:6} {value}" for name, value in self._facts())
 
     def _repr_html_(self) -> str:
-        left = 'style="text-align:left"'
-        rows = (f"<tr><th {left}>{name}</th><td {left}>{escape(value)}</td></tr>" for name, value in self._facts())
-        return f"<table>{''.join(rows)}</table>{self._loss_curve()}"
+        rows = [(f"<b>{name}</b>", escape(value)) for name, value in self._facts()]
+        return html_table(rows, left=2) + self._loss_curve()
 
     def _facts(self) -> list[tuple[str, str]]:
         model, data = self.settings.model, self.settings.data

@@ -138,7 +138,7 @@ def _forward(
         return _returned(_packed(result), way, y), arrived
 
     y, arrived = run(0, _unset(_packed(x_ND), len(rows.choice_R)), checkpoint_name)
-    y = _further(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
+    y = _remaining_rounds(room, counts, lambda number, y: run(number, y)[0], y, lambda y: _summed(y, rows))
     return y, (x_ND, weights_NK, experts, rows, counts, experts.gate.most(x_ND), arrived)
 
 
@@ -161,7 +161,7 @@ def _arrived(
     name: Callable = lambda x, _: x,
 ) -> Arrived:
     weights_RI = dispatch(weights_NK.reshape(-1, 1), rows.of_choices())
-    weights = _taken(weights_RI, *_there(way, room, len(weights_RI)))
+    weights = _taken(weights_RI, *_arrivals(way, room, len(weights_RI)))
     x = name(_sent(dispatch(_packed(x_ND), rows), way, room).reshape(room, -1), "dispatch")
     operand = experts.gate.input(x)  # shared with up
     products = (one.times(operand, _sizes(way)) for one in (experts.gate, experts.up))
@@ -180,7 +180,7 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
         hidden, pull = jax.vjp(gated, arrived.gate, arrived.up, arrived.weights)
         return *pull(d_hidden.astype(hidden.dtype)), hidden.astype(dy.dtype), dy
 
-    def again(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
+    def recomputed(number: Array) -> tuple[Round, Arrived, tuple[Array, ...]]:
         way = round_of(counts, number, room.rows)
         arrived = _arrived(way, room.rows, x_ND, weights_NK, experts, rows)
         return way, arrived, gradients(way, arrived)
@@ -191,7 +191,7 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
         dx, other = (one.times(one.gradient(d), _sizes(way), transposed=True) for one, d in pairs)
         dx = (dx.astype(jnp.float32) + other).astype(dx.dtype)
         most = [one.most(array, _sizes(way)) for one, array in (*pairs, (down, hidden))]
-        dweights_R = _taken(d_weights, *_back(way, len(dx_R), room.rows), dweights_R)
+        dweights_R = _taken(d_weights, *_own_results(way, len(dx_R), room.rows), dweights_R)
         return _returned(_packed(dx), way, dx_R), dweights_R, most
 
     def of_kernels(way: Round, arrived: Arrived, found: tuple[Array, ...]) -> list[Array]:
@@ -200,20 +200,20 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
         return [grouped_sums(left, right, _sizes(way)) for left, right in pairs]
 
     def more_of_tokens(number: Array, sums: tuple[Array, Array, list]) -> tuple[Array, Array, list]:
-        way, _, found = again(number)
+        way, _, found = recomputed(number)
         *added_up, most = sums
         dx, dweights, latest = of_tokens(way, found, *added_up)
         return dx, dweights, jax.tree.map(jnp.maximum, most, latest)
 
     def more_of_kernels(number: Array, sums: list[Array]) -> list[Array]:
-        return [*map(jnp.add, sums, of_kernels(*again(number)))]
+        return [*map(jnp.add, sums, of_kernels(*recomputed(number)))]
 
     way = round_of(counts, 0, room.rows)
     found = gradients(way, first)
     unset = _unset(_packed(x_ND), len(rows.choice_R)), _unset(weights_NK[:, :1], len(rows.choice_R))
     end = lambda sums: (_summed(sums[0], rows), collect(sums[1], rows.of_choices()), sums[2])  # noqa: E731
-    dx, dweights, of_rows = _further(room, counts, more_of_tokens, of_tokens(way, found, *unset), end)
-    kernels = _further(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
+    dx, dweights, of_rows = _remaining_rounds(room, counts, more_of_tokens, of_tokens(way, found, *unset), end)
+    kernels = _remaining_rounds(room, counts, more_of_kernels, of_kernels(way, first, found), lambda kernels: kernels)
     of_d_gate, of_d_up, of_hidden = of_rows
     most = (of_x, of_d_gate), (of_x, of_d_up), (of_hidden, down.most(dy_ND))
     return dx, dweights.reshape(weights_NK.shape), experts.with_gradients(kernels, most), None, None
@@ -222,7 +222,9 @@ def _backward(room: Room, saved: tuple[Any, ...], dy_ND: Array) -> tuple[Any, ..
 _computed.defvjp(_forward, _backward)
 
 
-def _further(room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]) -> Any:
+def _remaining_rounds(
+    room: Room, counts: Array, run: Callable[[Array, Any], Any], state: Any, end: Callable[[Any], Any]
+) -> Any:
     """Result of `end` on the state after the further rounds; a usual load needs none."""
     if room.rows == room.most:
         return end(state)
@@ -261,7 +263,7 @@ def _sent(x_RD: Array, way: Round, room: int) -> Array:
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(x_RD, *_there(way, room, len(x_RD)))
+        return _taken(x_RD, *_arrivals(way, room, len(x_RD)))
     me = lax.axis_index(EXPERT_AXIS)
     sent, got = (array[:, me] for array in way), (array.reshape(-1) for array in way.of_rank(me))
     (size, source, place), (got_size, _, _) = sent, got
@@ -276,7 +278,7 @@ def _returned(y: Array, way: Round, others: Array) -> Array:
         backward  nothing
     """
     if platform_traced() == "cpu":
-        return _taken(y, *_back(way, len(others), len(y)), others)
+        return _taken(y, *_own_results(way, len(others), len(y)), others)
     me = lax.axis_index(EXPERT_AXIS)
     size, source, place = (array.reshape(-1) for array in way.of_rank(me))
     return _all_to_all(y, others, place, size, source, way.size[:, me])
@@ -298,7 +300,7 @@ def _taken(x: Array, at: Array, is_there: Array, others: Array | None = None) ->
     return found if others is None else jnp.where(is_there.reshape(-1, *(1 for _ in x.shape[1:])), found, others)
 
 
-def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
+def _arrivals(way: Round, room: int, rows: int) -> tuple[Array, Array]:
     """For each row received in a round, its index among the rows of all ranks, and whether it exists."""
     size, source, place = (array.T.reshape(-1) for array in way.of_rank(lax.axis_index(EXPERT_AXIS)))
     row, ranks = jnp.arange(room), way.size.shape[1]
@@ -306,7 +308,7 @@ def _there(way: Round, room: int, rows: int) -> tuple[Array, Array]:
     return at % ranks * rows + source[at] + row - place[at], row < (place + size)[-1]
 
 
-def _back(way: Round, rows: int, room: int) -> tuple[Array, Array]:
+def _own_results(way: Round, rows: int, room: int) -> tuple[Array, Array]:
     """For each row of this rank, the index of its result among those of all ranks, and whether it was sent."""
     size, source, place = (array[:, lax.axis_index(EXPERT_AXIS)] for array in way)
     row, (experts, ranks) = jnp.arange(rows), way.size.shape

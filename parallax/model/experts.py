@@ -190,7 +190,7 @@ def _forward(
     x_ND = x.reshape(-1, x.shape[-1])
     operand = experts.gate.input(x_ND)  # shared with up; rounded once, before tokens are copied to rows
     products = partial(_products, usual, experts, operand)
-    kept = [checkpoint_name(array, "experts") for array in _at_load(usual, rows, products)]
+    kept = [checkpoint_name(array, "experts") for array in _on_rows_in_use(usual, rows, products)]
 
     # Separate, so that a backward pass that recomputes the products recomputes nothing else.
     def run(rows: Rows, sums: Callable) -> Array:
@@ -199,7 +199,7 @@ def _forward(
         hidden = gated(gate, up, _weights(weights_NK, rows)).astype(gate.dtype)
         return sums(experts.down.times(experts.down.input(hidden), rows.sizes_E))
 
-    y_ND = _at_load(usual, rows, run)
+    y_ND = _on_rows_in_use(usual, rows, run)
     return y_ND.reshape(x.shape), (x, weights_NK, experts, rows, experts.gate.most(x_ND), *kept)
 
 
@@ -235,7 +235,7 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
         most = [one.most(array, rows.sizes_E) for one, array in (*pairs, (down, hidden))]
         return dx_ND, collect(dweights, rows.of_choices()), most, dgate[:usual], dup[:usual], hidden[:usual]
 
-    dx_ND, dweights, (of_dgate, of_dup, of_hidden), *found = _at_load(usual, rows, of_tokens)
+    dx_ND, dweights, (of_dgate, of_dup, of_hidden), *found = _on_rows_in_use(usual, rows, of_tokens)
 
     def of_kernels(rows: Rows, sums: Callable) -> list[Array]:
         x_RD, dy_RD = dispatch(x_ND, rows), dispatch(dy_ND, rows)
@@ -246,7 +246,7 @@ def _backward(usual: int, saved: tuple[Any, ...], dy: Array) -> tuple[Array, Arr
         return [grouped_sums(left, right, rows.sizes_E) for left, right in pairs]
 
     most = (of_x, of_dgate), (of_x, of_dup), (of_hidden, down.most(dy_ND))
-    dexperts = experts.with_gradients(_at_load(usual, rows, of_kernels), most)
+    dexperts = experts.with_gradients(_on_rows_in_use(usual, rows, of_kernels), most)
     return dx_ND.reshape(x.shape), dweights.reshape(weights_NK.shape), dexperts, None
 
 
@@ -258,7 +258,7 @@ def gated(gate_RU: Array, up_RU: Array, weight_R1: Array) -> Array:
     return nn.silu(gate_RU.astype(jnp.float32)) * up_RU * weight_R1
 
 
-def _at_load(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
+def _on_rows_in_use(usual: int, rows: "Rows", run: Callable[["Rows", Callable], Any]) -> Any:
     """Call `run` on the usual number of rows if they suffice, otherwise on all rows. Its second argument sums the rows
     of each token, over several arrays [R, D], to [N, D]."""
     if usual == ALL:

@@ -15,6 +15,8 @@ from parallax.sharding.activations import activation
 from parallax.sharding.collectives import bound_axis_sizes, reshard
 from parallax.sharding.layout import Layout
 
+MIXTURE_PARTS = ("router", "experts", "shared")  # of a mixture: the names of its modules
+
 
 class MoE(nn.Module):
     """Weighted sum of a token's experts, plus the shared experts; input and output have the residual's layout.

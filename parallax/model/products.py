@@ -209,18 +209,8 @@ def latest_amax(found: Array, before: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(
-    letters: str,
-    form: str,
-    saves: str,
-    x: Array,
-    w: Array,
-    amax: Array,
-    operand: Operand,
-    most: Array,
-    rounded: Array | None,
-) -> Array:
-    return _forward(letters, form, saves, x, w, amax, operand, most, rounded)[0]
+def _product(*of_forward: Any) -> Array:
+    return _forward(*of_forward)[0]
 
 
 def _forward(

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.config.sections import LossConfig, ModelConfig
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD, LossConfig, ModelConfig
 from parallax.model.attention import GQA
 from parallax.model.context import Context, training_context
 from parallax.model.dropout import Dropout
@@ -26,6 +26,9 @@ from parallax.model.products import COMPUTE, MEASURED
 from parallax.model.rope import Rope
 from parallax.sharding.layout import Layout
 from parallax.sharding.parameter import Declared
+
+# With these begin the names of all modules of a layer, its norms too.
+LAYER_PARTS = ATTENTION, MLP = ("attention", "mlp")
 
 
 class Block(nn.Module):
@@ -168,9 +171,9 @@ class Parts(NamedTuple):
             kind: _stacked(block, keys[np.equal(model.kinds, kind)], x, context) for kind, block in self.blocks.items()
         }
         return {
-            "embedding": self.embedding.init(embedding, ids, ids[0], None)["params"],
-            "blocks": stacks if len(stacks) > 1 else stacks.popitem()[1],
-            "head": self.head.init(head, x)["params"],
+            EMBEDDING: self.embedding.init(embedding, ids, ids[0], None)["params"],
+            BLOCKS: stacks if len(stacks) > 1 else stacks.popitem()[1],
+            HEAD: self.head.init(head, x)["params"],
         }
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array, lax
 
-from parallax.config.sections import ALL_AXES, LossConfig
+from parallax.config.sections import ALL_AXES, EMBEDDING, HEAD, LossConfig
 from parallax.model.batch import IGNORED
 from parallax.model.embedding import logits
 from parallax.model.loss import chunked_loss, chunked_loss_and_grads
@@ -56,25 +56,25 @@ class EmbedAndHead:
     key: Array | None
 
     def embed(self, ids_BS: Array, rows_B: Array) -> Array:
-        return self._embed(self._gathered("embedding"), ids_BS, rows_B)
+        return self._embed(self._gathered(EMBEDDING), ids_BS, rows_B)
 
     def embed_grads(self, ids_BS: Array, rows_B: Array, dx: Array) -> Any:
         """The gradient of the stored embedding; occurrences of a token are added in float32."""
-        wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered("embedding"))  # its values are not needed
+        wide = jax.tree.map(lambda w: w.astype(jnp.float32), self._gathered(EMBEDDING))  # its values are not needed
         _, pull = jax.vjp(lambda w: self._embed(w, ids_BS, rows_B), wide)
         (grads,) = pull(dx)
-        return {"embedding": self.plan.added_up("embedding", grads)}
+        return {EMBEDDING: self.plan.added_up(EMBEDDING, grads)}
 
     def head_loss(self, y: Array, labels_BS: Array) -> Array:
         """Cross-entropy and z-loss, [2], summed over this device's tokens."""
-        weights = self._gathered("head")
+        weights = self._gathered(HEAD)
         arrays = self._table(weights), *self._tokens(self._hidden(weights, y), labels_BS)
         return chunked_loss(self.loss, self._form.table, *arrays, entries=self._entries)
 
     def head_loss_and_grads(self, y: Array, labels_BS: Array, weight: Array, totals: Any) -> tuple[Array, Any, Array]:
         """The losses summed over this device's tokens, `totals` plus the gradients of the stored parameters, and the
         gradient with respect to y."""
-        weights, home = self._gathered("head"), "embedding" if self.parts.head.tied else "head"
+        weights, home = self._gathered(HEAD), EMBEDDING if self.parts.head.tied else HEAD
         hidden, pull = jax.vjp(self._hidden, weights, y)
         arrays = as_varying(self._table(weights)), *self._tokens(hidden, labels_BS), weight
         row = self.plan.rows[home]["table"]
@@ -84,7 +84,7 @@ class EmbedAndHead:
             self.loss, self._form.table, *arrays, earlier, entries=self._entries
         )
         found, dy = pull(d_hidden.reshape(hidden.shape))
-        shares = {"head": {name: grad for name, grad in found.items() if name != "table"}}
+        shares = {HEAD: {name: grad for name, grad in found.items() if name != "table"}}
         if in_place:
             totals = totals | {home: totals[home] | {"table": d_table}}
         else:
@@ -94,7 +94,7 @@ class EmbedAndHead:
 
     def logits(self, y: Array) -> Array:
         """Logits in float32 of this device's tokens, sharded as the embedding's form says."""
-        weights = self._gathered("head")
+        weights = self._gathered(HEAD)
         rows = self.parts.head.rows
         return logits(self._form, rows, self._hidden(weights, y), self._table(weights), self._entries)
 
@@ -119,7 +119,7 @@ class EmbedAndHead:
 
     def _table(self, head_weights):
         tied = self.parts.head.tied
-        weights = self._gathered("embedding") if tied else head_weights
+        weights = self._gathered(EMBEDDING) if tied else head_weights
         return weights["table"].astype(self.parts.embedding.dtype)
 
     def _tokens(self, hidden, labels_BS):

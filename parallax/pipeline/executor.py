@@ -12,18 +12,18 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from parallax.config.remat import INPUT, is_moved, saved_parts
+from parallax.config.remat import LAYER_INPUT, is_moved, saved_parts
 from parallax.model.context import Context
 from parallax.pipeline.boundary import PipelineBoundary
 from parallax.pipeline.buffers import after, index, read_slot, row_major, write_slot, zeros
-from parallax.pipeline.layer_order import Places, Repeat
+from parallax.pipeline.layer_order import LayerRun, Repeat
 from parallax.pipeline.split_backward import SplitVjp
 from parallax.schedules import Schedule, Segment
 from parallax.sharding.collectives import permute, vary_all
@@ -147,9 +147,9 @@ class Executor(NamedTuple):
             state = state._replace(grads=grads, residuals=residuals, boundary=boundary)
         if "W" in kinds:
             read, idle = partial(self.slot_index, "W", row), partial(vary_all, state.grads)
-            weigh = partial(self.stage.weight_gradients, read, state.residuals, state.grads)
+            weight_gradients = partial(self.stage.weight_gradients, read, state.residuals, state.grads)
             with jax.named_scope(WEIGHTS):
-                grads = weigh() if row.always("W") else lax.cond(row.acts("W"), weigh, idle)
+                grads = weight_gradients() if row.always("W") else lax.cond(row.acts("W"), weight_gradients, idle)
             state = state._replace(grads=grads)
         if room is not None:
             state = state._replace(residuals=None)
@@ -311,7 +311,7 @@ class LayerStack:
         self.saved_shapes = jax.eval_shape(lambda: saved)
         in_place = remat == "none"
         pools = {"FB": saved if in_place else [x], "FW": [], "BW": []}
-        self.parts = () if in_place else (INPUT,)
+        self.parts = () if in_place else (LAYER_INPUT,)
         if (parts := saved_parts(remat)) is not None:
             self.vjp.plan_selection(jax.make_jaxpr(self.save)(gathered, x, context), parts)
             pools["FB"] = [x, *self.vjp.forward_selected(gathered, x, context)[1]]
@@ -365,7 +365,7 @@ class Stage:
 
         def empty(pool: str) -> list[list[Array]]:
             if pool == "FB" and self.remat == "stage":  # the stage's input
-                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(INPUT))]]
+                return [[zeros(pools[pool][0][0], slots[pool], memory=memory(LAYER_INPUT))]]
             found = []
             for stack, leaves in zip(self.loop.stacks, pools[pool], strict=True):
                 parts = itertools.chain(stack.parts if pool == "FB" else (), itertools.repeat(None))
@@ -538,7 +538,7 @@ class LayerLoop:
         each = [[RepeatedTurns(loops, one, reverse)] if one.times > 1 else loops(one) for one in self.repeats]
         return [*itertools.chain(*(each[::-1] if reverse else each))]
 
-    def _kind_of(self, run: Places) -> "type[Turns]":
+    def _kind_of(self, run: LayerRun) -> "type[Turns]":
         if len(run.kinds) > 1:
             return MixedTurns
         if self.prefetch and run.can_prefetch:
@@ -574,19 +574,25 @@ class LayerLoop:
         return jax.tree.unflatten(structure, [self._after(x, grads), *rest])
 
 
+@dataclasses.dataclass(frozen=True)
 class Turns:
     """A loop over a run of places with layers of one kind."""
 
-    def __init__(self, loop: LayerLoop, step: Step, chunk: Array | int, weights: Any, reverse: bool, run: Places):
-        self.loop, self.step, self.chunk, self.weights, self.reverse, self.run = (
-            loop,
-            step,
-            chunk,
-            weights,
-            reverse,
-            run,
-        )
-        self.stack, self.start, self.stop = loop.stacks[run.kinds[0]], 0, run.places
+    loop: LayerLoop
+    step: Step
+    chunk: Array | int
+    weights: Any
+    reverse: bool
+    run: LayerRun
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.run.places
+
+    @property
+    def stack(self) -> LayerStack:
+        return self.loop.stacks[self.run.kinds[0]]
 
     def begin(self, state: Any) -> Any:
         return state
@@ -640,12 +646,18 @@ class MixedTurns(Turns):
         return lax.switch(self.look_up(0, at), [*turns, partial(vary_all, state)])
 
 
+@dataclasses.dataclass(frozen=True)
 class RepeatedTurns:
     """A sequence of runs that repeats: a loop whose body contains a loop for each run."""
 
-    def __init__(self, loops: Callable[[Repeat, Array], list[Turns]], repeat: Repeat, reverse: bool):
-        self.loops, self.repeat, self.reverse = loops, repeat, reverse
-        self.start, self.stop = 0, repeat.times
+    loops: Callable[[Repeat, Array], list[Turns]]
+    repeat: Repeat
+    reverse: bool
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        return self.repeat.times
 
     def begin(self, state: Any) -> Any:
         return state
@@ -662,9 +674,11 @@ class RepeatedTurns:
 class PrefetchTurns(Turns):
     """The same, with the next layer's weights gathered and the previous one's gradients scattered during a layer."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.start, self.stop = 1, self.run.places - 1
+    start = 1
+
+    @property
+    def stop(self) -> int:
+        return self.run.places - 1
 
     def begin(self, state: Any) -> Any:
         carry, grads = state

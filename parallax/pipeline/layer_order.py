@@ -12,13 +12,14 @@ import numpy as np
 from einops import pack, unpack
 from jax import Array, lax
 
+from parallax.config.sections import BLOCKS
 from parallax.sharding.collectives import all_to_all, as_varying, varying_axes
 from parallax.sharding.layout import Layout
 
 MOST_RUNS = 8  # most loops in a pass of a stage
 
 
-class Places(NamedTuple):
+class LayerRun(NamedTuple):
     """Consecutive layer positions, from `place`, with layers of `kinds` (indices); with `uneven` some are empty.
     `layer` is the index of the first one among those of its kind in its stage, None if that differs between stages."""
 
@@ -42,9 +43,9 @@ class Repeat(NamedTuple):
     """A sequence of runs that is repeated `times` times; `runs` are those of the first time."""
 
     times: int
-    runs: tuple[Places, ...]
+    runs: tuple[LayerRun, ...]
 
-    def at(self, run: Places, turn: Array | int) -> Places:
+    def at(self, run: LayerRun, turn: Array | int) -> LayerRun:
         """The run in repetition `turn`, which may be traced."""
         if self.times == 1:
             return run
@@ -150,7 +151,7 @@ class Arrangement:
         """
         kinds = self.turns[0].reshape(-1, self.stage_layers)
         none = len(set(self.kinds))
-        runs: list[Places] = []
+        runs: list[LayerRun] = []
         for place, column in enumerate(map(set, kinds.T.tolist())):
             there, before = tuple(sorted(column - {none})), runs[-1] if runs else None
             if before and before.kinds == there:
@@ -158,11 +159,11 @@ class Arrangement:
             else:
                 earlier = {int((stage[:place] == there[0]).sum()) for stage in kinds}
                 same = len(there) == 1 and len(earlier) == 1
-                runs.append(Places(there, place, 1, none in column, earlier.pop() if same else None))
+                runs.append(LayerRun(there, place, 1, none in column, earlier.pop() if same else None))
         found = _repeated(runs)
         if sum(len(repeat.runs) for repeat in found) <= MOST_RUNS:
             return found
-        return (Repeat(1, (Places(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
+        return (Repeat(1, (LayerRun(tuple(range(none)), 0, self.stage_layers, self.uneven, None),)),)
 
     def own_turns(self) -> Array:
         """This rank's part of `turns`, `[2, place]`."""
@@ -195,7 +196,7 @@ class Arrangement:
         return whole.at[jnp.where(numbers < 0, self.layers, numbers)].add(x, mode="drop")
 
 
-def _repeated(runs: Sequence[Places]) -> tuple[Repeat, ...]:
+def _repeated(runs: Sequence[LayerRun]) -> tuple[Repeat, ...]:
     """Runs with repeated sequences written once; the choice that leaves the fewest."""
     shapes = [run.shape for run in runs]
     best, saved = (0, 0, 1), 0
@@ -222,7 +223,7 @@ def arrangements(placement: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str
     """
     names = sorted(set(kinds))
     if len(names) == 1:
-        return {"blocks": Arrangement(placement, kinds)}
+        return {BLOCKS: Arrangement(placement, kinds)}
     return {f"blocks/{name}": Arrangement(placement, kinds, name) for name in names}
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.config import sections
 from parallax.config.remat import check_residuals_on
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.model import checks
 from parallax.model.batch import BATCH_ARRAYS, checked
 from parallax.model.context import Context, training_context
@@ -205,7 +206,7 @@ class ShardedModel:
         """Raise ConfigError if weights cannot be gathered ahead."""
         if not self.fsdp.prefetch:
             return
-        if not any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows["blocks"])):
+        if not any(row.is_gathered_per_use for row in jax.tree.leaves(self.plan.rows[BLOCKS])):
             raise ConfigError(
                 f"fsdp.prefetch={self.fsdp.prefetch} gathers a layer ahead, but with data_parallel.policy="
                 f"{self.data_parallel.policy!r} no layer is gathered when it runs; use fsdp.prefetch=0, or "
@@ -274,13 +275,13 @@ class ShardedModel:
         executor, boundary_state = self.ready(params, batch, noise)
         boundary, state = executor.boundary, executor.run(boundary_state)
         ended = boundary.finish(state.boundary)
-        structure = jax.tree.structure(self.shapes["blocks"])
+        structure = jax.tree.structure(self.shapes[BLOCKS])
         block_grads = jax.tree.unflatten(structure, state.grads)
         if self._rounds_kernels:
             weights = jax.tree.unflatten(structure, jax.tree.leaves(executor.weights))
             block_grads = with_largest_weights(block_grads, weights, self.model.dtype)
         metrics = self._metrics(ended.loss, boundary.embed_and_head, boundary.tokens)
-        return metrics, self.plan.store(ended.grads | {"blocks": block_grads})
+        return metrics, self.plan.store(ended.grads | {BLOCKS: block_grads})
 
     def ready(self, params, batch, noise):
         """The executor of a training step, and the first state of its boundary."""
@@ -328,13 +329,13 @@ class ShardedModel:
         weights = self.plan.load(jax.tree.map(as_varying, params))
         # Ranks of the pipeline always share the head's rows.
         parts = self._parts(SHARED_ROWS)._replace(embedding=self._parts(rows).embedding)
-        ends = {part: weights[part] for part in ("embedding", "head")}
+        ends = {part: weights[part] for part in (EMBEDDING, HEAD)}
         work = EmbedAndHead(parts, self.loss_config, self.plan, ends, tokens.key)
         return Executor(
             schedule,
             self._stage(stage),
-            self.parts.by_kind(weights["blocks"]),
-            partial(self.plan.zero_grads, "blocks", weights["blocks"]),
+            self.parts.by_kind(weights[BLOCKS]),
+            partial(self.plan.zero_grads, BLOCKS, weights[BLOCKS]),
             partial(self._context, tokens),
             boundary(work, tokens, weight, schedule.placement[-1]),
             activations.residual_layout(self.layout),

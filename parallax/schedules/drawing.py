@@ -9,7 +9,7 @@ from parallax.schedules.schedule import Schedule
 # The palette of Okabe and Ito, which colour-blind people can tell apart: blue, orange, bluish green.
 ACTION_COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115)}
 LIGHTEST = 0.62  # lightness of a rank's last stage, from its colour (0) to white (1)
-WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # in points: width of the plot, of the cost of one F, height of a rank
+PLOT_WIDTH, WIDEST_UNIT, ROW = 720, 33, 26  # in points: width of the plot, of the cost of one F, height of a rank
 DIGIT = 5  # width of a number in a cell, per digit
 
 
@@ -26,7 +26,7 @@ def gantt(schedule: Schedule, costs: Costs, *, asynchronous: bool = False) -> st
     starts = start_times(schedule, costs, asynchronous=asynchronous)
     ends = [] if asynchronous else tick_ends(schedule, costs).tolist()
     end = max([start + time_of[action.kind] for action, start in starts.items()] + ends)
-    scale = min(WIDTH / end, WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2))
+    scale = min(PLOT_WIDTH / end, WIDEST_UNIT * schedule.virtual / max(costs.forward, costs.backward / 2))
     stages = {(kind, schedule.chunks[stage]): [] for kind in schedule.kinds for stage in range(schedule.stages)}
     for action in starts:
         stages[action.kind, schedule.chunks[action.stage]].append(action)

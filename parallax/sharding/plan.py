@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from einops import pack, unpack
 from jax import Array, lax
 
-from parallax.config.sections import PARTS
+from parallax.config.sections import BLOCKS, PARTS
 from parallax.runtime.errors import ConfigError, check_choice, nearest
+from parallax.runtime.html import html_table
 from parallax.runtime.units import in_bytes
 from parallax.sharding import collectives
 from parallax.sharding.eight_bits import EIGHT_BIT_DTYPES, gather_rounded, scale_of
@@ -220,19 +221,21 @@ class ShardingPlan:
         return "\n".join([self.heading, *text])
 
     def _repr_html_(self) -> str:
-        lines, left = self._lines(), 'style="text-align:left"'
+        lines = self._lines()
         most = max(line.held[0] for line in lines) or 1
         bar = '<div style="background:#0072b2;height:0.7em;width:{:.1f}em"></div>'
-        body = [
-            f"<tr><td {left}>{escape(line.cells[0])}</td><td {left}>{line.layout._repr_html_()}</td>"
-            + "".join(f"<td {left if at < LEFT else ''}>{c}</td>" for at, c in enumerate(line.cells[2:], 2))
-            + "".join(f"<td>{c}</td>" for c in (line.memory, line.states) if self.uses_host)
-            + f"<td>{bar.format(8 * line.held[0] / most)}</td></tr>"
+        rows = [
+            (
+                escape(line.cells[0]),
+                line.layout._repr_html_(),
+                *line.cells[2:],
+                *(line.memory, line.states) * self.uses_host,
+                bar.format(8 * line.held[0] / most),
+            )
             for line in lines
         ]
-        names = (*HEAD, *(("memory", "states") if self.uses_host else ()))
-        head = "".join(f"<th {left if at < LEFT else ''}>{name}</th>" for at, name in enumerate(names))
-        return f"<p>{escape(self.heading)}</p><table><tr>{head}<th></th></tr>{''.join(body)}</table>"
+        head = (*TABLE_HEAD, *("memory", "states") * self.uses_host, "")
+        return f"<p>{escape(self.heading)}</p>{html_table(rows, left=LEFT, head=head)}"
 
     @property
     def heading(self) -> str:
@@ -285,9 +288,9 @@ class ShardingPlan:
         at_rest = staged = stay.at_rest
         if order and not order.in_order:
             at_rest = cut_over_pp(staged.without("pp"), self.sizes, self.axis_sizes, names=staged.names[1:])
-        elif not part.startswith("blocks") and ranks > 1 and len(compute.names) > 1:
+        elif not part.startswith(BLOCKS) and ranks > 1 and len(compute.names) > 1:
             at_rest = cut_over_pp(staged, self.sizes, self.axis_sizes, names=staged.names)
-        scope = module if part.startswith("blocks") else "/".join(filter(None, [part, module]))
+        scope = module if part.startswith(BLOCKS) else "/".join(filter(None, [part, module]))
         found = ParameterPlan(scope, at_rest, staged, stay.resident, compute, stay.summed, None)
         if not declared.at_rest:
             return found
@@ -350,7 +353,7 @@ class ShardingPlan:
 
     def _of_stacks(self, part: str, move: Callable[[str, Any], Any], tree: Any) -> Any:
         """`move(part, tree)`; for layers, applied to each kind separately."""
-        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == "blocks"]
+        kinds = [name.partition("/")[2] for name in self.orders if "/" in name and part == BLOCKS]
         return {kind: move(f"{part}/{kind}", tree[kind]) for kind in kinds} if kinds else move(part, tree)
 
     def _load(self, part: str, params: Any) -> Any:
@@ -367,7 +370,7 @@ class ShardingPlan:
     def _store(self, part: str, grads: Any) -> Any:
         rows, order = jax.tree.leaves(self.rows_of(part)), self.orders.get(part)
         leaves, structure = jax.tree.flatten(grads)
-        if part.startswith("blocks"):
+        if part.startswith(BLOCKS):
             leaves = [self._scatter(row, row.summed, row.staged, x) for row, x in zip(rows, leaves, strict=True)]
             leaves = order.to_model([row.at_rest for row in rows], leaves) if order else leaves
         else:
@@ -446,7 +449,7 @@ class ShardingPlan:
 
 
 # After the layout at rest: the data axes that shard the parameter in a step and in a layer, and its summed gradient.
-HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
+TABLE_HEAD = ("parameter", "at rest", "resident", "compute", "summed", "over pp", "travels", "shape", "on a device")
 FLOAT32_BYTES = 4
 LEFT = 7  # columns that are flush left
 
@@ -474,7 +477,7 @@ class _Line(NamedTuple):
         )
         during = row.resident, row.compute, row.summed
         cuts = ("/".join(a for a in layout.used_axes() if a in DATA_AXES) or "-" for layout in during)
-        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith("blocks") else "all-gather"
+        hop = "-" if row.at_rest == row.staged else "all-to-all" if name.startswith(BLOCKS) else "all-gather"
         travels = row.travels if row.at_rest != row.compute and row.travels else "-"
         sizes = "x".join(map(str, shape.shape)), in_bytes(held[0])
         cells = name, str(row.at_rest), *cuts, hop, travels, *sizes

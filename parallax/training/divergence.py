@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.render import text_table
 from parallax.checkpoint.arrays import flatten
+from parallax.config.sections import BLOCKS, EMBEDDING, HEAD
 from parallax.config.settings import Settings
 from parallax.data import Reader
 from parallax.pipeline import ShardedModel
@@ -63,11 +64,11 @@ class Diagnosis(NamedTuple):
     def lines(self) -> list[str]:
         """A table: one line for the embedding, each layer and the head."""
         layers = range(len(self.activations) - 1)
-        places = [("embedding", "embedding", 0), *((f"layer {n}", "blocks", n) for n in layers), ("head", "head", 0)]
+        places = [("embedding", EMBEDDING, 0), *((f"layer {n}", BLOCKS, n) for n in layers), ("head", HEAD, 0)]
         rows = []
         for at, (title, part, layer) in enumerate(places):
             gradients, parameters = (
-                [value[layer] if part == "blocks" else value for name, value in of.items() if _part(name) == part]
+                [value[layer] if part == BLOCKS else value for name, value in of.items() if _part(name) == part]
                 for of in (self.gradients, self.parameters)
             )
             activations = self.activations[at : at + 1]  # the head has none
@@ -131,7 +132,7 @@ def _measured(model: ShardedModel, params: Any, batch: dict[str, Array], noise: 
 
 
 def _measure(name: str, x: Array, *, norm: bool) -> Array:
-    axes = tuple(range(1 if _part(name) == "blocks" else 0, x.ndim))
+    axes = tuple(range(1 if _part(name) == BLOCKS else 0, x.ndim))
     finite = jnp.isfinite(x)
     size = jnp.where(finite, jnp.abs(x), 0).astype(jnp.float32)
     size = jnp.sqrt(jnp.sum(size**2, axis=axes)) if norm else jnp.max(size, axis=axes)
@@ -144,7 +145,7 @@ def _part(name: str) -> str:
 
 def _not_finite(measured: dict[str, np.ndarray]) -> list[str]:
     """Names and layers with non-finite values, in the order of the forward pass."""
-    depth = {"embedding": -1, "head": math.inf}
+    depth = {EMBEDDING: -1, HEAD: math.inf}
     places = [(name, *at) for name, values in measured.items() for at in np.argwhere(values[..., 0]).tolist()]
     places.sort(key=lambda place: depth.get(_part(place[0]), place[-1]))
     return [" in layer ".join(map(str, place)) for place in places]

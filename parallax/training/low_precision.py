@@ -4,6 +4,8 @@ A value between two neighbours of a dtype is rounded to either, to the nearer on
 roundings is the value: an update that is too small for the last bit takes effect in some steps. The random bits depend
 on the seed, the step, the parameter's name and the entry's index in the whole array, so they are the same on every
 mesh.
+
+Written here, since optax keeps a moment in another dtype by rounding to nearest (`mu_dtype`), and has no scaled blocks.
 """
 
 import math
@@ -47,7 +49,7 @@ class Blocks(NamedTuple):
     scales: Array  # float32
 
 
-def stored(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
+def with_states_in(tx: optax.GradientTransformation, dtypes: Mapping[str, str], layouts: Any) -> Any:
     """A transformation that computes `tx` in float32 and stores its states in other dtypes.
 
     Args:

@@ -18,7 +18,7 @@ from parallax.runtime.errors import ConfigError
 from parallax.sharding.collectives import all_gather, bound_axis_sizes, sum_over
 from parallax.sharding.layout import Layout, map_layouts
 from parallax.sharding.parameter import is_load, is_trained, stacked_dims
-from parallax.training.low_precision import MOMENT_FIELDS, stored
+from parallax.training.low_precision import MOMENT_FIELDS, with_states_in
 
 # Dims that a kernel contracts if they come first.
 INPUT_DIMS = ("d_model", "d_ff", "d_expert", "d_shared", "d_latent", "d_latent_q")
@@ -59,7 +59,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     have no gradient and a separate update: see `balance`. Scales of 8-bit products are not changed.
 
     `layouts` is the tree of the parameters' layouts, whose dims say which leaves are matrices. If moments are not in
-    float32, `update` takes `noise`: see `stored`.
+    float32, `update` takes `noise`: see `with_states_in`.
     """
     direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     if config.name == "muon":
@@ -73,7 +73,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, layouts: Any) -> optax.G
     if found:
         trained = optax.partition({**found, "trained": trained}, kinds)
     dtypes = {field: getattr(config, key) for field, key in MOMENT_FIELDS.items()}
-    return trained if {*dtypes.values()} == {"float32"} else stored(trained, dtypes, layouts)
+    return trained if {*dtypes.values()} == {"float32"} else with_states_in(trained, dtypes, layouts)
 
 
 def _kind_of_update(layout: Layout) -> str:

@@ -111,7 +111,7 @@ def train(
         job.check_shared(folder.path)
         parts = build(settings, folder)
         start = step_to_resume(folder, checkpoint_settings(parts), resume, logger.say)
-        job.compare("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
+        job.check_equal("the run", {"data manifest": parts.train_data.fingerprint, "step to go on from": start})
         if stop.signal and not job.several():
             logger.say(f"stopped by {stop.signal} before the first step")
             return Outcome("stopped", start)

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from sent import step_collectives
 from tiny import build, optimizer_config
 
 from parallax.analysis.collectives import (
@@ -21,7 +22,6 @@ from parallax.analysis.collectives import (
     collectives,
     collectives_by_rank,
     on_average,
-    step_collectives,
     update_collectives,
 )
 from parallax.analysis.compiled import read_compiled

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 from hlo_examples import HEADER
+from sent import step_collectives
 from test_plan import tiny as tiny_settings
 
-from parallax.analysis.collectives import step_collectives
 from parallax.analysis.compiled import costs_of, read_hlo_text
 from parallax.analysis.flops import (
     active_parameters,
@@ -26,7 +26,7 @@ from parallax.analysis.flops import (
 )
 from parallax.analysis.layouts import Choice, build_if_legal
 from parallax.analysis.memory import Memory
-from parallax.analysis.plan import neighbours, plan, plan_heading
+from parallax.analysis.plan import plan, plan_heading, single_changes
 from parallax.analysis.step_time import Clock, CompiledStep, StepTime, compiled_parts, predict, traced_work
 from parallax.analysis.sweep import LeastWork
 from parallax.analysis.topology import read_topology
@@ -160,7 +160,7 @@ def test_a_plan_says_how_tokens_come_to_experts():
     chunks = plan_heading("wide", settings(layout_expert_chunk_tokens=64), FOUR)
     assert chunks.splitlines()[-1].endswith("64 tokens at once")
     assert "experts" not in plan_heading("wide", tiny_settings(mesh_dp=4), FOUR)
-    flags = {flags for flags, _ in neighbours(settings(), FOUR)}
+    flags = {flags for flags, _ in single_changes(settings(), FOUR)}
     assert "--config.layout.exchange=gather" in flags and "--config.layout.exchange=ragged" not in flags
 
 

@@ -29,9 +29,9 @@ from parallax.analysis.plan import (
     compiled_lines,
     eight_bit_lines,
     helpful_changes,
-    neighbours,
     plan_heading,
     sets_table,
+    single_changes,
     sweep_table,
     verdict,
 )
@@ -253,7 +253,7 @@ LONG = dict(model_d_head=64, data_seq=512, model_heads=2, model_kv_heads=2)  # a
 
 def kernels_of(topology, **changes):
     """The kernels of attention that a plan would price as changes."""
-    changed = [one for one in neighbours(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
+    changed = [one for one in single_changes(tiny(**LONG | changes), topology) if one[0].startswith(KERNEL)]
     return [flag.removeprefix(KERNEL) for flag, settings in changed if build_if_legal(settings, topology) is not None]
 
 
@@ -632,7 +632,7 @@ def test_flags_lead_to_the_layout_that_was_priced(config, schedule):
     assert own in list(choices(settings, 4))
     for choice in list(choices(settings, 4))[::5]:
         assert Choice.of(read_command([*command_line, *own.flags_to(choice)], {})[0]) == choice
-    for flags, changed in neighbours(settings, read_topology("v5e:2x2")):
+    for flags, changed in single_changes(settings, read_topology("v5e:2x2")):
         assert Choice.of(read_command([*command_line, *shlex.split(flags)], {})[0]) == Choice.of(changed)
 
 
@@ -671,7 +671,7 @@ NARROW_OR_ON_HOST = {
 @pytest.mark.slow
 def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
     settings = tiny(model_d_model=64, pipeline_remat="layer", **LONG)
-    offered = [(flags, one) for flags, one in neighbours(settings, PAIR) if flags in NARROW_OR_ON_HOST]
+    offered = [(flags, one) for flags, one in single_changes(settings, PAIR) if flags in NARROW_OR_ON_HOST]
     assert {flags for flags, _ in offered} == NARROW_OR_ON_HOST
     now = predict(settings, PAIR)
     saves = {flags: now.peak_bytes - predict(one, PAIR).peak_bytes for flags, one in offered}
@@ -685,20 +685,20 @@ def test_a_plan_prices_fewer_bits_and_host_memory_each_alone():
 def test_what_is_narrow_or_on_the_host_is_not_offered_again():
     asked = dict(optimizer_m_dtype="float8", optimizer_v_dtype="bfloat16", optimizer_states_on="host")
     settings = tiny(**asked, fsdp_gather_dtype="int8", model_matmul="int8", pipeline_residuals_on="host")
-    offered = {flags for flags, _ in neighbours(settings, PAIR)}
+    offered = {flags for flags, _ in single_changes(settings, PAIR)}
     assert "--config.optimizer.v_dtype=float8" in offered
     assert not [flags for flags in offered if "states_on" in flags or "m_dtype" in flags or "matmul=" in flags]
     assert not [flags for flags in offered if "gather_dtype" in flags or "residuals_on" in flags]
     without_link = PAIR._replace(chip=PAIR.chip._replace(host_bandwidth=0.0))
-    assert not [flags for flags, _ in neighbours(tiny(), without_link) if flags.endswith("=host")]
+    assert not [flags for flags, _ in single_changes(tiny(), without_link) if flags.endswith("=host")]
 
 
 def test_8_bit_residuals_are_offered_and_said_with_8_bit_products():
     flags = "--config.model.matmul_residuals=8bit"
-    offered = [{flags for flags, _ in neighbours(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
+    offered = [{flags for flags, _ in single_changes(tiny(model_matmul=form), PAIR)} for form in ("compute", "int8")]
     assert flags not in offered[0] and flags in offered[1]
     both = tiny(model_matmul="int8", model_matmul_residuals="8bit")
-    assert not [flags for flags, _ in neighbours(both, PAIR) if "matmul" in flags]
+    assert not [flags for flags, _ in single_changes(both, PAIR) if "matmul" in flags]
     assert "in int8, which save their input in 8 bits" in plan_heading("tiny", both, PAIR)
     assert any("times as fast" in line for line in eight_bit_lines(both, PAIR, predict(both, PAIR)))
 

@@ -17,7 +17,7 @@ import tiny
 import parallax as px
 from parallax.analysis.compiled import ModuleSecs
 from parallax.analysis.flops import flops_breakdown, flops_by_direction
-from parallax.analysis.render import WIDTH
+from parallax.analysis.render import TEXT_WIDTH
 from parallax.analysis.report import report_settings
 from parallax.analysis.step_time import StepTime
 from parallax.analysis.topology import GET_LIBTPU
@@ -132,10 +132,10 @@ def in_root(monkeypatch):
 
 def test_a_report_is_plain_data_that_fits_the_width(quickstart):
     plain = json.loads(quickstart.to_json())
-    assert all(len(line) <= WIDTH for line in str(quickstart).splitlines())
+    assert all(len(line) <= TEXT_WIDTH for line in str(quickstart).splitlines())
     assert sum(one["bytes"] * one["count"] for one in plain["sent"]) == sum(one.total_bytes for one in quickstart.sent)
     assert plain["mesh"] == {"pp": 2, "dp": 2, "tp": 2} and plain["tokens"] == 16 * 256 and plain["compiled"] is None
-    assert plain["flops"]["mfu_ceiling"] == quickstart.flops.ceiling < 1
+    assert plain["flops"]["mfu_ceiling"] == quickstart.flops.mfu_ceiling < 1
     assert sum(plain["memory"].values()) == plain["peak"] and "<iframe" in quickstart._repr_html_()
 
 
@@ -219,7 +219,7 @@ def test_the_step_is_compiled_for_chips_that_are_not_here():
     assert ended.returncode == 0, ended.stderr
     assert "for 8 x TPU v5 lite" in ended.stdout and "cycles" in ended.stdout
     assert re.search(r"^MFU \d+\.\d %; ", ended.stdout, re.M)
-    assert all(len(line) <= WIDTH for line in ended.stdout.splitlines())
+    assert all(len(line) <= TEXT_WIDTH for line in ended.stdout.splitlines())
 
 
 def test_json_is_all_that_is_printed(in_root, capsys):

@@ -246,7 +246,7 @@ def test_differences_are_refused_with_both_values(in_job):
     in_job(Line(differences=[["mesh.tp", 2, 3, 4]], more=7))
     expected = r"disagree about config: mesh.tp is 2 in process 0, 4 in process 3 \(and 7 more\)"
     with pytest.raises(ConfigError, match=expected):
-        job_module.compare("config", {"mesh.tp": 2})
+        job_module.check_equal("config", {"mesh.tp": 2})
 
 
 def test_who_is_missing_at_the_start_is_named():

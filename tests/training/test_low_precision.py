@@ -29,10 +29,10 @@ from parallax.training.low_precision import (
     block_of,
     from_float8,
     random_bits,
-    stored,
     to_bfloat16,
     to_e4m3,
     to_float8,
+    with_states_in,
 )
 from parallax.training.optimizer import make_optimizer
 from parallax.training.run import train
@@ -344,7 +344,7 @@ def as_float32(stored_state, plain_state):
 def test_the_wrapper_takes_any_transformation():
     """Momentum of optax.sgd, whose field is `trace`, in bfloat16."""
     model = build((1, 1, 1), **SHAPE)
-    tx = stored(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
+    tx = with_states_in(optax.sgd(0.1, momentum=0.9), {"trace": "bfloat16"}, model.layouts)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.shapes)
     grads, noise = gradients(model, 0), jnp.int32([0, 0])
     _, state = jax.jit(lambda p, g: tx.update(g, tx.init(p), p, noise=noise))(params, grads)

@@ -2,6 +2,9 @@
 
 Process 0 has a `Hub`; all processes, including itself, connect to it with a `ControlLine`. Messages are JSON objects,
 one per line, over TCP.
+
+Written here, since JAX's public API only starts and stops its distributed runtime: the messages and barriers of that
+are private.
 """
 
 import asyncio

@@ -130,7 +130,7 @@ def agree(what: str, text: str) -> str:
     return _line.meet(what, {"text": text}, "wait_secs")["values"]["text"]
 
 
-def compare(what: str, values: Mapping[str, Any]) -> None:
+def check_equal(what: str, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless all processes have the same values (JSON); the error shows differences."""
     if _line is None:
         return
@@ -158,7 +158,7 @@ def check_shared(folder: Path) -> None:
     except OSError as error:
         found = f"{os.strerror(error.errno)}: {mark}"
     try:
-        compare("the run folder, which all hosts must share", {"the file of process 0": found})
+        check_equal("the run folder, which all hosts must share", {"the file of process 0": found})
     finally:
         if is_first():
             files.remove(mark)
