@@ -119,6 +119,7 @@ def name_of(op_name: str) -> str:
 
 
 CUDNN_CALLS = ("cudnn_", "__cudnn$fmha")  # for GPUs that are not present, and for those that are
+TRITON_CALL = re.compile(r"\bmha_\w+")  # JAX's attention for Triton; XLA gives all Pallas calls one name
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", *CUDNN_CALLS)
 GEMM = "__cublas"
 # Prefixes of names of grouped products: the TPU compiler's own, and JAX's for gradients.
@@ -683,7 +684,9 @@ def _kernel_flops(one: Instruction, home: Computation) -> int:
         results = _factors(one.shape)  # empty if it only lists blocks
         return grouped_flops(*operands, *results) if results else 0
     name = one.name
-    if one.target.startswith(CUDNN_CALLS):
+    if found := TRITON_CALL.search(one.op_name):
+        name = found[0]
+    elif one.target.startswith(CUDNN_CALLS):
         name = "cudnn_bwd" if re.search("bwd|Backward", one.target) else "cudnn_fwd"
     return kernel_flops(name, [dims for name in one.operands for dims in float_dims(_shape(home, name))]) or 0
 

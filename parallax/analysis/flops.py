@@ -16,7 +16,7 @@ from parallax.config.sections import AXES, BLOCKS, EMBEDDING, HEAD, LAYER_KINDS,
 from parallax.model.blockwise import WHOLE, blockwise_flops
 from parallax.model.families import CONTEXTS
 from parallax.model.grouped_kernel import GROUPED_SCOPE
-from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops
+from parallax.model.kernels import attention_flops, cudnn_flops, kernel_flops, triton_flops
 from parallax.model.moe import MIXTURE_PARTS
 from parallax.model.norm import SCALE
 from parallax.model.products import is_scale
@@ -123,6 +123,7 @@ ATTENTION_FLOPS = {
     "xla": (blockwise_flops, ("fwd", "bwd")),
     "cudnn": (cudnn_flops, ("fwd", "bwd")),
     "splash": (attention_flops, ("fwd", "dq", "dkv")),
+    "triton": (triton_flops, ("fwd", "bwd")),
 }
 GROUPED = ("ragged_dot", "ragged_dot_general")
 KERNEL_CALLS = {"pallas_call": "name", "ffi_call": "target_name"}  # the parameter that holds the kernel's name

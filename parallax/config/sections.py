@@ -141,8 +141,9 @@ class ModelConfig(Section, most=2**24):
     kernel: str = key(
         "xla",
         "kernel of softmax attention; none stores heads x seq x seq scores. xla runs everywhere, block by block; "
-        "splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for GPU (bfloat16)",
-        choices=("xla", "cudnn", "splash"),
+        "splash is for TPU (data.seq a multiple of 128; interpreted on CPU, slowly), cudnn for GPU (bfloat16), "
+        "triton for GPU (data.seq a multiple of 32; interpreted on CPU)",
+        choices=("xla", "cudnn", "splash", "triton"),
     )
     matmul: str = key(
         "compute",

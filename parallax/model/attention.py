@@ -14,7 +14,7 @@ from parallax.model.blockwise import WHOLE, blockwise_attention
 from parallax.model.context import Context, causal_mask, segment_mask
 from parallax.model.dense import Dense
 from parallax.model.families import ContextForm, Family
-from parallax.model.kernels import causal_attention, cudnn_attention
+from parallax.model.kernels import causal_attention, cudnn_attention, triton_attention
 from parallax.model.norm import RMSNorm
 from parallax.model.rope import rotate
 from parallax.sharding.activations import SEQ, activation
@@ -36,6 +36,9 @@ def attend(
         return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "splash":
         return causal_attention(q_BSHJ, k_BTGJ, v_BTGK, context.segments_BN, scale=scale)
+    if kernel == "triton":
+        kernel_of = partial(triton_attention, segments_BS=context.segments_BN, scale=scale)
+        return _padded(kernel_of, q_BSHJ, k_BTGJ, v_BTGK)
     if kernel == "cudnn":
         queries, is_causal = q_BSHJ.shape[1], q_BSHJ.shape[1] == k_BTGJ.shape[1]  # whole rows: both are in order
         mask = segment_mask(context.segments_BN) if is_causal else causal_mask(context.segments_BN, queries)

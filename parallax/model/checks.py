@@ -8,13 +8,16 @@ from jax.sharding import Mesh
 
 from parallax.config.remat import REMAT_PARTS
 from parallax.config.sections import LayoutConfig, ModelConfig
-from parallax.model.blockwise import GATHERED, RING
+from parallax.model.blockwise import GATHERED, RING, WHOLE
 from parallax.model.families import CONTEXTS
-from parallax.model.kernels import ATTENTION_KERNELS, LANES, widest_head
+from parallax.model.kernels import ATTENTION_KERNELS, LANES, TRITON_BACKWARD_BLOCK, TRITON_WIDEST, widest_head
 from parallax.runtime.errors import ConfigError, divisors, listed, quoted
 from parallax.schedules import Schedule
 from parallax.sharding.activations import CONTEXT_AXIS
 from parallax.sharding.layout import Layout, named_leaves
+
+# Kernels beside xla that support each form of keys. The one for Triton needs the queries of whole rows.
+KERNELS_OF = {WHOLE: ("splash", "cudnn", "triton"), GATHERED: ("splash", "cudnn"), RING: ()}
 
 
 def check_divides(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
@@ -39,10 +42,11 @@ def check_context(model: ModelConfig, context: str, axis_sizes: Mapping[str, int
     if axis_sizes.get(CONTEXT_AXIS, 1) == 1:
         return
     form = CONTEXTS[context]
-    if form.meets == RING and model.kernel != "xla":
-        others = ", ".join(repr(name) for name, other in CONTEXTS.items() if other.meets != RING)
+    if model.kernel not in ("xla", *KERNELS_OF[form.meets]):
+        others = ", ".join(repr(name) for name, other in CONTEXTS.items() if model.kernel in KERNELS_OF[other.meets])
+        how = "sends keys from rank to rank" if form.meets == RING else "splits the queries of a row over ranks"
         raise ConfigError(
-            f"layout.context={context!r} sends keys from rank to rank, which model.kernel={model.kernel!r} does not "
+            f"layout.context={context!r} {how}, which model.kernel={model.kernel!r} does not "
             f"support; use kernel='xla', or layout.context in {{{others}}}."
         )
     axes = Layout.parse(form.heads).cut_of("heads")
@@ -149,6 +153,11 @@ def check_kernel_on(model: ModelConfig, platform: str, kind: str) -> None:
             f"use kernel in {{{fit}}}."
         )
     width, widest = model.d_head + model.d_rope * (model.attention == "mla"), widest_head(kind)
+    if model.kernel == "triton" and width > TRITON_WIDEST:
+        raise ConfigError(
+            f"model.kernel='triton' takes heads of at most {TRITON_WIDEST} entries, and these are {width} wide; "
+            "use kernel='xla'."
+        )
     if model.kernel == "cudnn" and (width % 8 or width > widest):
         raise ConfigError(
             f"model.kernel='cudnn' on {kind or 'GPUs'} takes heads whose width is a multiple of 8, at most {widest}; "
@@ -175,6 +184,12 @@ def check_kernel_seq(model: ModelConfig, seq: int, context: str, ranks: int) -> 
         why = f" = 2 x mesh.cp={ranks} chunks of {LANES}" * (chunks > 1)
         raise ConfigError(
             f"data.seq={seq} is not a multiple of {least}{why}, the least block of model.kernel='splash'; "
+            f"use seq={more}, or kernel='xla'."
+        )
+    if model.kernel == "triton" and seq % TRITON_BACKWARD_BLOCK:
+        more = -(-seq // TRITON_BACKWARD_BLOCK) * TRITON_BACKWARD_BLOCK
+        raise ConfigError(
+            f"data.seq={seq} is not a multiple of {TRITON_BACKWARD_BLOCK}, the block of model.kernel='triton'; "
             f"use seq={more}, or kernel='xla'."
         )
     if model.kernel == "cudnn" and seq % 2:

@@ -1,4 +1,4 @@
-"""Attention that never stores its scores: JAX's splash attention for TPU, and cuDNN's for GPU.
+"""Attention that never stores its scores: JAX's splash attention for TPU, and for GPU cuDNN's or JAX's for Triton.
 
 JAX's types say over which mesh axes a value varies, but Pallas kernels do not declare them. So the kernels run in a
 separate shard_map without that check, the only one in this project. There JAX cannot know which gradients must be
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,12 +45,17 @@ ATTENTION_KERNELS = {
     "xla": Runs(("cpu", "gpu", "tpu")),
     "cudnn": Runs(("gpu",)),
     "splash": Runs(("tpu",), interpreted=("cpu",)),
+    "triton": Runs(("gpu",), interpreted=("cpu",)),
 }
 # Largest head width of cuDNN's attention, as limited by JAX. The limit depends on the compute capability, which is only
 # known for a GPU that is present; so GPUs with 9.0 or more are listed by name.
 WIDEST_HEAD, WIDEST_SINCE_HOPPER = 128, 256
 SINCE_HOPPER = ("H20", "H100", "H200", "H800", "B100", "B200", "B300", "GB10", "RTX 50", "Blackwell")
 CUDNN_BLOCK = 128  # tokens on a side of a block of its forward kernel on H100, by the kernel's name
+# Tokens on a side of a block of the kernels for Triton: the most for the forward pass, and for the backward pass JAX's
+# default. Blocks are in shared memory: float32 blocks with twice as many entries did not compile for H100.
+TRITON_BLOCK, TRITON_BACKWARD_BLOCK, TRITON_BLOCK_ENTRIES = 128, 32, 128 * 64
+TRITON_LEAST_WIDTH, TRITON_WIDEST = 16, 256  # head widths that these kernels multiply
 LANES = 128  # lanes of a TPU's vector registers; blocks are multiples of it
 LARGEST_BLOCK = 512  # tokens: the default of MaxText; larger ones compute more of what the mask hides
 
@@ -63,7 +69,19 @@ def causal_attention(q_BSHJ: Array, k_BTGJ: Array, v_BTGK: Array, segments_BT: A
     128, or of 256 if context ranks share the queries, since a block must not cross a chunk's border.
     """
     arrays = (*(x.swapaxes(1, 2) for x in (q_BSHJ * scale, k_BTGJ, v_BTGK)), segments_BT)
-    return _attention(*vary_alike(arrays)).swapaxes(1, 2)
+    return _attention(_splash_kernel_of, *vary_alike(arrays)).swapaxes(1, 2)
+
+
+def triton_attention(q_BSHJ: Array, k_BSGJ: Array, v_BSGJ: Array, segments_BS: Array, *, scale: float) -> Array:
+    """`causal_attention` of whole rows by JAX's kernels for Triton, with heads of one width, [B, S, H, J]. No
+    communication.
+
+    The M query heads that share a key head are a batch dim of the calls, so key heads are not repeated; their gradients
+    are summed over that dim. `S` is a multiple of 32.
+    """
+    q_MBSGJ = jnp.moveaxis(_by_group(q_BSHJ * scale, k_BSGJ.shape[2]), 3, 0)
+    out = _attention(_triton_kernel_of, *vary_alike((q_MBSGJ, k_BSGJ, v_BSGJ, segments_BS)))
+    return jnp.moveaxis(out, 0, 3).reshape(q_BSHJ.shape)
 
 
 def cudnn_attention(
@@ -144,7 +162,22 @@ def splash_block_tokens(seq: int, ranks: int = 1) -> int:
     return next(size for size in (LARGEST_BLOCK, 256, LANES) if tokens % size == 0)
 
 
-# ---- the kernel and its gradient
+def triton_block_tokens(seq: int, width: int) -> int:
+    """The same for the forward pass of the kernel for Triton: from 32 to 128, fewer if heads are wide.
+
+    >>> [triton_block_tokens(seq, 64) for seq in (32, 192, 2048)], triton_block_tokens(2048, 192)
+    ([32, 64, 128], 32)
+    """
+    most = max(TRITON_BACKWARD_BLOCK, TRITON_BLOCK_ENTRIES // triton_width(width))
+    return next(size for size in (TRITON_BLOCK, 64, TRITON_BACKWARD_BLOCK) if seq % size == 0 and size <= most)
+
+
+def triton_width(width: int) -> int:
+    """The head width that the kernels for Triton multiply: the next power of two."""
+    return max(TRITON_LEAST_WIDTH, pl.next_power_of_2(width))
+
+
+# ---- the kernels and their gradients
 
 
 @jax.tree_util.register_static
@@ -167,15 +200,42 @@ class SplashKernel(NamedTuple):
         return jax.vmap(self.of_row)(q, k, v, self.segments)
 
 
-@jax.custom_vjp
-def _attention(q: Array, k: Array, v: Array, segments: Array) -> Array:
-    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, _kernel_of(q, k, segments))
+class TritonKernel(NamedTuple):
+    """Attention of whole rows with these segments, by the kernels for Triton; Pallas interprets them on CPUs."""
+
+    segments: Array
+
+    def __call__(self, q_MBSGJ: Array, k: Array, v: Array) -> Array:
+        size = triton_block_tokens(k.shape[1], k.shape[-1])
+        back = TRITON_BACKWARD_BLOCK
+        sizes = dict(block_q_dkv=back, block_kv_dkv=back, block_q_dq=back, block_kv_dq=back)
+        how = dict(causal=True, interpret=platform_traced() == "cpu")
+        blocks = _for_triton().BlockSizes(block_q=size, block_k=size, **sizes)
+        attend = lambda q: _for_triton().mha(q, k, v, self.segments, block_sizes=blocks, **how)  # noqa: E731
+        return jax.vmap(attend)(q_MBSGJ)
 
 
-def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
+@functools.cache
+def _for_triton() -> Any:
+    """JAX's module; on import it warns that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    return attention
+
+
+KernelOf = Callable[[Array, Array, Array], Any]  # of queries, keys and segments
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(kernel_of: KernelOf, q: Array, k: Array, v: Array, segments: Array) -> Array:
+    return unchecked(lambda q, k, v, kernel: kernel(q, k, v), q, k, v, kernel_of(q, k, segments))
+
+
+def _forward(kernel_of: KernelOf, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]:
     made = {}
 
-    def run(q: Array, k: Array, v: Array, kernel: SplashKernel) -> tuple[Array, list[Array]]:
+    def run(q: Array, k: Array, v: Array, kernel: Callable) -> tuple[Array, list[Array]]:
         out, pull = jax.vjp(kernel, q, k, v)
         leaves, structure = jax.tree.flatten(pull)
         known = [q, k, v, *jax.tree.leaves(kernel), out]
@@ -184,12 +244,12 @@ def _forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Any]
         made["pull"] = Pull(structure, tuple(place[id(leaf)] for leaf in leaves))
         return out, rest
 
-    out, rest = unchecked(run, q, k, v, _kernel_of(q, k, segments))
+    out, rest = unchecked(run, q, k, v, kernel_of(q, k, segments))
     out, rest = jax.tree.map(functools.partial(checkpoint_name, name="core"), (out, rest))
     return out, (q, k, v, segments, out, rest, made["pull"])
 
 
-def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
+def _backward(kernel_of: KernelOf, saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, segments, out, rest, pull = saved
 
     def run(dy: Array, *arrays: Any) -> tuple[Array, ...]:
@@ -197,13 +257,17 @@ def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array, None]:
         return jax.tree.unflatten(pull.structure, [leaves[at] for at in pull.places])(dy)
 
     # The kernel's tables and segments are recomputed, so that a layer saves none.
-    return *unchecked(run, dy, q, k, v, _kernel_of(q, k, segments), out, rest), None
+    return *unchecked(run, dy, q, k, v, kernel_of(q, k, segments), out, rest), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
+def _triton_kernel_of(q: Array, k: Array, segments: Array) -> TritonKernel:
+    return TritonKernel(segments)
+
+
+def _splash_kernel_of(q: Array, k: Array, segments: Array) -> SplashKernel:
     """The kernel for queries [B, H, S, J] and keys [B, G, T, J] of rows with these segments, [B, T]. If there are fewer
     queries than keys, they are those of this context rank."""
     (heads, queries), keys = q.shape[1:3], k.shape[2]
@@ -260,7 +324,7 @@ def unchecked(function: Callable, *arrays: Any) -> Any:
     """`function(*arrays)` on one device, without replication types. Operands are arrays or trees; results vary over
     every axis over which an operand varies.
 
-    For JAX's splash kernels, which do not declare replication types, so that the check would refuse their results. The
+    For JAX's Pallas kernels, which do not declare replication types, so that the check would refuse their results. The
     code around the call is checked: the results have the correct types.
 
     Do not differentiate it: a replicated operand's gradient would be that of one device.
@@ -374,6 +438,16 @@ def cudnn_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: i
     return 2 * rows * heads * scores * widths[part]
 
 
+def triton_flops(part: str, *, rows: int, heads: int, seq: int, d_qk: int, d_v: int, ranks: int = 1) -> int:
+    """The same for the kernels for Triton, of whole rows and heads padded to a power of two: `part` is "fwd" or "bwd",
+    which recomputes the scores twice, for the gradients of keys and of queries."""
+    width = triton_width(max(d_qk, d_v))
+    size = triton_block_tokens(seq, width) if part == "fwd" else TRITON_BACKWARD_BLOCK
+    blocks = seq // size
+    products = {"fwd": 2, "bwd": 7}  # scores, output; scores, dv, dp, dk, and scores, dp, dq
+    return 2 * rows * heads * blocks * (blocks + 1) // 2 * size**2 * width * products[part]
+
+
 def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None:
     """FLOPs of a traced or compiled Pallas call of this name; None if it is not one of this project's.
 
@@ -382,6 +456,10 @@ def kernel_flops(name: str, float_shapes: Sequence[Sequence[int]]) -> int | None
     if part := re.fullmatch(r"cudnn_(fwd|bwd)", name):
         (rows, queries, heads, width), (_, seq, *_) = float_shapes[:2]
         return cudnn_flops(part[1], rows=rows, heads=heads, seq=seq, d_qk=width, d_v=width, ranks=seq // queries)
+    if part := re.fullmatch(r"mha_(preprocess|forward|backward)(_backward)?", name):
+        (*rows_and_heads, seq, heads, width), *_ = float_shapes
+        sizes = dict(rows=math.prod(rows_and_heads), heads=heads, seq=seq, d_qk=width, d_v=width)
+        return 0 if part[2] else triton_flops({"forward": "fwd", "backward": "bwd"}[part[1]], **sizes)
     part = re.match(r"splash_mha_(fwd|dq|dkv)_", name)
     if not part:
         return None

@@ -259,7 +259,12 @@ def kernels_of(topology, **changes):
 
 @pytest.mark.parametrize(
     ("topology", "kernels"),
-    [(PAIR, ["splash"]), (read_topology("H100:2"), ["cudnn"]), (read_topology("a100:2"), ["cudnn"]), (HERE, [])],
+    [
+        (PAIR, ["splash"]),
+        (read_topology("H100:2"), ["cudnn", "triton"]),
+        (read_topology("a100:2"), ["cudnn", "triton"]),
+        (HERE, []),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, kernels):
@@ -268,15 +273,18 @@ def test_advice_names_the_kernel_of_the_chips_that_are_planned_for(topology, ker
 
 def test_advice_names_no_kernel_that_takes_no_such_heads_or_dtype():
     wide = dict(model_d_head=192, model_d_model=384)
-    assert kernels_of(read_topology("A100:2"), **wide) == []
-    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn"]
-    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == []
+    assert kernels_of(read_topology("A100:2"), **wide) == ["triton"]
+    assert kernels_of(read_topology("H100:2"), **wide) == ["cudnn", "triton"]
+    assert kernels_of(read_topology("H100:2"), model_dtype="float32") == ["triton"]
+    assert kernels_of(read_topology("H100:2"), model_d_head=320, model_d_model=640) == []
 
 
-def test_flash_attention_on_gpus_is_priced_without_one():
-    scores, cudnn = (predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2")) for kernel in ("xla", "cudnn"))
-    assert cudnn.work_secs < scores.work_secs and cudnn.peak_bytes < scores.peak_bytes
-    settings = tiny(**LONG, model_kernel="cudnn")
+@pytest.mark.parametrize("kernel", ["cudnn", "triton"])
+def test_flash_attention_on_gpus_is_priced_without_one(kernel):
+    of = lambda kernel: predict(tiny(**LONG, model_kernel=kernel), read_topology("H100:2"))  # noqa: E731
+    scores, flash = of("xla"), of(kernel)
+    assert flash.work_secs < scores.work_secs and flash.peak_bytes < scores.peak_bytes
+    settings = tiny(**LONG, model_kernel=kernel)
     products = traced_work(model_on_topology(settings, read_topology("H100:2")), settings).products
     by_pass = {way: sum(p.flops * p.count for p in products if p.direction == way) for way in ("forward", "backward")}
     assert by_pass["backward"] > 2 * by_pass["forward"]  # its backward pass makes the scores again
@@ -290,7 +298,7 @@ def test_a_plan_that_fits_a_gpu_but_not_what_jax_takes_of_it_says_so():
         assert "\n" not in verdict(peak * 2**30, topology, "predicted")
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize("kernel", ["splash", "cudnn", "triton"])
 def test_what_this_machine_does_not_run_at_a_known_speed_is_not_planned_here(kernel):
     with pytest.raises(ConfigError, match=f"model.kernel='{kernel}' .*CPUs.*; use kernel"):
         predict(tiny(**LONG, model_kernel=kernel), HERE)
@@ -824,7 +832,10 @@ def test_an_analytic_plan_compiles_nothing_and_asks_for_nothing(config, planned,
         (["--topology=v5e:4x4"], r"legal pp·dp·tp for 16: [^(]*$"),  # not mesh.simulate, which does nothing there
         (["--topology=h100:16"], "a host has at most 8 NVIDIA H100: write h100:2x8, for 16 GPUs"),
         (["--topology=H100:2x2x8"], "a host has at most 8 NVIDIA H100: write H100:4x8, for 32 GPUs"),
-        (["--topology=H100:4", "--config.model.kernel=splash"], "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn'}"),
+        (
+            ["--topology=H100:4", "--config.model.kernel=splash"],
+            "needs TPUs, or CPUs .*use kernel in {'xla', 'cudnn', 'triton'}",
+        ),
         (["--topology=v5e:2x2", "--config.model.kernel=cudnn"], r"needs GPUs, and these are TPUs \(TPU v5e\)"),
         (["--topology=H100:4", "--config.model.kernel=cudnn", "--config.model.dtype=float32"], "needs model.dtype='bf"),
         (["--topology=v5e:2x2", "--config.model.heads=3"], "model.heads=3 does not divide"),
