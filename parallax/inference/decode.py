@@ -27,12 +27,22 @@ from parallax.model.rope import Rope
 from parallax.model.transformer import Parts
 from parallax.pipeline import Arrangement, arrangements, at_rank
 from parallax.sharding.activations import BATCH, BATCH_AXES, CONTEXT_AXIS, ROWS, activation
-from parallax.sharding.collectives import all_gather, as_varying, bound_axis_sizes, offset, permute, reshard, sum_over
+from parallax.sharding.collectives import (
+    all_gather,
+    as_varying,
+    bound_axis_sizes,
+    max_over,
+    offset,
+    permute,
+    reshard,
+    sum_over,
+)
+from parallax.sharding.eight_bits import gather_rounded, scale_of
 from parallax.sharding.host import to_device
 from parallax.sharding.layout import Layout
 from parallax.sharding.mesh import context_as_data
 from parallax.sharding.parameter import layouts_of
-from parallax.sharding.plan import DATA_AXES
+from parallax.sharding.plan import DATA_AXES, WITHIN_STAGE, largest_entry
 
 RESIDUAL, LOGITS_LAYOUT = activation("d_model"), Layout.parse(activation("vocab/tp"))
 FAMILY, FORM = FAMILIES["column_row"], EMBEDDINGS["vocab_parallel"]
@@ -46,20 +56,22 @@ class Prompts(NamedTuple):
 
 
 class Decoder:
-    """Cached decoding on a mesh, for parameters with the `layouts` of a ShardedModel.
+    """Cached decoding on a mesh, for parameters with the `layouts` of a ShardedModel, whose plan's `rounded_to` says
+    which matrices are rounded to 8 bits, as in training.
 
     Communication, a new token: per layer two all_reduce over tp of `batch/dp seq d_model` (mla: also one number for
     the latent's norm and an all_gather of the latent); per stage one permute over pp; once the embedding's
     all_reduce and an all_gather of the logits over tp, and the chosen ids over tp and pp.
     """
 
-    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh):
+    def __init__(self, model: ModelConfig, layouts: Any, mesh: Mesh, rounded_to: Any):
         # Fused kernels are made for many queries and narrow heads: one query has no large matrix of scores, and heads
         # in MLA's latent space are wider than cudnn supports.
         model = dataclasses.replace(model, kernel="xla")
         # One token cannot be sharded over seq, so context ranks shard rows, like data ranks.
         self.mesh = mesh = context_as_data(mesh)
-        self.model, self.layouts = model, jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
+        self.model, self.rounded_to = model, rounded_to
+        self.layouts = jax.tree.map(lambda layout: layout.without(CONTEXT_AXIS), layouts)
         self.parts = Parts.build(model, RESIDUAL, FAMILY, FORM, model.kv(mesh.shape["tp"]), ROWS)
         self.wanted = layouts_of(jax.eval_shape(self.parts.declare, jax.random.key(0)))
         placement = tuple(range(mesh.shape["pp"]))
@@ -175,12 +187,17 @@ class Decoder:
         return sum_over(at_rank(0, self.mesh.shape["pp"], make, lambda: zeros), ["pp"])
 
     def _weights(self, params: Any) -> Any:
-        """Parameters in the layouts of decoding, kernels cast to the compute dtype before they are sent."""
+        """Parameters in the layouts of decoding, kernels cast to the compute dtype or rounded to 8 bits before they are
+        sent."""
 
-        def moved(stored: Layout, wanted: Layout, weight: Array) -> Array:
+        def moved(stored: Layout, wanted: Layout, weight: Array, kind: str) -> Array:
             # Tables are sharded over pp, too; layers stay on their ranks.
             whole = stored.without(*(axis for axis in (*DATA_AXES, "pp") if axis not in wanted.used_axes()))
-            if whole != stored:
+            if kind:
+                weight = weight.astype(self.model.dtype)
+                scale = scale_of(max_over(largest_entry(stored, weight), WITHIN_STAGE), kind)
+                weight = gather_rounded(f"{stored} -> {whole}", kind, lambda axes: 1, weight, scale)
+            elif whole != stored:
                 weight = all_gather(f"{stored} -> {whole}", weight.astype(self.model.dtype))
             return reshard(f"{whole} -> {wanted}", weight)
 
@@ -193,7 +210,7 @@ class Decoder:
         staged = jax.tree.unflatten(jax.tree.structure(params[BLOCKS]), staged)
         in_stages = lambda layout: layout.without("pp").with_cut("layers", ("pp",))  # noqa: E731
         layouts = self.layouts | {BLOCKS: jax.tree.map(in_stages, self.layouts[BLOCKS])}
-        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged})
+        return jax.tree.map(moved, layouts, self.wanted, {**params, BLOCKS: staged}, self.rounded_to)
 
 
 class DecodeState(NamedTuple):

@@ -96,7 +96,7 @@ def _write_ids(
         known_BV = jnp.where(jnp.arange(logits_BV.shape[1])[None] < (vocab or model.model.vocab), logits_BV, -jnp.inf)
         return sample_tokens(known_BV, noise_keys(key, rows_B, positions_B), config)
 
-    decoder = Decoder(model.model, model.layouts, model.mesh)
+    decoder = Decoder(model.model, model.layouts, model.mesh, model.plan.rounded_to)
     ids_BN = decoder.write(params, prompts, key, pick, tokens=config.tokens, end=end)
     # Every process of a job gets all rows.
     return jax.lax.with_sharding_constraint(ids_BN, NamedSharding(model.mesh, P()))

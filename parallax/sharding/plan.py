@@ -275,6 +275,11 @@ class ShardingPlan:
         """The tree of layouts at rest."""
         return jax.tree.map(lambda row: row.at_rest, self.rows)
 
+    @property
+    def rounded_to(self) -> Any:
+        """The tree of 8-bit dtypes to which layers' matrices are rounded wherever they are used; "" for the others."""
+        return jax.tree.map(lambda row: row.rounded_to or "", self.rows)
+
     def _row(self, path: Any, declared: Declared) -> ParameterPlan:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         # Parameters of layers have the same names for every kind of layer.
@@ -404,12 +409,11 @@ class ShardingPlan:
         if not any(in_eight_bits):
             return whole
         narrow = [at for at, yes in enumerate(in_eight_bits) if yes]
-        largest, shapes = pack([_largest(rows[at], whole[at]) for at in narrow], "*")
+        largest, shapes = pack([largest_entry(rows[at].compute, whole[at]) for at in narrow], "*")
         for at, most in zip(narrow, unpack(collectives.max_over(largest, WITHIN_STAGE), shapes, "*"), strict=True):
             row, x = rows[at], whole[at]
-            scale = scale_of(most.reshape(*most.shape, *(1,) * (x.ndim - most.ndim)), row.rounded_to)
             with jax.named_scope(row.scope):
-                pattern = _pattern(before[at], after[at], x)
+                pattern, scale = _pattern(before[at], after[at], x), scale_of(most, row.rounded_to)
                 whole[at] = gather_rounded(pattern, row.rounded_to, self.gather_first, x, scale)
         return whole
 
@@ -510,10 +514,10 @@ def cut_over_pp(
     return layout.with_cut(max(fit)[1], further[max(fit)[1]]) if fit else layout
 
 
-def _largest(row: ParameterPlan, weights: Array) -> Array:
-    """The largest entry of an array; one per layer if it has several layers."""
-    one = len(row.compute.names) - (row.compute.names[0] == "layers")
-    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim))
+def largest_entry(layout: Layout, weights: Array) -> Array:
+    """The largest magnitude on this device, in dims of size 1; one per layer if the array has several layers."""
+    one = len(layout.names) - (layout.names[0] == "layers")
+    return jnp.abs(lax.stop_gradient(weights)).max(range(weights.ndim - one, weights.ndim), keepdims=True)
 
 
 def _pattern(before: Layout, after: Layout, x: Array) -> str:

@@ -182,6 +182,29 @@ def test_decoding_in_the_latent_space_rounds_what_8_bit_products_round(matmul):
     np.testing.assert_array_equal(found_BSV.argmax(-1)[filled_BS], expected_BSV.argmax(-1)[filled_BS])
 
 
+@pytest.mark.parametrize(
+    "name, mesh, schedule, virtual, kind",
+    [
+        ("gqa", (2, 2, 2), "interleaved", 2, "int8"),
+        ("mla", (1, 2, 2), "gpipe", 1, "float8"),
+        pytest.param("mixed", (2, 1, 1, 1, 1, 2), "gpipe", 1, "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_rounds_the_matrices_that_training_gathers_in_8_bits(name, mesh, schedule, virtual, kind):
+    prompts, plain_BSV, filled_BS = full_forward(name)
+    alone, model = (
+        each.replace(fsdp=dataclasses.replace(each.fsdp, gather_dtype=kind))
+        for each in (model_on(name), model_on(name, mesh, PLAIN, schedule, virtual))
+    )
+    slot_BS = np.arange(SEQ, dtype=np.int32) - prompts.empty_B[:, None]
+    batch = prompts.ids_BS, filled_BS.astype(np.int32), np.maximum(slot_BS, 0)
+    expected_BSV = np.asarray(jax.jit(alone.logits)(params_on(name, alone), *batch))
+    found_BSV = decoded_logits(model, params_on(name, model), prompts, prefill=7)
+    largest = np.abs(expected_BSV).max()
+    assert np.abs(expected_BSV - plain_BSV)[filled_BS].max() / largest > 1e-3
+    assert np.abs(found_BSV - expected_BSV)[filled_BS].max() / largest < 1e-5
+
+
 def unflatten(tree, value):
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: value(jax.tree_util.keystr(path, simple=True, separator="."), leaf), tree
@@ -203,7 +226,9 @@ def test_a_prompt_has_no_square_of_scores(name):
 
 def test_bfloat16_caches_are_bfloat16():
     model = model_on("mla")
-    narrow = Decoder(dataclasses.replace(model.model, dtype="bfloat16"), model.layouts, model.mesh)
+    narrow = Decoder(
+        dataclasses.replace(model.model, dtype="bfloat16"), model.layouts, model.mesh, model.plan.rounded_to
+    )
     caches = jax.eval_shape(
         lambda: jax.shard_map(
             lambda: narrow._caches(2, 5),
