@@ -25,7 +25,7 @@ GET_CUDA = f"XLA's compiler for GPUs, JAX's CUDA plugin, is not installed: {how_
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 CUDNN_VERSION = "major: 9 minor: 10"  # assumed for GPUs that are not present
 # The driver's name of a GPU, which JAX looks up, if this project uses a shorter one.
-DEVICE_KINDS = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
+DRIVER_NAMES = {"NVIDIA RTX 4090": "NVIDIA GeForce RTX 4090"}
 
 COMPILER_NAMES = {"TPU v7x": "tpu7x"}  # of chips that the compiler calls by another one
 
@@ -168,7 +168,7 @@ def target_config(chip: Chip) -> str:
     )
     lines = [f"{name}: {value}" for name, value in info.items()]
     lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    named = f'platform_name: "CUDA" device_description_str: "{DEVICE_KINDS.get(chip.name, chip.name)}"'
+    named = f'platform_name: "CUDA" device_description_str: "{DRIVER_NAMES.get(chip.name, chip.name)}"'
     return f"gpu_device_info {{ {' '.join(lines)} }} dnn_version_info {{ {CUDNN_VERSION} }} {named}"
 
 
