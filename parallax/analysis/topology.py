@@ -206,10 +206,18 @@ def _laid_out(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Any
 
 
 class Route(NamedTuple):
-    """`bandwidth` is bytes a second that a device sends at most, `spread` how much more an all-to-all loads links."""
+    """How fast devices send to each other. `bandwidth` is the bytes a second of a ring, `spread` how much longer an
+    all-to-all takes for as many bytes, and `to_one` the bytes a second of a message to one other device."""
 
     bandwidth: float
     spread: float
+    to_one: float
+
+    def secs(self, kind: str, sent: float) -> float:
+        """How long a collective takes in which each device sends so many bytes."""
+        if kind == "permute":
+            return sent / self.to_one
+        return sent * (self.spread if kind == "all-to-all" else 1) / self.bandwidth
 
 
 def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = ()) -> Route:
@@ -219,14 +227,15 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     a ring, gives two links of each chip, one for each direction; any other dim, a line, one, since its end has no
     other; devices that lie k apart share links with k - 1 others. Where devices have no place on a torus, as when a
     mesh of simulated ones stands for it, each mesh axis is a dim of its own, filled. In an all-to-all, data passes a
-    quarter of each dim on average, and loads links by as much. A switch gives all links of a chip. Between slices,
-    and between processes of a switch, it is the network. Latency counts as nothing.
+    quarter of each dim on average, and loads links by as much. Between slices it is the network.
+
+    A switch gives all links of a GPU. Between hosts of GPUs see `_between_hosts`. Latency counts as nothing.
     """
     devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
-    if _differ(devices, "slice_index") or (not chip.torus_dims and _differ(devices, "process_index")):
-        return Route(chip.dcn_bandwidth, 1.0)
     if not chip.torus_dims:
-        return Route(chip.ici_bandwidth * chip.ici_links, 1.0)
+        return _between_hosts(_hosts(mesh, devices), chip)
+    if _differ(devices, "slice_index"):
+        return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth)
     places, extents = _places(mesh, axes, devices)
     links, hops = 0.0, 0.0
     for dim, extent in enumerate(extents):
@@ -236,7 +245,22 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
             links += (2 if whole and closes(chip, extents, extent) else 1) / int(np.diff(values).min())
             hops += len(values) / 4
     members = len(devices)
-    return Route(chip.ici_bandwidth * links, max(1.0, hops * members / (members - 1)))
+    return Route(chip.ici_bandwidth * links, max(1.0, hops * members / (members - 1)), chip.ici_bandwidth)
+
+
+def _between_hosts(hosts: list[int], chip: Chip) -> Route:
+    """The links between GPUs, of which each is on the host of this number.
+
+    NCCL runs a ring through each network interface: of k GPUs on each host it has k rings, which enter and leave a host
+    at another GPU each, and go through the others by the switch. Each sends a k-th of the bytes over the network. In an
+    all-to-all each GPU sends to all n - k of other hosts what is theirs, by its own interface.
+    """
+    switch, network, members = chip.ici_bandwidth * chip.ici_links, chip.dcn_bandwidth, len(hosts)
+    if len(set(hosts)) == 1:
+        return Route(switch, 1.0, switch)
+    local = min(Counter(hosts).values())
+    rings = min(local * network, switch)
+    return Route(rings, (members - local) / (members - 1) * rings / network, network)
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
@@ -251,13 +275,14 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
     On a torus a message goes along one dim after the other, the shorter way round a ring, and those that share a link
     share its bandwidth. A switch gives a card all of its links.
     """
-    devices = mesh.devices.reshape(-1)
+    devices = list(mesh.devices.flat)
+    if not chip.torus_dims:
+        hosts = _hosts(mesh, devices)
+        apart = any(hosts[one] != hosts[other] for one, other in pairs)
+        return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
     if any(_differ([devices[one], devices[other]], "slice_index") for one, other in pairs):
         return chip.dcn_bandwidth
-    if not chip.torus_dims:
-        apart = any(_differ([devices[one], devices[other]], "process_index") for one, other in pairs)
-        return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
-    places, extents = _places(mesh, mesh.axis_names, list(devices))
+    places, extents = _places(mesh, mesh.axis_names, devices)
     rings = [closes(chip, extents, extent) for extent in extents]
     load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
     return chip.ici_bandwidth / max(load.values(), default=1)
@@ -278,6 +303,17 @@ def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bo
 def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
     return list(mesh.devices[index].reshape(-1))
+
+
+def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
+    """The host of each GPU. Of GPUs that are here JAX calls a host a slice, however many processes run on it; of those
+    that a compiler describes, which are all of one slice, a host is a process."""
+    return [getattr(device, "slice_index" if here else "process_index", 0) for device in devices]
+
+
+def _hosts(mesh: Mesh, devices: Sequence[Any]) -> list[int]:
+    here = any(getattr(device, "local_hardware_id", None) is not None for device in mesh.devices.flat)
+    return host_numbers(devices, here=here)
 
 
 def _differ(devices: list, attribute: str) -> bool:

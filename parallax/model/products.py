@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from parallax.model.kernels import platform_traced
+from parallax.model.kernels import is_for_absent_gpus, platform_traced
 from parallax.sharding.collectives import as_varying, vary_alike, varying_axes
 from parallax.sharding.eight_bits import to_eight_bits
 from parallax.sharding.einsum import einsum_letters
@@ -248,8 +248,9 @@ def _multiplied(letters: str, form: str, x: Operand, w: Operand, dtype: Any) -> 
     sums = EIGHT_BIT_PRODUCTS[form].sums
     if sums is None:
         return jnp.einsum(letters, x.values, w.values)
-    if sums == jnp.float32 and platform_traced() == "gpu":
-        # As XLA finds it: of it, it makes one call of cuBLASLt.
+    if sums == jnp.float32 and platform_traced() == "gpu" and not is_for_absent_gpus():
+        # As XLA finds it: of it, it makes one call of cuBLASLt. For GPUs that are not here it makes none, and multiplies
+        # in the compute dtype.
         return jnp.einsum(letters, *(v.values.astype(dtype) * v.unit.astype(dtype) for v in (x, w)))
     y = jnp.einsum(letters, x.values, w.values, preferred_element_type=sums)
     return (y.astype(jnp.float32) * (x.unit * w.unit)).astype(dtype)
