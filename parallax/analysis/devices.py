@@ -1,9 +1,11 @@
 """This machine's devices: FLOP/s and bandwidths, from data sheets or measured, and memory."""
 
+import math
 import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallax.analysis.memory import bytes_on_device
-from parallax.analysis.topology import Topology
+from parallax.analysis.topology import Topology, host_numbers
 from parallax.config.sections import MATMULS, ModelConfig
 from parallax.runtime.chips import Chip, chip
 from parallax.runtime.errors import ConfigError
@@ -33,7 +35,11 @@ def local_topology(dtype: str) -> Topology:
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         return Topology(f"{len(devices)} simulated devices", measured(dtype), (len(devices),), shared=True)
-    return Topology(f"{len(devices)} x {kind}", chip(kind), (len(devices),))
+    shape = (len(devices),)
+    if devices[0].platform == "gpu":
+        on_each = math.gcd(*Counter(host_numbers(devices, here=True)).values())
+        shape = (len(devices) // on_each, on_each)
+    return Topology(f"{len(devices)} x {kind}", chip(kind), shape)
 
 
 def measured(dtype: str) -> Chip:

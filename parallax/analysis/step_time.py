@@ -242,17 +242,13 @@ def messages(sent: Iterable[Sent], topology: Topology, settings: Settings) -> li
         if not one.bytes:
             continue
         links = topology.route(sizes, one.axes)
-        spread = links.spread if one.kind == "all-to-all" else 1
-        # A message to the next stage takes one link of a torus.
-        to_one = one.kind == "permute" and topology.is_tpu
-        bandwidth = topology.chip.ici_bandwidth if to_one else links.bandwidth
         can_hide = one.kind in ("all-gather", "all-to-all") or settings.fsdp.prefetch > 0
         # A table's message is long, with little compute to hide it; messages once a step have no compute to hide them.
         beside = not one.module.startswith(TABLE_MODULES) and _is_per_use(one, settings)
         # In the ring, keys are sent while the previous ones are used.
         ring = one.kind == "permute" and one.axes == (CONTEXT_AXIS,)
         hides = ((_is_of_parameters(one) and can_hide and beside) or ring) and not topology.shared
-        secs = one.total_bytes * spread / bandwidth
+        secs = links.secs(one.kind, one.total_bytes)
         found.append(CollectiveTime(" ".join(one.axes), secs, hides, _ticks(one, settings)))
     return found
 
@@ -422,8 +418,7 @@ class Clock:
         key = call.axes, call.group
         if key not in self._routes:
             self._routes[key] = route(self.mesh, call.axes, self.chip, call.group)
-        found = self._routes[key]
-        return call.bytes * (found.spread if call.kind == "all-to-all" else 1) / found.bandwidth
+        return self._routes[key].secs(call.kind, call.bytes)
 
 
 class CompiledStep(NamedTuple):

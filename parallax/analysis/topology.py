@@ -211,10 +211,18 @@ def _laid_out(shape: tuple[int, ...], cores: int, sizes: tuple[tuple[str, int], 
 
 
 class Route(NamedTuple):
-    """`bandwidth` is the most bytes a second that a device sends, `spread` how much more an all-to-all loads links."""
+    """How fast devices send to each other. `bandwidth` is the bytes a second of a ring, `spread` how much longer an
+    all-to-all takes for as many bytes, and `to_one` the bytes a second of a message to one other device."""
 
     bandwidth: float
     spread: float
+    to_one: float
+
+    def secs(self, kind: str, sent: float) -> float:
+        """How long a collective takes in which each device sends so many bytes."""
+        if kind == "permute":
+            return sent / self.to_one
+        return sent * (self.spread if kind == "all-to-all" else 1) / self.bandwidth
 
 
 def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = ()) -> Route:
@@ -226,13 +234,13 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
     mesh of simulated devices, each mesh axis counts as a separate, filled dim. In an all-to-all, data passes a quarter
     of each dim on average, which loads links by as much. Cores of a chip share its links: a core has its part of them,
     and all of them if the other cores belong to the group. On a switch a collective uses all links of a chip. Between
-    slices, and between processes on switches, it uses the network. Latency is not modelled.
+    slices it uses the network; between hosts of GPUs see `_between_hosts`. Latency is not modelled.
     """
     devices = [mesh.devices.flat[at] for at in group] if group else _members(mesh, axes)
-    if _differ(devices, "slice_index") or (not chip.torus_dims and _differ(devices, "process_index")):
-        return Route(chip.dcn_bandwidth, 1.0)
     if not chip.torus_dims:
-        return Route(chip.ici_bandwidth * chip.ici_links, 1.0)
+        return _between_hosts(_hosts(mesh, devices), chip)
+    if _differ(devices, "slice_index"):
+        return Route(chip.dcn_bandwidth, 1.0, chip.dcn_bandwidth)
     places, extents = _places(mesh, axes, devices)
     *extents, _ = extents
     links, hops, cores = 0.0, 0.0, len(np.unique(places[:, -1]))
@@ -244,8 +252,24 @@ def route(mesh: Mesh, axes: tuple[str, ...], chip: Chip, group: Sequence[int] = 
             hops += len(values) / 4
     members = len(devices)
     if not links:
-        return Route(chip.ici_bandwidth * LINKS_BETWEEN_CORES, 1.0)
-    return Route(chip.ici_bandwidth * links * cores / chip.cores, max(1.0, hops * members / (members - 1)))
+        return Route(chip.ici_bandwidth * LINKS_BETWEEN_CORES, 1.0, chip.ici_bandwidth * LINKS_BETWEEN_CORES)
+    rings = chip.ici_bandwidth * links * cores / chip.cores
+    return Route(rings, max(1.0, hops * members / (members - 1)), chip.ici_bandwidth)
+
+
+def _between_hosts(hosts: list[int], chip: Chip) -> Route:
+    """The links between GPUs; `hosts` are the numbers of their hosts.
+
+    NCCL runs a ring through each network interface. For k GPUs on each host there are k rings: each enters and leaves a
+    host at another GPU, passes the others over the switch, and sends a k-th of the bytes over the network. In an
+    all-to-all each GPU sends to the n - k GPUs of other hosts over its own interface.
+    """
+    switch, network, members = chip.ici_bandwidth * chip.ici_links, chip.dcn_bandwidth, len(hosts)
+    if len(set(hosts)) == 1:
+        return Route(switch, 1.0, switch)
+    local = min(Counter(hosts).values())
+    rings = min(local * network, switch)
+    return Route(rings, (members - local) / (members - 1) * rings / network, network)
 
 
 def closes(chip: Chip, extents: list[int], extent: int) -> bool:
@@ -260,13 +284,14 @@ def one_way(mesh: Mesh, pairs: Sequence[tuple[int, int]], chip: Chip) -> float:
     On a torus a message follows one dim after the other, the shorter way around a ring, and messages on the same link
     share its bandwidth. On a switch a message uses all links of a card.
     """
-    devices = mesh.devices.reshape(-1)
+    devices = list(mesh.devices.flat)
+    if not chip.torus_dims:
+        hosts = _hosts(mesh, devices)
+        apart = any(hosts[one] != hosts[other] for one, other in pairs)
+        return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
     if any(_differ([devices[one], devices[other]], "slice_index") for one, other in pairs):
         return chip.dcn_bandwidth
-    if not chip.torus_dims:
-        apart = any(_differ([devices[one], devices[other]], "process_index") for one, other in pairs)
-        return chip.dcn_bandwidth if apart else chip.ici_bandwidth * chip.ici_links
-    places, extents = (found[..., :-1] for found in _places(mesh, mesh.axis_names, list(devices)))
+    places, extents = (found[..., :-1] for found in _places(mesh, mesh.axis_names, devices))
     rings = [closes(chip, extents, extent) for extent in extents]
     load = Counter(link for one, other in pairs for link in _path(places[one], places[other], extents, rings))
     return chip.ici_bandwidth / max(load.values(), default=1)
@@ -287,6 +312,17 @@ def _path(start: np.ndarray, end: np.ndarray, extents: list[int], rings: list[bo
 def _members(mesh: Mesh, axes: tuple[str, ...]) -> list:
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
     return list(mesh.devices[index].reshape(-1))
+
+
+def host_numbers(devices: Sequence[Any], *, here: bool) -> list[int]:
+    """The host of each GPU. For GPUs that are present JAX calls a host a slice, however many processes run on it. The
+    ones that a compiler describes are all in one slice; there a host is a process."""
+    return [getattr(device, "slice_index" if here else "process_index", 0) for device in devices]
+
+
+def _hosts(mesh: Mesh, devices: Sequence[Any]) -> list[int]:
+    here = any(getattr(device, "local_hardware_id", None) is not None for device in mesh.devices.flat)
+    return host_numbers(devices, here=here)
 
 
 def _differ(devices: list, attribute: str) -> bool:

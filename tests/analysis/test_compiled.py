@@ -282,14 +282,35 @@ def test_a_loop_that_the_compiler_unrolled_turns_less_often():
     assert made.count == 3
 
 
-def test_a_switch_gives_all_links_within_a_process():
-    cards = [SimpleNamespace(process_index=at // 8) for at in range(16)]
+def gpus(**attributes):
+    """A mesh of stand-ins for 2·8 GPUs along dp and tp, with attributes by their numbers."""
     mesh = on_torus((1, 2, 8), [()] * 16)
-    for at, card in enumerate(cards):
-        mesh.devices.flat[at] = card
-    h100 = CHIPS["NVIDIA H100"]
-    assert route(mesh, ("tp",), h100).bandwidth == 450e9
-    assert route(mesh, ("dp",), h100).bandwidth == h100.dcn_bandwidth
+    for at in range(16):
+        mesh.devices.flat[at] = SimpleNamespace(**{name: value(at) for name, value in attributes.items()})
+    return mesh
+
+
+H100 = CHIPS["NVIDIA H100"]
+
+
+def test_of_described_gpus_a_process_is_a_host():
+    mesh = gpus(process_index=lambda at: at // 8, slice_index=lambda at: 0, local_hardware_id=lambda at: None)
+    assert route(mesh, ("tp",), H100).bandwidth == 450e9
+    assert route(mesh, ("dp",), H100).bandwidth == H100.dcn_bandwidth
+    assert one_way(mesh, [(0, 1), (1, 0)], H100) == 450e9
+    assert one_way(mesh, [(0, 1), (1, 8)], H100) == H100.dcn_bandwidth
+
+
+def test_of_gpus_that_are_here_a_slice_is_a_host_also_with_a_process_for_each():
+    local_id = lambda at: 0 if at == 3 else None  # noqa: E731  # of the GPU of this process
+    one_host = gpus(process_index=lambda at: at, slice_index=lambda at: 0, local_hardware_id=local_id)
+    assert route(one_host, ("dp", "tp"), H100).bandwidth == 450e9
+    assert one_way(one_host, [(0, 15)], H100) == 450e9
+    two_hosts = gpus(process_index=lambda at: at, slice_index=lambda at: at // 8, local_hardware_id=local_id)
+    assert route(two_hosts, ("tp",), H100).bandwidth == 450e9
+    assert route(two_hosts, ("dp",), H100).bandwidth == H100.dcn_bandwidth
+    assert route(two_hosts, ("dp", "tp"), H100).secs("all-gather", 1e9) == 1e9 / (8 * H100.dcn_bandwidth)
+    assert one_way(two_hosts, [(7, 8)], H100) == H100.dcn_bandwidth
 
 
 def test_step_time_adds_compute_what_is_exposed_and_kernels():

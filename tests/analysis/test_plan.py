@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -19,7 +20,7 @@ from stand_ins import on_write
 
 from parallax.analysis import plan as plan_module
 from parallax.analysis import sweep as sweep_module
-from parallax.analysis.collectives import collectives
+from parallax.analysis.collectives import Sent, collectives
 from parallax.analysis.devices import fastest_matmul, local_topology, matmul_lines
 from parallax.analysis.layouts import VIRTUAL, Choice, build_if_legal, choices, model_on_topology, policies
 from parallax.analysis.memory import predicted_memory
@@ -215,7 +216,7 @@ def test_an_exchange_loads_the_links_of_a_torus_more_than_a_gather():
         2 * 16 / 15
     )  # two dims, a quarter each
     assert topology.route({"pp": 1, "dp": 8, "tp": 2}, ["tp"]).spread == 1
-    assert read_topology("H100:2x8").route({"pp": 1, "dp": 16, "tp": 1}, ["dp"]).spread == 1
+    assert read_topology("H100:8").route({"pp": 1, "dp": 8, "tp": 1}, ["dp"]).spread == 1
 
 
 @pytest.mark.parametrize(
@@ -235,11 +236,34 @@ def test_an_axis_sends_over_the_links_of_the_dims_that_it_fills(topology, sizes,
     assert bandwidth == links * topology.chip.ici_bandwidth
 
 
-def test_gpus_of_one_host_use_the_switch_and_others_the_network():
-    topology = read_topology("H100:2x8")
-    inside = topology.route({"pp": 1, "dp": 2, "tp": 8}, ["tp"]).bandwidth
-    assert inside == 18 * 25e9
-    assert topology.route({"pp": 1, "dp": 2, "tp": 8}, ["dp"]).bandwidth == topology.chip.dcn_bandwidth
+@pytest.mark.parametrize(
+    ("sizes", "axis", "rates"),  # bytes a second that a GPU sends: in a ring, in an all-to-all, to one other
+    [
+        ((1, 2, 8), "tp", (450e9, 450e9, 450e9)),  # a host's switch
+        ((1, 16, 1), "dp", (8 * 50e9, 50e9 * 15 / 8, 50e9)),  # eight rings; of 15 others 8 are on the other host
+        ((1, 8, 2), "dp", (4 * 50e9, 50e9 * 7 / 4, 50e9)),
+        ((1, 2, 8), "dp", (50e9, 50e9, 50e9)),  # one GPU of each host, and its own interface
+        ((2, 8, 1), "pp", (50e9, 50e9, 50e9)),
+    ],
+)
+def test_rings_over_hosts_use_the_network_interfaces_of_all_their_gpus(sizes, axis, rates):
+    links = read_topology("H100:2x8").route(dict(zip(AXES, sizes)), [axis])
+    for kinds, rate in zip((("all-gather", "reduce-scatter", "all-reduce"), ("all-to-all",), ("permute",)), rates):
+        for kind in kinds:
+            assert links.secs(kind, 1e9) == pytest.approx(1e9 / rate)
+
+
+def test_a_ring_over_hosts_is_no_faster_than_their_switch():
+    rtx = read_topology("RTX4090:2x8")
+    card = rtx._replace(chip=rtx.chip._replace(dcn_bandwidth=rtx.chip.ici_bandwidth))
+    assert card.route({"pp": 1, "dp": 16, "tp": 1}, ["dp"]).bandwidth == card.chip.ici_bandwidth
+
+
+def test_a_step_on_two_hosts_is_priced_by_what_its_collectives_send_over_the_network():
+    topology, settings = read_topology("H100:2x8"), tiny(mesh_dp=16, data_global_batch=16, model_d_model=64)
+    sent = [Sent(kind, ("dp",), 10**9, 1, "forward", "attention/q", "") for kind in ("all-gather", "all-to-all")]
+    ring, exchange = messages(sent, topology, settings)
+    assert (ring.secs, exchange.secs) == pytest.approx((1e9 / 400e9, 1e9 * 8 / 15 / 50e9))
 
 
 # ---- what the chips can run
@@ -865,6 +889,18 @@ def test_without_a_topology_the_devices_here_are_planned_for():
     )
     with pytest.raises(ConfigError, match="peak of this machine in 'int4' is not known"):
         topology.chip.peak("int4")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shape"),
+    [([0] * 8, (1, 8)), ([at // 8 for at in range(32)], (4, 8)), ([0] * 8 + [1] * 4, (3, 4))],
+    ids=str,
+)
+def test_gpus_here_are_on_the_hosts_that_jax_calls_slices(hosts, shape, monkeypatch):
+    kind = dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    gpus = [SimpleNamespace(**kind, slice_index=host, process_index=at) for at, host in enumerate(hosts)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert local_topology("bfloat16").shape == shape
 
 
 @pytest.mark.slow
