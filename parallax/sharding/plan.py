@@ -425,7 +425,7 @@ class ShardingPlan:
             return collectives.all_gather(_pattern(before, after, weight), row.cast(weight), first=self.gather_first)
 
     def _scatter(self, row: ParameterPlan, before: Layout, after: Layout, grad: Array) -> Array:
-        """Sum gradients over data axes; each device keeps its piece. All such sums are made here."""
+        """Sum gradients over data axes; each device keeps its piece. `_sum` is for whole ones."""
         with jax.named_scope(GRADIENTS), jax.named_scope(row.scope):
             if before == after:
                 return grad.astype(jnp.float32)
